@@ -20,7 +20,6 @@ from vorox.core.batch import Progress
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Tap
-from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.rank_comparison import compare_ranks
@@ -100,12 +99,10 @@ def train(
     dist = backends.connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.propagating_failure(), StopRequest() as stop:
-        if dist.world_size > 1:
-            _check_multi_process(config, minutes)
         if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
         if minutes is not None:
-            config = _fit_to_time(config, time_budget.check_minutes(minutes), display, on_progress)
+            config = _fit_to_time(config, time_budget.check_minutes(minutes), dist, display, on_progress)
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, argv, dist) as run,
@@ -151,7 +148,7 @@ def make_workload(
     if not dist.is_main:  # the main rank builds shared caches first
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
-    options = BuildOptions(on_repair=log.warning)
+    options = BuildOptions(on_repair=log.warning, leads=dist.local_rank == 0)
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:
         dist.barrier("corpus")
@@ -203,30 +200,18 @@ def _named_checkpoint(resume_from: str | Path) -> Path | None:
     return resume_from if isinstance(resume_from, Path) and run_of_checkpoint(resume_from) is not None else None
 
 
-def _check_multi_process(config: RunConfig, minutes: float | None) -> None:
-    """Refuse options that depend on the clock of a single process."""
-    if minutes is not None:
-        raise ConfigError(
-            "--minutes is for runs of one process; this run has several", where="--minutes",
-            hint="set train.num_steps or train.num_tokens",
-        )  # fmt: skip
-    for key, value, needed in (
-        ("data.mode", config.data.mode, "cached"),
-        ("data.growth.mode", config.data.growth.mode, "complete"),
-    ):
-        if value != needed:
-            raise ConfigError(
-                f"{key}={value} is for runs of one process; this run has several", where=key,
-                hint=f"build the caches (vorox data build), and set {key}={needed}",
-            )  # fmt: skip
+def _fit_to_time(
+    config: RunConfig, seconds: float, dist: DistributedContext, display: Display, on_progress: PrepareProgress | None
+) -> RunConfig:
+    """Set the number of steps to what fits into ``seconds`` from now, as measured with a throwaway engine.
 
-
-def _fit_to_time(config: RunConfig, seconds: float, display: Display, on_progress: PrepareProgress | None) -> RunConfig:
-    """Set the number of steps to what fits into ``seconds`` from now, as measured with a throwaway engine."""
+    The main rank's clock decides.
+    """
     started, log = time.perf_counter(), RunLog(None, echo=display.message)
     short = time_budget.with_num_steps(config, 1)
-    with contextlib.closing(make_workload(short, DistributedContext(), log, on_progress)) as workload:
-        costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine)
-    num_steps = time_budget.steps_within(seconds - (time.perf_counter() - started), costs, config)
+    with contextlib.closing(make_workload(short, dist, log, on_progress)) as workload:
+        costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine, dist)
+    left_seconds = seconds - (time.perf_counter() - started)
+    num_steps = dist.broadcast("minutes", time_budget.steps_within(left_seconds, costs, config))
     log.info(f"Fitting {pluralize(num_steps, 'step')} into {seconds / 60:g} min ({costs})")
     return time_budget.with_num_steps(config, num_steps)

@@ -179,8 +179,3 @@ def test_a_rank_that_does_not_start_is_named(runs: Runs) -> None:
     [(code, errors)] = separately(runs, (["parallel.start_timeout_seconds=1"], {}))
     assert code == 6
     assert "Rank 1 of 2 did not start within 1 second" in errors
-
-
-def test_minutes_are_refused(runs: Runs, alone: Path) -> None:
-    _, errors = runs.train("minutes", [*MESHES["data 4"], "--minutes", "1", "--nproc", "2"], code=2)
-    assert "--minutes is for runs of one process" in errors

@@ -101,7 +101,7 @@ def _resolve(arguments: list[str], options: tuple[str, ...]) -> ResolvedConfig:
     return resolve_config(*source_and_overrides(parse_arguments(arguments, options=options, max_positional=1)))
 
 
-def source_and_overrides(parsed: ParsedArguments) -> tuple[ConfigSource | None, list[str]]:
+def source_and_overrides(parsed: ParsedArguments, *, is_quiet: bool = False) -> tuple[ConfigSource | None, list[str]]:
     """Return the source and overrides that ``load_config`` takes.
 
     ``--data PATH`` alone yields a configuration fitted to the text; with a configuration, it replaces the sources.
@@ -118,7 +118,8 @@ def source_and_overrides(parsed: ParsedArguments) -> tuple[ConfigSource | None, 
         word.removeprefix("--").removeprefix(prefix) for word in overrides if f"{prefix}" in word.partition("=")[0]
     ]
     text = detect_source(parsed.data, {name: value for name, _, value in (word.partition("=") for word in given)})
-    typer.echo(text.summary, err=True)
+    if not is_quiet:
+        typer.echo(text.summary, err=True)
     is_base = any(word.removeprefix("--").startswith("preset=") for word in overrides)
     if source is not None or is_base:
         return source, [f"data.sources={json.dumps([text.source])}", *overrides]

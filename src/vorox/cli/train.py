@@ -61,7 +61,8 @@ def train(
         _check_dry_run(resume, nproc, max_restarts)
     _check_restarts(max_restarts, minutes)
     limit = None if minutes is None else parse_minutes(minutes)
-    config, resume_from = _choose(replace(parsed, overrides=tuple(overrides)), resume, name)
+    is_quiet = nproc > 1 or max_restarts > 0 or not _is_main_rank()  # rank 0 describes the data
+    config, resume_from = _choose(replace(parsed, overrides=tuple(overrides)), resume, name, is_quiet=is_quiet)
     if dry_run:
         from vorox.cli.dry_run import describe
         from vorox.cli.output import print_wrapped
@@ -150,7 +151,7 @@ def _named_keys(parsed: ParsedArguments, config: RunConfig) -> list[str]:
 
 
 def _choose(
-    parsed: ParsedArguments, resume: str, name: str | None
+    parsed: ParsedArguments, resume: str, name: str | None, *, is_quiet: bool
 ) -> tuple[RunConfig, Literal["auto", "never"] | Path]:
     """Return the configuration, and the run or checkpoint to resume from."""
     from vorox.cli.config import source_and_overrides
@@ -159,12 +160,13 @@ def _choose(
     from vorox.core.run_context import recorded_config
     from vorox.core.run_layout import run_of_checkpoint
 
-    source, overrides = source_and_overrides(parsed)
+    source, overrides = source_and_overrides(parsed, is_quiet=is_quiet)
     settings = [*overrides, *([] if name is None else [f"run.name={_quoted(name)}"])]
     if resume == "auto" or resume == "never":
         if source is None and not any(word.removeprefix("--").startswith("preset=") for word in overrides):
             source = _default_preset(overrides)
-            typer.echo(f"Preset: {source} (default)")
+            if not is_quiet:
+                typer.echo(f"Preset: {source} (default)")
         from vorox.training.weights_source import load_config_with_weights
 
         return load_config_with_weights(source, settings), resume
@@ -173,6 +175,13 @@ def _choose(
     path = _resumed_path(resume, source, settings)
     directory = run_of_checkpoint(path) or path
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
+
+
+def _is_main_rank() -> bool:
+    from vorox.core.distributed_context import membership
+
+    member = membership()
+    return member is None or member.rank in (None, 0)
 
 
 def _default_preset(overrides: Sequence[str]) -> str:

@@ -155,11 +155,13 @@ class DistributedContext:
         rank: Rank, from 0.
         world_size: Number of ranks.
         channel: The shared store; required if there are several ranks.
+        local_rank: Rank among the processes of this machine; 0 if it is unknown.
     """
 
     rank: int = 0
     world_size: int = 1
     channel: Channel | None = None
+    local_rank: int = 0
     _turns: Counter[str] = field(default_factory=Counter[str], init=False, repr=False)
 
     @property
@@ -215,6 +217,10 @@ class DistributedContext:
         with self.propagating_failure():
             return self.broadcast(topic, decision())
 
+    def flag(self, topic: str) -> Flag:
+        """Return a flag that any rank can set. Every rank creates the flags of a topic in the same order."""
+        return Flag(self.channel, self._next(topic))
+
     @contextlib.contextmanager
     def propagating_failure(self) -> Generator[None]:
         """Publish an error of this rank to the ranks that wait for it; explain the loss of another rank.
@@ -227,7 +233,7 @@ class DistributedContext:
         except BaseException as error:
             if self.world_size > 1:
                 with contextlib.suppress(Exception):  # do not hide the original error
-                    self._channel.put(_FAILED, canonical_json(self._report(error)))
+                    self._channel.put(_FAILED, canonical_json(self.report(error)))
                 if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST):
                     raise VoroxError(
                         f"Rank {self.rank} lost the connection to another rank: {str(error).splitlines()[0]}",
@@ -252,15 +258,36 @@ class DistributedContext:
                 return json.loads(found)
             failed = self._channel.get(_FAILED, 0.0)
             if failed is not None:
-                raise _failure(json.loads(failed))
+                raise reported_error(json.loads(failed))
 
-    def _report(self, error: BaseException) -> dict[str, Any]:
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Return an error of this rank as plain JSON, for ``reported_error``."""
         known = error if isinstance(error, VoroxError) else VoroxError(f"{type(error).__name__}: {error}")
         parts = {name: getattr(known, name) for name in ("what", "where", "hint", "saved")}
         return {"rank": self.rank, "type": type(known).__name__, **parts}
 
 
-def _failure(report: Mapping[str, Any]) -> VoroxError:
+@dataclass(slots=True)
+class Flag:
+    """A flag that any rank sets and all ranks see soon afterwards. It is never cleared."""
+
+    channel: Channel | None
+    key: str
+    _is_set: bool = field(default=False, init=False)
+
+    def set(self) -> None:
+        if self.channel is not None and not self._is_set:
+            self.channel.put(self.key, canonical_json(True))
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        if not self._is_set and self.channel is not None:
+            self._is_set = self.channel.get(self.key, 0.0) is not None
+        return self._is_set
+
+
+def reported_error(report: Mapping[str, Any]) -> VoroxError:
+    """Return the error that another rank reported."""
     kind = getattr(errors, str(report["type"]), VoroxError)
     what = f"rank {report['rank']}: {report['what']}"
     return kind(what, where=report["where"], hint=report["hint"], saved=report["saved"])

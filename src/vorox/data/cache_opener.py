@@ -161,15 +161,29 @@ class CacheOpener:
     def _validation_prefix(self, source: Source, split: Split, recipe: Recipe) -> tuple[Recipe, Sequence[Unit]]:
         """Return the recipe and units of a streamed corpus's validation text: the held-out part of the first bytes."""
         limit_bytes = self.data.streaming.validation_bytes
+        whole = self._planned(source, split, recipe)
+        if whole is not None and sum(unit.size_bytes for unit in whole) <= limit_bytes:
+            return recipe, whole
         while True:
+            first = replace(recipe, split={**recipe.split, "first_bytes": limit_bytes})
+            planned = self._planned(source, split, first)
+            if planned is not None:
+                return first, planned
             units, is_complete = first_units(
                 source, split, source.holdout, self.data.cache.unit_bytes, limit_bytes=limit_bytes
             )
             if is_complete:
                 return recipe, units
             if _has_records(source, units, split):
-                return replace(recipe, split={**recipe.split, "first_bytes": limit_bytes}), units
+                return first, units
             limit_bytes *= 2
+
+    def _planned(self, source: Source, split: Split, recipe: Recipe) -> Sequence[Unit] | None:
+        """Return the units of a cache that exists, so that its text is not read again."""
+        if self.data.cache.grow or self.options.force_rebuild:
+            return None
+        location = find_location(self.root, source, split, recipe, grow=False)
+        return location.units if location.is_planned else None
 
     def _units(self, location: CacheLocation, split: Split, units: Sequence[Unit] | None) -> Sequence[Unit]:
         """Return the units of a split; split its text if they are not planned yet."""
@@ -214,7 +228,8 @@ class CacheOpener:
     def _open_growing(self, location: CacheLocation, recipe: Recipe, name: str) -> tuple[CacheReader, BuildReport]:
         """Return a reader of the first units; this process's background build or other processes build the rest."""
         growth = self.data.growth
-        if self.options.build and growth.build:
+        builds = self.options.build and self.options.leads and growth.build
+        if builds:
             units = self._units(location, "train", None)
             last = min(growth.first_segment_units if growth.mode == "strict" else 1, len(units))
             report = self._build(location, recipe, units, last)
@@ -227,7 +242,7 @@ class CacheOpener:
             report = existing_cache_report(manifest, recipe)
             units = self._locate(location.source, "train", recipe).units or ()
         reader = self._reader(location, recipe, units, name, complete=False)
-        if self.options.build and growth.build and report.units_missing:
+        if builds and report.units_missing:
             reader.background = build_in_background(
                 location.directory, self.unit_builder(location.source, recipe), units, self.options
             )

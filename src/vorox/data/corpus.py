@@ -182,7 +182,7 @@ def prepare(
         listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build, reads=reads)
         assert listed.tokenizer is not None, "only a dry run has no tokenizer"
         tokenizer = listed.tokenizer
-        streams = StreamGroup(data) if data.mode == "streaming" else None
+        streams = StreamGroup(data, leads=options.leads) if data.mode == "streaming" else None
         opener = CacheOpener(data, tokenizer, root, report, options, streams)
         try:
             opened = tuple(_open_source(opener, source) for source in listed.train)

@@ -112,7 +112,7 @@ class PlanGrower:
                     continue
                 if not is_required:
                     break
-                if self._growth.on_starve == "stop":
+                if self._growth.on_starve == "stop" and self._decides:
                     raise self._not_ready()
                 self._check_stop(stop)
                 stall.report(self._reason(), failed=False)

@@ -74,19 +74,24 @@ class Prefetcher(Generic[Item]):
             Exception: The error that ``read`` raised for this item, or for the index past the end. It closes the
                 iterator.
         """
-        if self._closed:
-            raise RuntimeError("The prefetcher is closed")
-        start = time.perf_counter()
+        result = self._await_next()
+        with self._changed:
+            self._ready.pop(self._next_index, None)
+            self._next_index += 1
+            self._changed.notify_all()
         try:
-            item = self._take() if self._threads else self._read(self._next_index)
+            return result()
         except BaseException:
             self.close()
             raise
-        finally:
-            self.wait_seconds += time.perf_counter() - start
-        if not self._threads:
-            self._next_index += 1
-        return item
+
+    def next_error(self) -> Exception | None:
+        """Wait until the next item is ready; return the error that ``next`` will raise for it, if any."""
+        try:
+            self._await_next()()
+        except Exception as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Stop prefetching. Thread-safe and idempotent."""
@@ -109,20 +114,33 @@ class Prefetcher(Generic[Item]):
     ) -> None:
         self.close()
 
-    def _take(self) -> Item:
-        with self._changed:
-            index = self._next_index
+    def _await_next(self) -> Callable[[], Item]:
+        """Wait until the next item is ready; return a function that returns it or raises its error."""
+        if self._closed:
+            raise RuntimeError("The prefetcher is closed")
+        start, index = time.perf_counter(), self._next_index
+        try:
+            if not self._threads:
+                if index not in self._ready:
+                    self._ready[index] = _outcome(self._read, index)
+                return self._ready[index]
             if index >= self._num_items():
-                self._read(index)  # raises the reason
-                raise AssertionError(f"Item {index} is past the end, but reading it did not fail")
-            self._changed.notify_all()  # the number of items may have changed
-            self._changed.wait_for(lambda: self._closed or index in self._ready)
-            if self._closed:
-                raise RuntimeError("The prefetcher was closed while an item was awaited")
-            result = self._ready.pop(index)
-            self._next_index += 1
-            self._changed.notify_all()
-        return result()
+                return _outcome(self._read_past_end, index)
+            with self._changed:
+                self._changed.notify_all()  # the number of items may have changed
+                self._changed.wait_for(lambda: self._closed or index in self._ready)
+                if self._closed:
+                    raise RuntimeError("The prefetcher was closed while an item was awaited")
+                return self._ready[index]
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.wait_seconds += time.perf_counter() - start
+
+    def _read_past_end(self, index: int) -> Item:
+        self._read(index)  # raises the reason
+        raise AssertionError(f"Item {index} is past the end, but reading it did not fail")
 
     def _work(self) -> None:
         while True:

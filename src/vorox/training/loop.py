@@ -26,7 +26,10 @@ def train(session: Session, progress: Progress) -> Progress:
     engine, schedule, stop = session.engine, session.schedule, session.sync.stop
     if session.evaluations.due(progress):  # the process was killed between a checkpoint and its validation
         progress = _validate(session, progress)
+    missing = session.next_batch.agree(session.batches) if progress.step < schedule.total_steps else None
     while progress.step < schedule.total_steps and not stop.requested:
+        if missing is not None:
+            raise session.end_without_batch(progress, missing)
         try:
             with session.saving_on_failure(progress):
                 batch = next(session.batches)
@@ -35,7 +38,9 @@ def train(session: Session, progress: Progress) -> Progress:
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         result = engine.train_step(batch, lr=lr, weight_decay=weight_decay)
         progress = progress.advance(batch, engine.data_shard)
-        decision = session.sync.after(progress, batch)
+        following = session.batches if progress.step < schedule.total_steps else None
+        decision = session.sync.after(progress, batch, following)
+        missing = decision.missing
         session.provenance.started(progress)
         session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds)
         step = InFlightStep(progress, decision.batch_digest, result, lr, weight_decay, batch.row_tokens, batch)

@@ -33,6 +33,7 @@ from vorox.training.dataloading import training_batches, validation_set
 from vorox.training.disk_space import check_disk_space
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
+from vorox.training.next_batch import MissingBatch, NextBatch
 from vorox.training.nonfinite_recorder import NonfiniteRecorder
 from vorox.training.observer import Observer, SpeedMeter
 from vorox.training.pending_steps import PendingSteps, SettledStep
@@ -63,6 +64,7 @@ class Session:
     batches: BatchStream
     schedule: Schedule
     sync: StepSync
+    next_batch: NextBatch
     pending: PendingSteps
     checkpoints: CheckpointWriter
     evaluations: Evaluations
@@ -138,6 +140,18 @@ class Session:
         what = f"{stopped} after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
         return Preempted(what, where=where, saved=self.checkpoints.safe(), hint=hint)
 
+    def end_without_batch(self, progress: Progress, missing: MissingBatch) -> BaseException:
+        """Save the current state on all ranks; return the error that ends the run, because a rank has no batch."""
+        error = missing.error
+        if missing.is_awaited and isinstance(error, VoroxError):
+            return self.save_and_preempt(progress, reason=error.what, where=error.where, hint=error.hint)
+        try:
+            self.save(progress, is_last=True)
+            self.wait_for_save()
+        except Exception as failure:  # the missing batch is what ended the run
+            self.checkpoints.log_failure(failure)
+        return error
+
     @contextlib.contextmanager
     def saving_on_failure(self, progress: Progress) -> Generator[None]:
         """Save the state of the last step if the block, which runs between two steps, fails.
@@ -205,6 +219,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
     if is_main:
         corpus.tokenizer.save(run.layout.tokenizer)
     _report_engine(workload, total_steps)
+    next_batch = NextBatch(workload.distributed, stop)
     tracker = Tracker.open(
         run.directory, config.log, attempt=run.attempt, resume_step=progress.step, distributed=workload.distributed,
         log=log, settings=redact_value(flat_values(config)),
@@ -215,7 +230,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         open_provenance(run, config.log, progress, plan, plan_readers(plan, corpus), log) as provenance,
         training_batches(
             config, corpus, plan, engine.data_shard, progress.cursor, total_steps=total_steps,
-            stop=lambda: bool(stop.requested), report=plan_reporter(log), decides=is_main,
+            stop=next_batch.ends_wait, report=plan_reporter(log), decides=is_main,
         ) as batches,
     ):  # fmt: skip
         sampler = PromptSampler(config, corpus.tokenizer, workload.spec)
@@ -227,7 +242,8 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
         session = Session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),
-            StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain),
+            StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch),
+            next_batch,
             pending, checkpoints, evaluations, sampler,
             Observer(setup, tracker, display, SpeedMeter(workload)),
             provenance,

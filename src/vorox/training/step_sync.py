@@ -1,8 +1,8 @@
 """Synchronise ranks after each step: save and stop decisions, global batch digest.
 
-In: what each rank knows by itself: the rows that it read, a signal that it got, and on the main rank the clock and a
-request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none saves or stops alone. A single
-process decides without communication. The exchange runs while the devices compute the step.
+In: what each rank knows by itself: the rows that it read, whether it can read the next ones, a signal that it got, and
+on the main rank the clock and a request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none
+saves or stops alone. A single process decides without communication. The exchange runs while the devices compute.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 from vorox.core.batch import Batch, DataShard, Progress, rows_digest
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import NumericalError
+from vorox.data.loader import BatchStream
+from vorox.training.next_batch import MissingBatch, NextBatch
 from vorox.training.replay_chain import ReplayChain
 from vorox.training.stop import Stop, StopRequest
 
@@ -27,10 +29,12 @@ class StepDecision:
     Attributes:
         batch_digest: Digest of the rows of all ranks, in slot order, for the replay chain.
         save: Whether a checkpoint is due.
+        missing: Why the next step cannot start; ``None`` if every rank has its batch.
     """
 
     batch_digest: str
     save: bool
+    missing: MissingBatch | None = None
 
 
 class StepSync:
@@ -42,6 +46,7 @@ class StepSync:
         stop: Stop request of this process.
         due: Whether a checkpoint is due; called on the main rank.
         chain: Replay chain of this rank; all ranks must have the same.
+        next_batch: Agrees on whether every rank can read the next batch.
 
     Attributes:
         stop: Stop request of the run: ``stop`` itself for one process, the common decision for several.
@@ -54,12 +59,19 @@ class StepSync:
         stop: StopRequest,
         due: Callable[[Progress], bool],
         chain: ReplayChain,
+        next_batch: NextBatch,
     ) -> None:
+        self._next_batch = next_batch
         self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.world_size == 1 else _AgreedStop()
 
-    def after(self, progress: Progress, batch: Batch) -> StepDecision:
-        """Decide what to do after a started step; ``progress`` includes it.
+    def after(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> StepDecision:
+        """Decide what to do after a started step.
+
+        Args:
+            progress: The progress, including this step.
+            batch: The batch of the step.
+            batches: The batches that follow; ``None`` after the last step.
 
         Raises:
             NumericalError: The ranks computed different numbers.
@@ -70,12 +82,19 @@ class StepSync:
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             _check_heads([report["chain"] for report in reports], progress)
             stop = next((report["stop"] for report in reports if report["stop"]), "")
-            return {"batch_digest": digest_of(reports), "save": self._due(progress), "stop": stop}
+            missing = self._next_batch.find([report["missing"] for report in reports])
+            return {
+                "batch_digest": digest_of(reports), "save": self._due(progress), "stop": stop, "missing": missing
+            }  # fmt: skip
 
-        report = {"stop": self._local_stop.requested, "chain": self._chain.head, **rows_of(batch, self._shard)}
+        missing = None if batches is None else self._next_batch.report(batches)
+        report = {
+            "stop": self._local_stop.requested, "chain": self._chain.head, "missing": missing,
+            **rows_of(batch, self._shard),
+        }  # fmt: skip
         decided = self._dist.agree("step", report, decide)
         self.stop.requested = self.stop.requested or decided["stop"]
-        return StepDecision(decided["batch_digest"], decided["save"])
+        return StepDecision(decided["batch_digest"], decided["save"], self._next_batch.missing(decided["missing"]))
 
 
 class _AgreedStop:

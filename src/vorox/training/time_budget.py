@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vorox.core.batch import Batch
+from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -56,8 +57,11 @@ def measure(
     *,
     lr: float,
     clock: Callable[[], float] = time.perf_counter,
+    dist: DistributedContext | None = None,
 ) -> Costs:
     """Time a few steps of a throwaway engine.
+
+    All ranks take the same steps, because the main rank's times decide when the measurement ends.
 
     Args:
         engine: A new engine; its state changes.
@@ -66,13 +70,15 @@ def measure(
         num_evaluation_batches: Batches of a whole validation.
         lr: Any learning rate.
         clock: A monotonic clock, in seconds.
+        dist: This process's rank.
     """
+    dist = dist or DistributedContext()
 
     def step() -> float:
         started = clock()
         engine.train_step(next(batches), lr=lr, weight_decay=0.0).fetch()
         engine.synchronize()
-        return clock() - started
+        return dist.broadcast("step seconds", clock() - started)
 
     warmup = [step()]
     while sum(warmup[1:]) < WARMUP_SECONDS and len(warmup) + MAX_TIMED_STEPS < MAX_STEPS:
@@ -91,7 +97,7 @@ def measure(
     return Costs(max(0.0, warmup[0] - step_seconds), step_seconds, evaluation_seconds)
 
 
-def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
+def measure_run(config: RunConfig, corpus: Corpus, engine: Engine, dist: DistributedContext) -> Costs:
     """Measure the costs of a run on its first batches, under a temporary plan."""
     validation = validation_set(config, corpus)
     held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
@@ -99,7 +105,7 @@ def measure_run(config: RunConfig, corpus: Corpus, engine: Engine) -> Costs:
     if held_out:
         num_batches = -(-num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
     with preview_batches(config, corpus, engine.data_shard, MAX_STEPS) as batches:
-        return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr)
+        return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr, dist=dist)
 
 
 def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:

@@ -41,7 +41,6 @@ def identities(config: RunConfig) -> dict[str, str]:
     named = {
         "model.activation": config.model.activation,
         "model.attention_kernel": config.model.attention_kernel,
-        "optimizer.name": config.optimizer.name,
         "loss.name": config.loss.name,
         "schedule.name": config.schedule.name,
         "schedule.weight_decay": config.schedule.weight_decay,
@@ -56,7 +55,6 @@ def _kind(key: str) -> str:
     kinds = {
         "model.activation": "activation",
         "model.attention_kernel": "attention",
-        "optimizer": "optimizer",
         "loss": "loss",
         "schedule": "schedule",
         "eval.functions": "evaluation",

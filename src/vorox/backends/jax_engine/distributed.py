@@ -47,7 +47,7 @@ def _joined(device_ids: tuple[int, ...] | None) -> DistributedContext:
     client = distributed.global_state.client
     if client is None or jax.process_count() == 1:
         return DistributedContext()
-    return DistributedContext(jax.process_index(), jax.process_count(), _KeyValueStore(client))
+    return DistributedContext(jax.process_index(), jax.process_count(), _KeyValueStore(client), found.local_rank or 0)
 
 
 def connect(config: RunConfig) -> DistributedContext:

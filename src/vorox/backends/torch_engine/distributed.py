@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from vorox.core.batch import DataShard
 from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, StalledError
 from vorox.core.schema import RunConfig
 
 TIMEOUT = timedelta(minutes=10)
@@ -34,14 +34,15 @@ def connect(config: RunConfig) -> DistributedContext:
 
     Raises:
         ConfigError: The environment is inconsistent, or the other ranks cannot be reached.
+        StalledError: A rank did not connect in time.
     """
-    del config
     found = membership()
-    return DistributedContext() if found is None else _joined(found)
+    start_timeout = timedelta(seconds=config.parallel.start_timeout_seconds)
+    return DistributedContext() if found is None else _joined(found, start_timeout)
 
 
 @functools.cache
-def _joined(found: Membership) -> DistributedContext:
+def _joined(found: Membership, start_timeout: timedelta) -> DistributedContext:
     """Join the process group, once per process."""
     if found.coordinator == FOUND_BY_BACKEND:
         raise ConfigError(
@@ -52,19 +53,27 @@ def _joined(found: Membership) -> DistributedContext:
         torch.cuda.set_device((found.local_rank or 0) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        store, rank, world_size = next(_rendezvous(found))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        store, rank, world_size = next(_rendezvous(found, start_timeout))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=start_timeout)
+        cast("Any", dist).distributed_c10d._set_pg_timeout(TIMEOUT)  # has no public name
+    except dist.DistStoreError as error:
+        raise StalledError(
+            f"A rank did not connect within {start_timeout.total_seconds():g} s: {str(error).splitlines()[0]}",
+            where=found.coordinator, hint="see the output of the rank that ended first; "
+            "parallel.start_timeout_seconds sets the time",
+        ) from error  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
+            f"The processes of the run cannot conn to each other: {str(error).splitlines()[0]}",
             where=found.coordinator, hint="rank 0 must be reachable at that address from all other ranks",
         ) from error  # fmt: skip
-    return DistributedContext(rank, world_size, StoreChannel(PrefixStore("vorox", store), world_size))
+    channel = StoreChannel(PrefixStore("vorox", store), world_size)
+    return DistributedContext(rank, world_size, channel, found.local_rank or 0)
 
 
-def _rendezvous(found: Membership) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous(found: Membership, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     url = f"tcp://{found.coordinator}?rank={found.rank}&world_size={found.world_size}"
-    return cast("Iterator[tuple[Store, int, int]]", rendezvous(url, timeout=TIMEOUT))
+    return cast("Iterator[tuple[Store, int, int]]", rendezvous(url, timeout=timeout))
 
 
 class StoreChannel:

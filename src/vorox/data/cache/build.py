@@ -49,6 +49,8 @@ class BuildOptions:
         last_unit: Build only units below this; None: all.
         stop: Polled between units; once it returns true, the build ends and committed units stay.
         on_repair: Called with a message for every unit that is rebuilt because reading found a damaged chunk.
+        leads: Of several processes that train on the same caches on this machine, one builds those that are read
+            meanwhile. False: another process does.
     """
 
     build: bool = True
@@ -61,6 +63,7 @@ class BuildOptions:
     last_unit: int | None = None
     stop: Callable[[], bool] = never
     on_repair: Callable[[str], None] | None = None
+    leads: bool = True
 
 
 _DEFAULTS = BuildOptions()

@@ -29,6 +29,7 @@ from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.rows import RowBlock
 from vorox.data.storage.stalls import track_stall
+from vorox.data.streaming.leading_process import LeadingProcess
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.read_windows import ReadWindow, UnitRange
 from vorox.data.streaming.stream_queue import StreamQueue
@@ -36,12 +37,15 @@ from vorox.data.streaming.unit_list import UnitList
 
 _CLOSE_SECONDS = 10.0
 _MAX_OPEN_CHUNKS = 1024
+_LEADER_POLL_SECONDS = 0.05
 
 
 class ChunkHolder(Protocol):
     """A reader that keeps chunk files open."""
 
     def drop(self, unit: int, /) -> None: ...
+
+    def open_units(self) -> set[int]: ...
 
 
 class Stream:
@@ -54,6 +58,7 @@ class Stream:
         rule: How units are grouped into segments.
         budget: The disk budget of the chunks.
         prefetch_segments: Number of segments that are built ahead of the one being read.
+        leads: Whether this process builds ahead; false if another process of this machine does.
 
     Attributes:
         units_rebuilt: Number of units rebuilt after eviction.
@@ -72,6 +77,7 @@ class Stream:
         budget: DiskBudget,
         *,
         prefetch_segments: int = 1,
+        leads: bool = True,
     ) -> None:
         self.directory, self.budget = directory, budget
         self.units_rebuilt = self.units_evicted = 0
@@ -81,6 +87,7 @@ class Stream:
         self._readers: weakref.WeakSet[ChunkHolder] = weakref.WeakSet()
         self._window, self._peers = ReadWindow(directory), list[UnitRange]()
         self._is_started = False
+        self._leader = None if leads else LeadingProcess(directory)
         budget.join(self)
 
     @property
@@ -112,7 +119,11 @@ class Stream:
     def touch(self, units: Sequence[int]) -> None:
         """Report that rows of these units are being read."""
         if self._queue.touch(units):
-            self._start()
+            if self._leader is None:
+                self._start()
+            else:
+                self._publish_window()
+            self._drop_evicted()
 
     def ensure(self, unit: int) -> None:
         """Wait until the chunks of a unit are on disk.
@@ -124,8 +135,20 @@ class Stream:
             return
         with track_stall(str(self.directory)) as stall:
             stall.report(f"unit {unit} is being built", failed=False)
-            self._start()
-            self._queue.wait_for(unit)
+            if not self._wait_for_leader(unit):
+                self._start()
+                self._queue.wait_for(unit)
+
+    def _wait_for_leader(self, unit: int) -> bool:
+        """Wait until the leading process has built a unit; return whether it has."""
+        while self._leader is not None and not self._is_started and not self._queue.closed:
+            self._queue.refresh()
+            if self.is_resident(self.manifest, unit):
+                return True
+            if not self._leader.is_expected():
+                return False
+            self._queue.wait(_LEADER_POLL_SECONDS)
+        return False
 
     def mark_lost(self, unit: int) -> None:
         """Report that the chunks of a unit are not on disk: another process evicted them."""
@@ -153,7 +176,7 @@ class Stream:
         Raises:
             DataError: One of these units cannot be built.
         """
-        if self._queue.await_units(awaited_units):
+        if self._queue.await_units(awaited_units) and (self._leader is None or not self._leader.is_expected()):
             self._start()
         return self.manifest
 
@@ -172,8 +195,19 @@ class Stream:
             if not self._is_started and not self._queue.closed:
                 self._is_started = True
                 self._scheduler.start()
+            self._publish_window()
+
+    def _publish_window(self) -> None:
+        with self.budget.changed:
             if window := self._queue.schedule.window():
                 self._window.publish(window)
+
+    def _drop_evicted(self) -> None:
+        """Close the chunk files that other processes have evicted, which keep their disk space while they are open."""
+        resident = resident_units(self.directory)
+        for reader in list(self._readers):
+            for unit in reader.open_units() - resident.keys():
+                reader.drop(unit)
 
     # Called by the build scheduler: see ``cache.residency``.
 
@@ -249,6 +283,10 @@ class StreamReader(CacheReader):
         for index, chunk in list(self._open_chunks.items()):
             if chunk.header.unit == unit:
                 self._open_chunks.pop(index, None)
+
+    def open_units(self) -> set[int]:
+        """Return the units of the open chunk files."""
+        return {chunk.header.unit for chunk in list(self._open_chunks.values())}
 
     def _open(self, index: int) -> Chunk:
         unit = int(self.manifest.chunks["unit"][index])

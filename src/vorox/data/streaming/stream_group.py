@@ -31,10 +31,11 @@ class StreamGroup:
 
     Args:
         data: The section ``data``.
+        leads: Whether this process builds ahead; false if another process of this machine does.
     """
 
-    def __init__(self, data: DataConfig) -> None:
-        self._data = data
+    def __init__(self, data: DataConfig, *, leads: bool = True) -> None:
+        self._data, self._leads = data, leads
         self.budget = DiskBudget(data.streaming.retention_bytes)
         self.streams: list[Stream] = []
         self._cached_ranges = contextlib.ExitStack()
@@ -54,7 +55,7 @@ class StreamGroup:
         open_directory(directory, units, growth.first_segment_units)
         stream = Stream(
             directory, builder, units, SegmentRule(growth.first_segment_units, growth.max_segment_units), self.budget,
-            prefetch_segments=self._data.streaming.prefetch_segments,
+            prefetch_segments=self._data.streaming.prefetch_segments, leads=self._leads,
         )  # fmt: skip
         self.streams.append(stream)
         return StreamReader(stream)

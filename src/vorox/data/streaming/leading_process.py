@@ -1,0 +1,41 @@
+"""The process that builds a stream's units for the other processes of its machine.
+
+Processes that train on one stream read the same segments. One of them leads: it splits the source and builds. The
+others wait for its chunks, so text is fetched once. A process that waits in vain, because the leading one does not
+need the unit or has ended, builds it itself. Leases keep two processes from building one unit.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from vorox.data.cache.leases import DIRECTORY_NAME, is_held
+
+PATIENCE_SECONDS = 5.0
+"""How long to wait while no process builds any unit."""
+
+
+class LeadingProcess:
+    """What another process knows about the leading one: whether waiting for its units makes sense.
+
+    Args:
+        directory: The stream's directory.
+        patience_seconds: How long to wait while no unit is being built.
+    """
+
+    def __init__(self, directory: Path, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._leases = directory / DIRECTORY_NAME
+        self._patience_seconds = patience_seconds
+        self._polled_at = self._active_at = -float("inf")
+
+    def is_expected(self) -> bool:
+        """Return whether to keep waiting; polled during a wait. A pause of the polls begins a new wait."""
+        now = time.monotonic()
+        if now - self._polled_at > self._patience_seconds or self._is_building():
+            self._active_at = now
+        self._polled_at = now
+        return now - self._active_at < self._patience_seconds
+
+    def _is_building(self) -> bool:
+        return any(is_held(path, time.time()) for path in self._leases.glob("u*"))
