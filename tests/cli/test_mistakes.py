@@ -67,7 +67,7 @@ COMMAND_LINE = [
     row("replay beyond the end", "replay RUN --from 0 --to 100", 2, "5"),
     row("replay backwards", "replay RUN --from 4 --to 2", 2, "--from", "--to"),
     row("a replay without a range", "replay RUN", 0),
-    row("an unknown form of export", "export RUN --to onnx", 2, "hf"),
+    row("an unknown form of export", "export RUN --to onnx", 2, "gguf"),
     row("two runs to compare, one named", "runs compare RUN", 2, "OTHER"),
     row("a run's name with a slip", "runs show tiny-lama-1x32", 2, "tiny-"),
     row("removal without anybody to ask", "runs remove RUN", 2, "--yes"),

@@ -289,7 +289,7 @@ def run_with_functions_of_the_page(place: Path) -> None:
     total, warm_up = 160, 20
     for step in (21, 90, 160):
         share = 0.5 + 0.25 * (1 + math.cos(math.pi * (step - 1 - warm_up) / (total - 1 - warm_up)))
-        assert metrics[step]["learning_rate"] == pytest.approx(6e-4 * share)
+        assert metrics[step]["learning_rate"] == pytest.approx(1e-4 * share)
         assert 0 < metrics[step]["objective"] < metrics[step]["loss"]
         assert metrics[step]["custom/excess"] == pytest.approx(metrics[step]["loss"] - math.log(2))
     assert metrics[160]["eval/custom/recall/hits"] in (0, 1, 2)

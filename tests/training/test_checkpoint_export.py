@@ -33,6 +33,7 @@ from vorox.models.huggingface_config import huggingface_config, huggingface_file
 from vorox.models.huggingface_families import huggingface_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
+from vorox.training import gguf_export
 from vorox.training.checkpoint_export import export
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
@@ -318,6 +319,88 @@ def test_what_transformers_says_while_loading_is_heard(
     spec = spec_of(LLAMA)
     with pytest.raises(CheckpointError, match=r"model\.extra\.weight|I do not like this"):
         export(make_run(tmp_path / "run", spec), tmp_path / "hf", engine=engine_of(spec))
+
+
+QWEN2 = LLAMA | {"attention_bias": "qkv"}
+HEAD_DIM = LLAMA | {"head_dim": 24}
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        (LLAMA, "fp32"), (LLAMA, "bf16"), (HEAD_DIM | {"tie_embeddings": True}, "fp16"), (QWEN2, "fp32"),
+        (QWEN3, "fp32"), (GPT2, "fp16"),
+    ],
+)  # fmt: skip
+def test_gguf_is_the_same_model(tmp_path: Path, fields: dict[str, Any], dtype: Any) -> None:
+    """The readers are the package's, and that of transformers, which undoes llama.cpp's order of rows by itself."""
+    gguf, _ = pytest.importorskip("gguf"), pytest.importorskip("accelerate")
+    spec = spec_of(fields)
+    run = make_run(
+        tmp_path / "run", spec, tokenizer=tokenizers.train(TokenizerConfig(kind="bpe", vocab_size=270), TEXTS)
+    )
+    for existed in (False, True):
+        result = export(run, tmp_path / "gguf", to="gguf", dtype=dtype, engine=engine_of(spec))
+        assert result.existed == existed
+        assert result.comparison is not None
+        assert result.comparison.max_difference <= result.comparison.tolerance <= 3e-4
+        assert result.comparison.num_greedy_tokens == 16
+    reader = gguf.GGUFReader(result.path / "model.gguf")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.1.ffn_up.weight"] == {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[dtype]
+    assert kinds["output_norm.weight"] == "F32"
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == 300
+    assert tokens[299] == "[PAD299]"
+    assert tokens[reader.fields["tokenizer.ggml.eos_token_id"].contents()] == "<|endoftext|>"
+    assert reader.fields["tokenizer.ggml.merges"].contents()
+
+
+TEXTS = ["the order of the data", "is arithmetic and the order", "of the arithmetic"] * 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (LLAMA | {"sliding_window_tokens": 8}, "family is mistral"),
+        (LLAMA | {"activation": "geglu"}, "model.activation is geglu"),
+        (LLAMA | {"attention_bias": True}, "it has biases"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "model.rope_scaling is linear"),
+        (QWEN3 | {"sliding_window_tokens": 8}, "model.sliding_window_tokens is set"),
+    ],
+)
+def test_gguf_refuses_what_llama_cpp_computes_differently(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"GGUF cannot hold this model: .*{reason}"):
+        export(make_run(tmp_path / "run", spec_of(fields)), tmp_path / "gguf", to="gguf")
+    assert not (tmp_path / "gguf").exists()
+
+
+def test_a_damaged_gguf_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    spec = spec_of(LLAMA)
+    run = make_run(tmp_path / "run", spec)
+    written = gguf_export.stored_array
+
+    def damaged(array: np.ndarray, entry: TensorEntry) -> np.ndarray:
+        stored = written(array, entry).copy()
+        if entry.name == "blk.1.attn_k.weight":
+            stored[3, 5] += np.float32(1e-6)
+        return stored
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_export, "stored_array", damaged)
+        with pytest.raises(CheckpointError, match=r"Tensor blk\.1\.attn_k\.weight differs"):
+            export(run, tmp_path / "gguf", to="gguf")
+    with monkeypatch.context() as patch:
+        keys = gguf_export.gguf_keys
+        calls = iter([1.0, 1.01])
+        patch.setattr(gguf_export, "gguf_keys", lambda spec: keys(spec) | {"llama.rope.freq_base": next(calls)})
+        with pytest.raises(CheckpointError, match=r"key llama\.rope\.freq_base differs"):
+            export(run, tmp_path / "gguf", to="gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    export(run, tmp_path / "gguf", to="gguf")
 
 
 def recommit(run: Path, name: str, old: bytes, new: bytes) -> None:

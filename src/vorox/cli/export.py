@@ -16,13 +16,16 @@ _CHECKED_IN_FP32 = ["precision.dtype=fp32", "precision.matmul=ieee", "runtime.co
 
 def export(
     run: RunName,
-    to: Annotated[Literal["hf"], typer.Option("--to", help="hf: a directory that transformers loads.")] = "hf",
+    to: Annotated[
+        Literal["hf", "gguf"],
+        typer.Option("--to", help="hf: a directory that transformers loads. gguf: one with a file for llama.cpp."),
+    ] = "hf",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New directory. Default: in the run directory.")
     ] = None,
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights.")] = "fp32",
     check: Annotated[
-        bool, typer.Option("--check", help="Load the export with transformers and compare tokens and logits.")
+        bool, typer.Option("--check", help="Load the export with transformers; compare logits and greedy tokens.")
     ] = False,
     step: Annotated[
         int | None, typer.Option("--step", help="Checkpoint to export. Default: the newest valid one.")
@@ -30,7 +33,7 @@ def export(
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Export a checkpoint to Hugging Face format. Existing files are never overwritten."""
+    """Export a checkpoint to Hugging Face format or GGUF. Existing files are never overwritten."""
     from vorox.api.model import find_checkpoint, open_engine
     from vorox.cli.generate import report_skipped
     from vorox.core.atomic import make_directory
@@ -44,7 +47,7 @@ def export(
     target = output or RunLayout(directory).exports / f"{to}-{dtype}-step-{checkpoint.step:08d}"
     make_directory(target.absolute().parent)
     engine = open_engine(recorded_config(directory, _CHECKED_IN_FP32), checkpoint) if check else None
-    done = write(checkpoint.path, target, dtype=dtype, engine=engine)
+    done = write(checkpoint.path, target, to=to, dtype=dtype, engine=engine)
     if as_json:
         print_json({**asdict(done), "path": str(done.path), "run": directory.name})
         return
@@ -55,12 +58,22 @@ def export(
     )
     found = done.comparison
     if found is not None:
+        texts = f"{found.num_texts} texts have equal ids; " if to == "hf" else ""
         typer.echo(
-            f"Checked with transformers: {found.num_texts} texts have equal ids; over {found.num_tokens:,} positions, "
-            f"logits differ by at most {found.max_difference:.1e} (tolerance {found.tolerance:.1e})"
+            f"Checked with transformers: {texts}over {found.num_tokens:,} positions, "
+            f"logits differ by at most {found.max_difference:.1e} (tolerance {found.tolerance:.1e}); "
+            f"{found.num_greedy_tokens} greedy tokens are equal"
         )
         if found.rounding_difference:
             typer.echo(f"Rounding to {done.dtype} changed logits by up to {found.rounding_difference:.1e}")
+    if to == "gguf":
+        from vorox.training.gguf_export import GGUF_NAME, stores_tokenizer
+
+        file = done.path / GGUF_NAME
+        if not stores_tokenizer(file):
+            typer.echo("llama.cpp has no tokenizer like this run's: the file maps ids to ids")
+        typer.echo(f"Load it with: llama-cli --model {file}")
+        return
     if not done.has_tokenizer:
         typer.echo("No tokenizer: the run was trained on token ids (tokenizer.kind=none), so AutoTokenizer finds none")
     typer.echo(f'Load it with: transformers.AutoModelForCausalLM.from_pretrained("{done.path}")')

@@ -177,6 +177,11 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
     return StoredState(_open_weights(directory, spec, body), _split_kinds(moments), body["counters"])
 
 
+def read_counters(directory: Path) -> Mapping[str, float]:
+    """Return the scalars of a stored optimizer."""
+    return _read_body(directory / ENGINE_FILE)["counters"]
+
+
 def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
     """Read only the parameters, under canonical names; any optimizer is accepted.
 

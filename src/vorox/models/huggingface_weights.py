@@ -63,10 +63,19 @@ class HuggingFaceTensor:
 def huggingface_tensors(spec: DecoderSpec) -> tuple[HuggingFaceTensor, ...]:
     """Return all tensors of the transformers model, in the order in which ``to_huggingface`` completes them."""
     family = require_family(spec)
-    return _tensors(spec, ARCHITECTURES[family].modules, transposes=family == "gpt2")
+    return group_parameters(spec, ARCHITECTURES[family].modules, transposes=family == "gpt2")
 
 
-def _tensors(spec: DecoderSpec, modules: Mapping[str, str], *, transposes: bool) -> tuple[HuggingFaceTensor, ...]:
+def group_parameters(
+    spec: DecoderSpec, modules: Mapping[str, str], *, transposes: bool
+) -> tuple[HuggingFaceTensor, ...]:
+    """Return the tensors of a naming scheme, in the order in which ``join_parameters`` completes them.
+
+    Args:
+        spec: The model.
+        modules: Canonical modules to its names; ``{i}`` is the block. Several may share one, which concatenates them.
+        transposes: Whether projections are stored transposed.
+    """
     parts: dict[str, list[ParameterSpec]] = {}
     transposed: dict[str, bool] = {}
     for parameter in spec.parameters:
@@ -94,7 +103,12 @@ def to_huggingface(spec: DecoderSpec, weights: Iterable[NamedArray]) -> Iterator
     Raises:
         CheckpointError: A parameter is missing, unknown, duplicated or has the wrong shape.
     """
-    missing = {part.name: tensor for tensor in huggingface_tensors(spec) for part in tensor.parts}
+    return join_parameters(huggingface_tensors(spec), weights)
+
+
+def join_parameters(tensors: Iterable[HuggingFaceTensor], weights: Iterable[NamedArray]) -> Iterator[NamedArray]:
+    """Concatenate canonical parameters, in table order, to tensors; see ``to_huggingface``."""
+    missing = {part.name: tensor for tensor in tensors for part in tensor.parts}
     held: dict[str, npt.NDArray[np.float32]] = {}
     for name, array in weights:
         tensor = missing.pop(name, None)
@@ -121,7 +135,11 @@ def from_huggingface(spec: DecoderSpec, tensors: Iterable[tuple[str, npt.NDArray
     """
     family = require_family(spec)
     tensors_of_family = huggingface_tensors(spec)
-    fused = _tensors(spec, ARCHITECTURES["phi3"].modules, transposes=False) if family in ("llama", "mistral") else ()
+    fused = (
+        group_parameters(spec, ARCHITECTURES["phi3"].modules, transposes=False)
+        if family in ("llama", "mistral")
+        else ()
+    )
     known = {tensor.name: tensor for tensor in (*fused, *tensors_of_family)}
     embedding_name = f"{ARCHITECTURES[family].modules['embedding']}.weight"
     prefix = embedding_name.split(".")[0]

@@ -27,6 +27,7 @@ class MemoryEstimate:
         activation_bytes: Activations saved for the backward pass.
         logits_bytes: Logits of a chunk and their gradient.
         mask_bytes: Dense attention masks, with ``data.document_mask`` or sliding windows.
+        saved_moment_bytes: Optimizer moments in a checkpoint, fp32.
         snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
     """
 
@@ -36,6 +37,7 @@ class MemoryEstimate:
     activation_bytes: int
     logits_bytes: int
     mask_bytes: int = 0
+    saved_moment_bytes: int = 0
     snapshot_bytes: int = 0
 
     @property
@@ -70,7 +72,7 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
     return replace(
         step,
         gradient_bytes=step.gradient_bytes * (1 + _num_partial_sums(config)),
-        snapshot_bytes=step.parameter_bytes + step.optimizer_bytes if config.checkpoint.asynchronous else 0,
+        snapshot_bytes=step.parameter_bytes + step.saved_moment_bytes if config.checkpoint.asynchronous else 0,
     )
 
 
@@ -100,7 +102,8 @@ def training_memory(
         micro_batch_sequences: Rows of a forward pass.
         sequence_length_tokens: Positions of a row.
         dtype_bytes: Bytes per activation element: 4 for fp32, 2 for bf16 and fp16.
-        optimizer: ``adamw`` has two moments per parameter, ``muon`` one for matrices.
+        optimizer: ``adamw`` has two moments per parameter, ``muon`` one for matrices, ``adamw_8bit`` two bytes for each
+            decayed parameter; others are assumed to have two moments.
         recompute_blocks: Activation checkpointing: only block inputs are saved, and blocks are recomputed one by one.
         loss_chunk_tokens: Positions per chunk of logits.
         dense_masks: Number of dense attention masks, each as booleans and as additive floats.
@@ -109,6 +112,9 @@ def training_memory(
     state = 2 * weights
     if optimizer == "muon":
         state -= FP32_BYTES * sum(row.num_elements for row in spec.parameters if row.kind == "matrix")
+    saved = state
+    if optimizer == "adamw_8bit":
+        state -= 6 * sum(row.num_elements for row in spec.parameters if row.decay)
     positions = micro_batch_sequences * sequence_length_tokens
     block = positions * spec.saved_per_position * dtype_bytes
     stream = positions * spec.hidden_size * dtype_bytes
@@ -118,6 +124,7 @@ def training_memory(
         parameter_bytes=weights,
         gradient_bytes=weights,
         optimizer_bytes=state,
+        saved_moment_bytes=saved,
         activation_bytes=blocks + 2 * stream,
         logits_bytes=2 * FP32_BYTES * chunk * spec.vocab_size,
         mask_bytes=dense_masks * positions * sequence_length_tokens * (1 + dtype_bytes),

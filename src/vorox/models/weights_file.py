@@ -101,7 +101,7 @@ def write_weights(
             raise CheckpointError(f"Got tensor {name}, but {entry.name if entry else 'no further tensor'} was declared")
         if array.shape != entry.shape:
             raise CheckpointError(f"Tensor {name} has shape {array.shape}, but {entry.shape} was declared")
-        data = _stored(array, entry).reshape(-1).view(np.uint8).data
+        data = stored_array(array, entry).reshape(-1).view(np.uint8).data
         for start in range(0, len(data), PIECE_BYTES):
             sink.write(data[start : start + PIECE_BYTES])
     missing = next(expected, None)
@@ -125,7 +125,12 @@ def _header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> byte
     return struct.pack("<Q", len(text)) + text
 
 
-def _stored(array: Array, entry: TensorEntry) -> Array:
+def stored_array(array: Array, entry: TensorEntry) -> Array:
+    """Return the elements that an entry stores: an array of its dtype, bf16 as bit patterns.
+
+    Raises:
+        CheckpointError: The dtypes do not match, or a value overflows fp16.
+    """
     if array.dtype.kind == "f" and entry.dtype == "BF16":
         return bfloat16_bits(array.astype(np.float32, copy=False))
     if array.dtype.kind == "f" and entry.dtype == "F16":

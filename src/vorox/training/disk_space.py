@@ -59,7 +59,7 @@ def checkpoint_space(
         present: Checkpoints already on disk.
     """
     memory = planned_memory(spec, config)
-    size_bytes = memory.parameter_bytes + memory.optimizer_bytes
+    size_bytes = memory.parameter_bytes + memory.saved_moment_bytes
     size_bytes += _DESCRIPTION_BYTES + 3 * _BYTES_PER_ARRAY * len(spec.parameters)
     rules = config.checkpoint
     kept = rules.keep_last + rules.keep_best

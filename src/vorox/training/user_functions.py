@@ -41,6 +41,7 @@ def identities(config: RunConfig) -> dict[str, str]:
     named = {
         "model.activation": config.model.activation,
         "model.attention_kernel": config.model.attention_kernel,
+        "optimizer.name": config.optimizer.name,
         "loss.name": config.loss.name,
         "schedule.name": config.schedule.name,
         "schedule.weight_decay": config.schedule.weight_decay,
@@ -55,6 +56,7 @@ def _kind(key: str) -> str:
     kinds = {
         "model.activation": "activation",
         "model.attention_kernel": "attention",
+        "optimizer": "optimizer",
         "loss": "loss",
         "schedule": "schedule",
         "eval.functions": "evaluation",

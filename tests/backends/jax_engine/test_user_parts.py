@@ -56,3 +56,9 @@ def test_attention_with_dropout_is_refused(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
     with pytest.raises(ConfigError, match="has no dropout in the jax engine"):
         make(LLAMA | {"attention_kernel": f"{tmp_path}/parts.py:attention", "dropout_fraction": 0.1})
+
+
+def test_optimizers_of_torch_are_refused() -> None:
+    for name in ("adamw_8bit", "torch.optim:NAdam"):
+        with pytest.raises(ConfigError, match=r"it has adamw, muon"):
+            make(LLAMA, optimizer__name=name)

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.torch
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"optimizer__name": "muon"},
+    "adamw_8bit": {"optimizer__name": "adamw_8bit"},
+    "user optimizer": {"optimizer__name": "torch.optim:NAdam"},
     "fp16": {"precision__dtype": "fp16"},
     "bf16, no decay of embeddings": {"precision__dtype": "bf16", "optimizer__decay_embeddings": False},
 }

@@ -136,6 +136,11 @@ def _check_supported(config: RunConfig) -> None:
             f"num_threads = {config.runtime.num_threads} has no effect: XLA uses every core available to the process",
             where="runtime.num_threads", hint="remove it, and limit the cores with `taskset -c 0-3`",
         )  # fmt: skip
+    if config.optimizer.name not in ("adamw", "muon"):
+        raise ConfigError(
+            f"optimizer.name = {config.optimizer.name} is not supported by the jax engine; it has adamw, muon",
+            where="optimizer.name", hint="choose one of those, or set backend=torch",
+        )  # fmt: skip
     kernel = config.model.attention_kernel
     if is_extension(kernel) and config.model.dropout_fraction > 0:
         raise ConfigError(

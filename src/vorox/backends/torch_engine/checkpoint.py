@@ -98,12 +98,11 @@ def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Op
         CheckpointError: The state has another architecture, optimizer or format. Headers are checked before anything
             is replaced.
     """
+    optimizer.expect(engine_state.read_counters(directory))
     stored = engine_state.load(directory, spec, state(parameters, optimizer))
     set_parameters(parameters, stored.weights, spec)
-    targets = {
-        (kind, piece.name): piece for kind, buffers in optimizer.buffers.items() for piece in parameters.pieces(buffers)
-    }
+    moments = optimizer.buffers
+    targets = {(kind, piece.name): piece for kind, buffers in moments.items() for piece in parameters.pieces(buffers)}
     for kind, name, array in stored.moments:
         _copy(targets[kind, name], array)
-    for name, value in optimizer.counters.items():
-        value.fill_(stored.counters[name])
+    optimizer.restore(moments, stored.counters)

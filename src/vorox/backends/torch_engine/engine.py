@@ -28,7 +28,8 @@ from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
 from vorox.backends.torch_engine.inputs import keyed_randomness, rows_of_rank
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
-from vorox.backends.torch_engine.optim import Optimizer, global_norm
+from vorox.backends.torch_engine.optim import global_norm
+from vorox.backends.torch_engine.optimizers import make_optimizer
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics
 from vorox.core.batch import Batch, Int32Array
@@ -92,8 +93,8 @@ class TorchEngine:
         self._products = kernels.products(compute)
         self._network: Network = DecoderNetwork(config, spec, compute, self._ranks)
         self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
-        self.optimizer = Optimizer(config, self.parameters, compute, self._ranks)
         checkpoint.set_parameters(self.parameters, initial_weights(spec, config.run.seed), spec)
+        self.optimizer = make_optimizer(config, self.parameters, compute, self._ranks)
 
     # -- training -----------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,9 @@ class Outcome:
 class Optimizer:
     """The update rule and its state."""
 
+    _exact_groups: tuple[str, ...] = (DECAYED, PLAIN)
+    """Groups whose AdamW moments are fp32 buffers."""
+
     def __init__(self, config: RunConfig, parameters: Parameters, compute: Compute, ranks: Ranks) -> None:
         self._config = config.optimizer
         self._parameters, self._ranks = parameters, ranks
@@ -49,9 +52,8 @@ class Optimizer:
 
     def reset(self) -> None:
         """Reset moments, counters and loss scale."""
-        adaptive = (DECAYED, PLAIN)
-        self.exp_avg = self._parameters.new_buffers(adaptive)
-        self.exp_avg_sq = self._parameters.new_buffers(adaptive)
+        self.exp_avg = self._parameters.new_buffers(self._exact_groups)
+        self.exp_avg_sq = self._parameters.new_buffers(self._exact_groups)
         self.momentum = self._parameters.new_buffers((ORTHOGONAL,))
         self.updates = torch.zeros((), device=self._device)
         self.loss_scale = torch.tensor(self._initial_loss_scale if self.is_scaled else 1.0, device=self._device)
@@ -68,6 +70,20 @@ class Optimizer:
         """The scalars of the state."""
         scalars = {"updates": self.updates}
         return scalars | {"loss_scale": self.loss_scale, "scale_age": self.scale_age} if self.is_scaled else scalars
+
+    def expect(self, counters: Mapping[str, float]) -> None:
+        """Prepare for loading a state that has these counters."""
+
+    def restore(self, buffers: Mapping[str, Buffers], counters: Mapping[str, float]) -> None:
+        """Finish loading: take over the moments that were loaded into ``buffers``, and the counters."""
+        del buffers  # they are the state itself
+        for name, value in {
+            "updates": self.updates,
+            "loss_scale": self.loss_scale,
+            "scale_age": self.scale_age,
+        }.items():
+            if name in counters:
+                value.fill_(counters[name])
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, loss: Tensor) -> Outcome:
@@ -86,6 +102,13 @@ class Optimizer:
         if self._config.clip_norm is not None:
             divisor *= ((grad_norm + 1e-6) / self._config.clip_norm).clamp(min=1.0)
         self.updates += finite
+        self._update(gradients, divisor, finite, lr=lr, weight_decay=weight_decay)
+        if self.is_scaled:
+            self._adapt_loss_scale(finite)
+        return Outcome(grad_norm, finite)
+
+    def _update(self, gradients: Buffers, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:
+        """Update parameters and moments from gradients divided by ``divisor``; change nothing unless ``finite``."""
         for group in (DECAYED, PLAIN):
             if group in self._parameters.values:
                 decay = weight_decay if group == DECAYED else 0.0
@@ -101,9 +124,6 @@ class Optimizer:
                 weight_decay=weight_decay,
                 momentum=self._config.muon_momentum,
             )
-        if self.is_scaled:
-            self._adapt_loss_scale(finite)
-        return Outcome(grad_norm, finite)
 
     def _adamw(
         self,
@@ -115,8 +135,24 @@ class Optimizer:
         lr: float,
         weight_decay: float,
     ) -> None:
-        values, config = self._parameters.values[group], self._config
-        exp_avg, exp_avg_sq = self.exp_avg[group], self.exp_avg_sq[group]
+        self._adamw_tensors(
+            self._parameters.values[group], gradients, self.exp_avg[group], self.exp_avg_sq[group], divisor, finite,
+            lr=lr, weight_decay=weight_decay,
+        )  # fmt: skip
+
+    def _adamw_tensors(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avg: Sequence[Tensor],
+        exp_avg_sq: Sequence[Tensor],
+        divisor: Tensor,
+        finite: Tensor,
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        config = self._config
         if self._has_fused:
             torch.ops.aten._fused_adamw_(
                 values, gradients, exp_avg, exp_avg_sq, [], [self.updates] * len(values),

@@ -180,6 +180,10 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     Dependency("model.norm_unit_offset", "model.norm", _is("rms_norm"), "norm rms_norm"),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
+    *(
+        Dependency(f"optimizer.{key}", "optimizer.name", _is("adamw", "adamw_8bit", "muon"), "a built-in optimizer")
+        for key in ("beta1", "beta2", "eps")
+    ),
     Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),

@@ -10,9 +10,11 @@ from vorox.core.schema.section import ImportPath, Section
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "muon"] = Field(
+    name: Literal["adamw", "adamw_8bit", "muon"] | ImportPath = Field(
         default="adamw",
-        description="muon orthogonalises the updates of hidden matrices and uses AdamW for all other parameters.",
+        description="adamw_8bit (torch): moments of 8 bits. muon: orthogonalises the updates of hidden matrices and "
+        "uses AdamW for all other parameters. Or (torch) a user function or class like those of torch.optim: "
+        "f(groups, lr=...).",
     )
     lr: float = Field(default=6e-4, gt=0, description="Peak learning rate.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW: decay of the first moment.")
