@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import xxhash
 
 from vorox.core.atomic import canonical_json
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
-from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin, StepValues
+from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin, PartReport, StepValues
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.staged_directory import StagedDirectory, StagedPart
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -61,20 +61,21 @@ class NumpySnapshot:
     def nonfinite_array(self) -> str:
         return next((name for name, array in self.state.items() if not np.isfinite(array).all()), "")
 
-    def write(self, directory: StagedDirectory) -> None:
+    def write_part(self, directory: StagedPart) -> PartReport:
+        """Nothing: this engine runs in one process."""
+        del directory
+        return {}
+
+    def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport] = ()) -> None:
+        del parts
         shapes = {name: array.shape for name, array in self.state.items()}
         directory.write("engine.json", canonical_json({"updates": self.updates, "shapes": shapes}))
         with directory.open("state.bin") as file:
             for array in self.state.values():
                 file.write(array.tobytes())
 
-    def write_parts(self, directory: Path) -> None:
-        """Nothing: this engine runs in one process."""
-
-    def write_metadata(self, directory: StagedDirectory) -> None:
-        self.write(directory)
-
-    def fingerprint(self) -> str:
+    def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
+        del parts
         digest = xxhash.xxh3_128(str(self.updates).encode())
         for name, array in self.state.items():
             digest.update(f"{name}|{array.dtype}|{array.shape}|".encode())
@@ -229,7 +230,8 @@ class NumpyEngine:
         self.parameters = {name: given[name].astype(np.float32).copy() for name in sorted(given)}
         self._reset_optimizer()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, like: str = "") -> str:
+        del like
         return self.snapshot(detached=False).fingerprint()
 
     def device_stats(self) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from vorox.core.batch import IGNORED_LABEL, Batch, DataShard
 from vorox.core.engine import Engine, StepValues
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory
+from vorox.training.checkpoint_commit import write_state
 
 ENGINES = ["numpy", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
 pytestmark = pytest.mark.parametrize("name", ENGINES)
@@ -36,7 +37,7 @@ def weights(engine: Engine) -> dict[str, np.ndarray]:
 
 def save(engine: Engine, target: Path) -> Path:
     with StagedDirectory(target) as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         return directory.commit({})
 
 
@@ -144,7 +145,7 @@ def test_a_detached_snapshot_is_of_its_moment(name: str, tmp_path: Path) -> None
     engine.load(save(make_engine(name, seed=8), tmp_path / "other"))
     assert snapshot.fingerprint() == moment
     with StagedDirectory(tmp_path / "after") as directory:
-        snapshot.write(directory)
+        write_state(snapshot, directory)
         after = directory.commit({})
     for file in before.iterdir():
         assert (after / file.name).read_bytes() == file.read_bytes(), file.name

@@ -24,6 +24,7 @@ from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.weights_file import open_directory
+from vorox.training.checkpoint_commit import write_state
 from vorox.training.checkpoint_export import export
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
@@ -99,7 +100,7 @@ def test_what_the_engine_saves_is_a_transformers_model(backend: str, case: dict[
     spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size, backend)
     weights = randomised(engine, seed=11)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id)
         for name, data in (files | tokenizer.files(spec.max_positions_tokens)).items():
             directory.write(name, data)
@@ -138,7 +139,7 @@ def test_a_checkpoint_is_exported_and_checked(case: dict[str, Any], dtype: Any, 
     spec, engine = engine_of(case | {"vocab_size": 260}, tokenizer.vocab_size)
     randomised(engine, seed=17)
     with StagedDirectory(tmp_path / "step-00000001") as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         files = huggingface_files(spec, end_of_text_id=tokenizer.end_of_text_id) | tokenizer.files()
         for name, data in files.items():
             directory.write(name, data)

@@ -18,6 +18,7 @@ from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.decoder_spec import decoder_spec
 from vorox.training import disk_space
+from vorox.training.checkpoint_commit import write_state
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.replay_chain import read_chain
@@ -72,7 +73,7 @@ def test_the_estimate_is_what_an_engine_writes(backend: str, settings: list[str]
     spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
     engine = backends.load(backend).create(config, spec, DistributedContext())
     with StagedDirectory(tmp_path / "checkpoint") as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         directory.commit({})
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*") if path.is_file())
     assert checkpoint_space(config, spec, 12).checkpoint_bytes == pytest.approx(written, rel=0.05)

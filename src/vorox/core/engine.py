@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from vorox.core.batch import Batch, DataShard, Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.staged_directory import StagedDirectory, StagedPart
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
@@ -138,6 +138,10 @@ class Decoder(Protocol):
         ...
 
 
+PartReport = Mapping[str, Any]
+"""A rank's report about the shards that it wrote, as plain JSON."""
+
+
 class EngineSnapshot(Protocol):
     """The training state after one step. Used by one thread at a time, any thread."""
 
@@ -150,20 +154,21 @@ class EngineSnapshot(Protocol):
         """Return the name of the first array of this rank with NaN or infinity; empty if all are finite."""
         ...
 
-    def write(self, directory: StagedDirectory) -> None:
-        """Write the complete training state into a directory that the caller commits; for a single rank."""
-        ...
-
-    def write_parts(self, directory: Path) -> None:
+    def write_part(self, directory: StagedPart) -> PartReport:
         """Write the shards of this rank into a directory shared by all ranks."""
         ...
 
-    def write_metadata(self, directory: StagedDirectory) -> None:
-        """Write the files that are not shards; called on rank 0 after all shards are written."""
+    def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport]) -> None:
+        """Write the files that are not shards; called on rank 0 after all shards are written.
+
+        Args:
+            directory: Contains the shards of all ranks.
+            parts: What ``write_part`` returned, by rank.
+        """
         ...
 
-    def fingerprint(self) -> str:
-        """Return ``Engine.fingerprint`` of this state."""
+    def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
+        """Return ``Engine.fingerprint`` of this state; one of several ranks that hold it needs their reports."""
         ...
 
 
@@ -215,7 +220,7 @@ class Engine(Protocol):
         ...
 
     def snapshot(self, *, detached: bool) -> EngineSnapshot:
-        """Return the complete training state. A collective: all ranks take part.
+        """Return the training state that this rank writes; that of all ranks is complete. All ranks take part.
 
         Args:
             detached: Copy it into host memory, so that training can continue while it is written. Otherwise it
@@ -243,8 +248,12 @@ class Engine(Protocol):
         """
         ...
 
-    def fingerprint(self) -> str:
-        """Return a hash of parameters and optimizer state in hex, equal iff the state is equal bit for bit."""
+    def fingerprint(self, like: str = "") -> str:
+        """Return a hash of parameters and optimizer state, equal iff the state is equal bit for bit. A collective.
+
+        Args:
+            like: A recorded fingerprint, in whose form it is computed; by default the form of this rank's layout.
+        """
         ...
 
     def device_stats(self) -> Mapping[str, float]:

@@ -1,8 +1,9 @@
 """Atomically committed directories with content hashes: checkpoints and exports.
 
 Every file is hashed while it is written, then fsynced; files written by another library are hashed and fsynced
-afterwards. ``MANIFEST.json`` is written last, then the directory is renamed and its parent fsynced.
-``verify_directory`` compares a directory with its manifest.
+afterwards. Several ranks can write files of one directory (``StagedPart``); rank 0 commits it. ``MANIFEST.json`` is
+written last, then the directory is renamed and its parent fsynced. ``verify_directory`` compares a directory with its
+manifest.
 
 Invariant: a directory with a valid manifest holds exactly the files that it names, byte for byte.
 """
@@ -24,6 +25,8 @@ import xxhash
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME, Buffer
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+
+_SHARED = "all ranks need the same shared file system; check that it is mounted everywhere and shows new files at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +57,19 @@ class HashingWriter:
         return FileEntry(self.size_bytes, self._hash.hexdigest())
 
 
-class StagedDirectory:
-    """A directory under construction, invisible to readers until ``commit``; leaving without a commit removes it.
+class StagedPart:
+    """The files that one rank writes into a directory under construction.
 
     Args:
-        target: Its final path, which must not exist at commit.
+        path: The directory, which exists.
+
+    Attributes:
+        entries: The finished files by name.
     """
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.path = atomic.temporary_name(target)
-        self._entries: dict[str, FileEntry] = {}
-        self._committed = False
-
-    def __enter__(self) -> StagedDirectory:
-        atomic.make_directory(self.path)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._committed:
-            shutil.rmtree(self.path, ignore_errors=True)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, FileEntry] = {}
 
     @contextlib.contextmanager
     def open(self, name: str) -> Generator[HashingWriter]:
@@ -85,11 +81,54 @@ class StagedDirectory:
             writer = HashingWriter(file, path)
             yield writer
             atomic.sync_file(file, path)
-        self._entries[name] = writer.entry()
+        self.entries[name] = writer.entry()
 
     def write(self, name: str, data: Buffer) -> None:
         with self.open(name) as writer:
             writer.write(data)
+
+
+class StagedDirectory(StagedPart):
+    """A directory under construction, invisible to readers until ``commit``; leaving without a commit removes it.
+
+    Args:
+        target: Its final path, which must not exist at commit.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(atomic.temporary_name(target))
+        self.target = target
+        self._committed = False
+
+    def __enter__(self) -> StagedDirectory:
+        atomic.make_directory(self.path)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._committed:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def add(self, name: str, entry: FileEntry) -> None:
+        """Add a file that another rank wrote, fsynced and hashed.
+
+        Raises:
+            CheckpointError: It does not exist here, has another size, or has the name of a different file.
+        """
+        path = self.path / name
+        if name in self.entries:
+            raise CheckpointError("Two ranks wrote the same file", where=str(path))
+        try:
+            size_bytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                "A file that another rank wrote is not visible to rank 0", where=str(path), hint=_SHARED
+            ) from error
+        if size_bytes != entry.size_bytes:
+            raise CheckpointError(
+                f"A file that another rank wrote has {size_bytes:,} bytes here; that rank wrote {entry.size_bytes:,}",
+                where=str(path), hint=_SHARED,
+            )  # fmt: skip
+        self.entries[name] = entry
 
     def adopt(self, folder: str) -> None:
         """Add the files that another library wrote below ``folder``: fsync, hash and list them in the manifest.
@@ -102,15 +141,21 @@ class StagedDirectory:
                 (Path(directory) / name).chmod((Path(directory) / name).stat().st_mode & atomic.FILE_MODE)
         for path in sorted(path for path in (self.path / folder).rglob("*") if path.is_file()):
             atomic.sync_path(path)
-            self._entries[path.relative_to(self.path).as_posix()] = hash_file(path)
+            self.entries[path.relative_to(self.path).as_posix()] = hash_file(path)
 
     def commit(self, metadata: Mapping[str, Any]) -> Path:
-        """Write the manifest, make everything durable and rename the directory to its target."""
+        """Write the manifest, make everything durable and rename the directory to its target.
+
+        Raises:
+            CheckpointError: The directory contains a file that is not in the manifest.
+        """
+        for name in sorted(_list_files(self.path) - set(self.entries)):
+            raise CheckpointError("A file in the directory was not written by this save", where=str(self.path / name))
         body: dict[str, Any] = {
             "format": "vorox-directory/1",
             "files": {
                 name: {"size_bytes": entry.size_bytes, "xxh3_128": entry.xxh3_128}
-                for name, entry in self._entries.items()
+                for name, entry in self.entries.items()
             },
             "metadata": dict(metadata),
         }
@@ -119,7 +164,7 @@ class StagedDirectory:
         with atomic.create(path) as file:
             atomic.write(file, path, atomic.pretty_json(body))
             atomic.sync_file(file, path)
-        inner = {parent for name in self._entries for parent in Path(name).parents}
+        inner = {parent for name in self.entries for parent in Path(name).parents}
         for directory in sorted(inner, reverse=True):  # inner directories first
             atomic.sync_directory(self.path / directory)
         atomic.rename(self.path, self.target)

@@ -3,8 +3,9 @@
 ``model.safetensors`` holds the parameters in fp32, under Hugging Face names if transformers has the architecture, else
 under canonical names; ``optimizer.safetensors`` the optimizer moments of each canonical parameter (``exp_avg.<name>``);
 ``engine.json`` the counters, the model spec and the array format. With ``checkpoint.format=orbax`` the folder ``orbax``
-(``models/orbax_arrays.py``) replaces the first two. Either engine reads both formats, and can resume a run of the other
-if its optimizer has the same moments. The caller hashes and commits the files.
+(``models/orbax_arrays.py``) replaces the first two; a state that is sharded over ranks of PyTorch is written as shards
+(``models/sharded_snapshot.py``). Either engine reads all three forms, and can resume a run of the other if its
+optimizer has the same moments. The caller hashes and commits the files.
 
 Invariant: a loaded state has the fingerprint of the saved one.
 """
@@ -13,20 +14,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
-import xxhash
 
 from vorox.core.atomic import pretty_json
-from vorox.core.engine import NamedArray
+from vorox.core.engine import NamedArray, PartReport
 from vorox.core.errors import CheckpointError
-from vorox.core.schema import CheckpointFormat
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.orbax_arrays import OrbaxArrays, weight_entries
+from vorox.core.staged_directory import StagedDirectory, StagedPart
+from vorox.models.array_reader import WEIGHTS, ArrayReader, read_weights_of, weight_entries
+from vorox.models.fingerprint import ElementSum, array_fingerprint, element_fingerprint, is_elementwise
+from vorox.models.orbax_arrays import OrbaxArrays
+from vorox.models.sharded_arrays import ShardedArrays
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_weights import from_stored, stored_entries, to_stored
 from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
@@ -34,6 +36,9 @@ from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 _PIECE_ELEMENTS = 1 << 20
+
+ArrayForm = Literal["safetensors", "orbax", "shards"]
+"""How the arrays of a checkpoint are stored."""
 
 Arrays = Callable[[], Iterable[NamedArray]]
 """Returns canonical fp32 arrays in table order, one at a time."""
@@ -71,39 +76,50 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays: a lower bound of the disk space needed."""
-        entries = (*_canonical_entries(self.spec), *_optimizer_entries(self.spec, self.state))
+        entries = (*_canonical_entries(self.spec), *moment_entries(self.spec, self.state.moment_names))
         return sum(entry.size_bytes for entry in entries)
 
     def nonfinite_array(self) -> str:
         """Return the name of the first array with NaN or infinity, or an empty string."""
-        moments = (
-            (f"{kind}.{name}", array) for kind, arrays in sorted(self.state.moments.items()) for name, array in arrays()
-        )
-        return first_nonfinite(itertools.chain(self.state.weights(), moments))
+        return first_nonfinite(itertools.chain(self.state.weights(), _moment_arrays(self.state)))
 
-    def write(self, directory: StagedDirectory) -> None:
+    def write_part(self, directory: StagedPart) -> PartReport:
+        """Do nothing: the main rank writes the state, which it holds."""
+        del directory
+        return {}
+
+    def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport] = ()) -> None:
         """Write the three files."""
+        del parts
         spec, state = self.spec, self.state
         with directory.open(MODEL_FILE) as sink:
             write_weights(sink, stored_entries(spec), to_stored(spec, state.weights()))
         with directory.open(OPTIMIZER_FILE) as sink:
-            write_weights(sink, _optimizer_entries(spec, state), _optimizer_arrays(state))
+            write_weights(sink, moment_entries(spec, state.moment_names), _moment_arrays(state))
         write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")
 
-    def write_parts(self, directory: Path) -> None:
-        """Do nothing: rank 0 has the whole state."""
+    def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
+        """Return the fingerprint over arrays."""
+        del parts
+        return fingerprint(self.spec, self.state)
 
-    def write_metadata(self, directory: StagedDirectory) -> None:
-        """Write the whole state."""
-        self.write(directory)
 
-    def fingerprint(self) -> str:
-        """Return an xxh3-128 digest over name, dtype, shape and hash of all arrays and counters, in name order."""
-        state = self.state
-        lines = [_line(name, array) for name, array in state.weights()]
-        lines += [_line(name, np.asarray(value, np.float32)) for name, value in state.counters.items()]
-        lines += [_line(f"{kind}.{name}", array) for kind, arrays in state.moments.items() for name, array in arrays()]
-        return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+def fingerprint(spec: ModelSpec, state: EngineState, like: str = "") -> str:
+    """Return the fingerprint of a state (``models/fingerprint.py``).
+
+    Args:
+        spec: The model.
+        state: The whole state.
+        like: A recorded fingerprint, in whose form it is computed; by default the form over arrays.
+    """
+    if not is_elementwise(like):
+        return array_fingerprint(itertools.chain(state.weights(), _moment_arrays(state)), state.counters)
+    total = ElementSum()
+    weights = ((f"{WEIGHTS}.{name}", array) for name, array in state.weights())
+    for name, array in itertools.chain(weights, _moment_arrays(state)):
+        total.add(name, array)
+    entries = (*weight_entries(spec), *moment_entries(spec, state.moment_names))
+    return element_fingerprint({entry.name: entry.shape for entry in entries}, state.counters, total)
 
 
 def first_nonfinite(arrays: Iterable[NamedArray]) -> str:
@@ -122,7 +138,7 @@ def write_description(
     kinds: list[str],
     counters: Mapping[str, float],
     *,
-    arrays: CheckpointFormat,
+    arrays: ArrayForm,
 ) -> None:
     """Write ``engine.json``: model spec, array format and counters."""
     body = {"format": FORMAT, "arrays": arrays, "spec": spec.to_json(), "kinds": kinds, "counters": dict(counters)}
@@ -137,13 +153,13 @@ class StoredState:
         weights: All parameters under canonical names.
         moments: (kind, canonical name, array).
         counters: Scalars of the optimizer.
-        pieces: Reads slices of arrays; ``None`` if the format has only whole arrays.
+        pieces: Reads slices of arrays; ``None`` if whole arrays are read.
     """
 
     weights: Iterable[NamedArray]
     moments: Iterable[tuple[str, str, np.ndarray[Any, np.dtype[np.float32]]]]
     counters: Mapping[str, float]
-    pieces: OrbaxArrays | None = None
+    pieces: ArrayReader | None = None
 
 
 def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
@@ -166,12 +182,12 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
             where=str(directory),
             hint="optimizer.name and precision.dtype must be those of the run",
         )
-    wanted = _optimizer_entries(spec, like)
-    if body["arrays"] == "orbax":
-        pieces = OrbaxArrays(directory)
+    wanted = moment_entries(spec, like.moment_names)
+    pieces = _array_reader(directory, body)
+    if pieces is not None:
         pieces.check_entries([*weight_entries(spec), *wanted])
         named = ((entry.name, pieces.read(entry.name)) for entry in wanted)
-        return StoredState(pieces.weights(spec), _split_kinds(named), body["counters"], pieces)
+        return StoredState(read_weights_of(pieces, spec), _split_kinds(named), body["counters"], pieces)
     moments = WeightsFile(directory / OPTIMIZER_FILE)
     moments.check_entries(wanted)
     return StoredState(_open_weights(directory, spec, body), _split_kinds(moments), body["counters"])
@@ -194,17 +210,19 @@ def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
 
 
 def _open_weights(directory: Path, spec: ModelSpec, body: Mapping[str, Any]) -> Iterable[NamedArray]:
-    if body["arrays"] == "orbax":
-        pieces = OrbaxArrays(directory)
+    pieces = _array_reader(directory, body)
+    if pieces is not None:
         pieces.check_entries(weight_entries(spec))
-        return pieces.weights(spec)
+        return read_weights_of(pieces, spec)
     model = WeightsFile(directory / MODEL_FILE)
     model.check_entries(stored_entries(spec))
     return from_stored(spec, model)
 
 
-def _line(name: str, array: np.ndarray[Any, Any]) -> str:
-    return f"{name}|{array.dtype}|{array.shape}|{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
+def _array_reader(directory: Path, body: Mapping[str, Any]) -> ArrayReader | None:
+    if body["arrays"] == "orbax":
+        return OrbaxArrays(directory)
+    return ShardedArrays(directory) if body["arrays"] == "shards" else None
 
 
 def _split_kinds(moments: Iterable[NamedArray]) -> Iterator[tuple[str, str, Any]]:
@@ -217,19 +235,16 @@ def _canonical_entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
     return tuple(TensorEntry(parameter.name, "F32", parameter.shape) for parameter in spec.parameters)
 
 
-def _optimizer_arrays(state: EngineState) -> Iterator[NamedArray]:
+def _moment_arrays(state: EngineState) -> Iterator[NamedArray]:
     for kind, arrays in sorted(state.moments.items()):
         for name, array in arrays():
             yield f"{kind}.{name}", array
 
 
-def _optimizer_entries(spec: ModelSpec, state: EngineState) -> tuple[TensorEntry, ...]:
+def moment_entries(spec: ModelSpec, names: Mapping[str, Sequence[str]]) -> tuple[TensorEntry, ...]:
+    """Return the expected entries of optimizer moments, given the parameters of each kind."""
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
-    return tuple(
-        TensorEntry(f"{kind}.{name}", "F32", shapes[name])
-        for kind in sorted(state.moments)
-        for name in state.moment_names[kind]
-    )
+    return tuple(TensorEntry(f"{kind}.{name}", "F32", shapes[name]) for kind in sorted(names) for name in names[kind])
 
 
 def _read_body(path: Path) -> dict[str, Any]:
@@ -244,9 +259,9 @@ def _read_body(path: Path) -> dict[str, Any]:
     if version != FORMAT or not known:
         raise CheckpointError(f"The engine's state has format {version}; expected {FORMAT}", where=str(path))
     arrays = body.setdefault("arrays", "safetensors")
-    if arrays not in get_args(CheckpointFormat):
+    if arrays not in get_args(ArrayForm):
         raise CheckpointError(
-            f"The arrays are stored as {arrays}; this version reads {' and '.join(get_args(CheckpointFormat))}",
+            f"The arrays are stored as {arrays}; this version reads {' and '.join(get_args(ArrayForm))}",
             where=str(path),
             hint="export the run with the version that wrote it (vorox export) and start from that (--from-weights)",
         )

@@ -1,34 +1,28 @@
 """Reader of Orbax checkpoint arrays for every engine; needs tensorstore, not Orbax or JAX.
 
 Orbax stores a tree of arrays as a key-value store (OCDBT) in a folder, with one zarr array per
-``<kind>.<canonical name>/``, chunked by device shards. Slices are read without the rest. Kinds are ``weights`` and the
-optimizer moments.
+``<kind>.<canonical name>/``, chunked by device shards. Slices are read without the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.installation import install_command
-from vorox.models.spec import ModelSpec
+from vorox.models.array_reader import Index
 from vorox.models.weights_file import TensorEntry
 
 FOLDER = "orbax"
-WEIGHTS = "weights"
-
-Index = tuple[slice, ...] | EllipsisType
 
 
 class OrbaxArrays:
-    """The arrays of a checkpoint. Opening lists their names; data is read lazily.
+    """The arrays of a checkpoint (``models.array_reader.ArrayReader``). Opening lists their names; data is read lazily.
 
     Args:
         directory: A verified checkpoint.
@@ -61,11 +55,6 @@ class OrbaxArrays:
         return CheckpointError(f"The arrays cannot be read: {str(error).splitlines()[0]}", where=str(self.path))
 
     def check_entries(self, expected: Iterable[TensorEntry]) -> None:
-        """Check names, shapes and types of the arrays that the caller needs.
-
-        Raises:
-            CheckpointError: An array is missing or different; the message names the first one.
-        """
         for entry in expected:
             if entry.name not in self.names:
                 raise CheckpointError(f"Array {entry.name} is missing", where=str(self.path))
@@ -77,20 +66,10 @@ class OrbaxArrays:
                 )
 
     def read(self, name: str, index: Index = ...) -> npt.NDArray[np.float32]:
-        """Read an array, or a slice of it; only the chunks of the slice are read.
-
-        Raises:
-            CheckpointError: The array does not exist, or the files are damaged.
-        """
         try:
             return np.asarray(self._open(name)[index].read().result())
         except (ValueError, OSError) as error:
             raise self._broken(error) from error
-
-    def weights(self, spec: ModelSpec) -> Iterator[NamedArray]:
-        """Yield the parameters of a model under canonical names, in table order."""
-        for parameter in spec.parameters:
-            yield parameter.name, self.read(f"{WEIGHTS}.{parameter.name}")
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
@@ -102,8 +81,3 @@ class OrbaxArrays:
             except (ValueError, OSError) as error:
                 raise self._broken(error) from error
         return self._opened[name]
-
-
-def weight_entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-    """Return the expected entries of a model's parameters."""
-    return tuple(TensorEntry(f"{WEIGHTS}.{row.name}", "F32", row.shape) for row in spec.parameters)

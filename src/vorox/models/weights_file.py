@@ -262,18 +262,25 @@ class WeightsFile:
         with self._open() as file:
             return self._read(file, name)
 
+    def read_rows(self, name: str, first: int, end: int) -> Array:
+        """Read some rows of a tensor by name, without the others."""
+        entry = self.entries[name]
+        rows = TensorEntry(name, entry.dtype, (end - first, *entry.shape[1:]))
+        with self._open() as file:
+            return self._read(file, name, rows, first * TensorEntry(name, entry.dtype, entry.shape[1:]).size_bytes)
+
     def _open(self) -> FileIO:
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"Cannot read the weights: {error.strerror}", where=str(self.path)) from error
 
-    def _read(self, file: FileIO, name: str) -> Array:
-        entry = self.entries[name]
+    def _read(self, file: FileIO, name: str, rows: TensorEntry | None = None, skipped_bytes: int = 0) -> Array:
+        entry = self.entries[name] if rows is None else rows
         array = np.empty(entry.shape, dtype=_NUMPY[entry.dtype])
         view = array.reshape(-1).view(np.uint8).data
         try:
-            file.seek(self._offsets[name])
+            file.seek(self._offsets[name] + skipped_bytes)
             filled = 0
             while filled < len(view):
                 count = file.readinto(view[filled : filled + PIECE_BYTES])

@@ -34,6 +34,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_argument
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import StagedDirectory
+from vorox.training.checkpoint_commit import write_shards, write_state
 from vorox.training.checkpoint_store import (
     STATE_NAME,
     RunState,
@@ -45,9 +46,6 @@ from vorox.training.checkpoint_store import (
 )
 from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon
-
-_STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
-"""Topics of the background threads of several ranks."""
 
 _REPAIR = "check the disk or the network share, then run the same command again"
 
@@ -272,29 +270,27 @@ class CheckpointWriter:
 
     def _write(self, job: _SaveJob) -> None:
         with self._distributed.propagating_failure():
-            if self._distributed.is_main:
-                self._write_as_main(job)
-            else:
+            try:
                 self._check_finite(job)
-                job.snapshot.write_parts(Path(self._distributed.broadcast(_STAGED)))
-                self._distributed.barrier(_WRITTEN)
-                self._saved_step, self._saved_at = job.step, job.started_at
+                if self._distributed.is_main:
+                    self._write_as_main(job)
+                else:
+                    write_shards(job.snapshot, self._distributed)
+                    self._saved_step, self._saved_at = job.step, job.started_at
+            except OSError as error:
+                self._captured_step = self._saved_step
+                raise self._failure(job.snapshot, job.step, error) from error
+            except BaseException:
+                self._captured_step = self._saved_step
+                raise
 
     def _write_as_main(self, job: _SaveJob) -> None:
         path = RunLayout(self._run_directory).checkpoint(job.step)
-        try:
-            self._check_finite(job)
-            self._commit(job, path)
-            self._saved_step, self._saved_at, self._committed_at = job.step, job.started_at, self._clock()
-            self._clear_request(job.request)
-            removed = self._retain(path, job)
-            job.publish(SavedCheckpoint(path, job.state.progress, self._clock() - job.started_at, removed))
-        except OSError as error:
-            self._captured_step = self._saved_step
-            raise self._failure(job.snapshot, job.step, error) from error
-        except BaseException:
-            self._captured_step = self._saved_step
-            raise
+        self._commit(job, path)
+        self._saved_step, self._saved_at, self._committed_at = job.step, job.started_at, self._clock()
+        self._clear_request(job.request)
+        removed = self._retain(path, job)
+        job.publish(SavedCheckpoint(path, job.state.progress, self._clock() - job.started_at, removed))
 
     def _check_finite(self, job: _SaveJob) -> None:
         """Refuse to write a state that cannot be trained further.
@@ -317,19 +313,13 @@ class CheckpointWriter:
             text = f"Quarantined the older {path.name} as {renamed.name}"
             self._log.event("checkpoint_replaced", text, level="warning")
         with StagedDirectory(path) as directory:
-            if self._distributed.world_size == 1:
-                job.snapshot.write(directory)
-            else:
-                self._distributed.broadcast(_STAGED, str(directory.path))
-                job.snapshot.write_parts(directory.path)
-                self._distributed.barrier(_WRITTEN)
-                job.snapshot.write_metadata(directory)
+            fingerprint = write_state(job.snapshot, directory, self._distributed)
             for name, data in sorted(self._companions.items()):
                 directory.write(name, data)
             directory.write(STATE_NAME, atomic.pretty_json(job.state.to_json()))
-            directory.commit(self._metadata(job))
+            directory.commit(self._metadata(job, fingerprint))
 
-    def _metadata(self, job: _SaveJob) -> dict[str, Any]:
+    def _metadata(self, job: _SaveJob, fingerprint: str) -> dict[str, Any]:
         progress, losses = job.state.progress, job.eval_losses.items()
         known = {step: loss for step, loss in losses if step <= progress.step and math.isfinite(loss)}
         last = max(known, default=None)
@@ -338,7 +328,7 @@ class CheckpointWriter:
             "step": progress.step,
             "horizon": self._horizon.to_json(),
             "num_tokens": progress.num_tokens,
-            "fingerprint": job.snapshot.fingerprint(),
+            "fingerprint": fingerprint,
             "chain": progress.chain,
             "plan_digest": progress.cursor.plan_digest,
             "plan_events": progress.cursor.plan_events,

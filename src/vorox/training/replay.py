@@ -319,7 +319,8 @@ def _compare(
             entry = ChainEntry.following(head, step, digest, values)
             difference = first_difference(recorded[step], entry)
             if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:
-                difference = _state_difference(step, manifests[step]["fingerprint"], engine.fingerprint())
+                saved = manifests[step]["fingerprint"]
+                difference = _state_difference(step, saved, engine.fingerprint(saved))
                 num_states += difference is None
             if difference is not None:
                 return report(step, difference)

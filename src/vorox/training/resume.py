@@ -292,10 +292,11 @@ def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> Non
             where=str(checkpoint.path),
         )
     engine.load(checkpoint.path)
-    fingerprint = engine.fingerprint()
-    if fingerprint != checkpoint.metadata["fingerprint"]:
+    saved = checkpoint.metadata["fingerprint"]
+    fingerprint = engine.fingerprint(saved)
+    if fingerprint != saved:
         raise CheckpointError(
-            f"Loaded state has fingerprint {fingerprint}, the saved one {checkpoint.metadata['fingerprint']}",
+            f"Loaded state has fingerprint {fingerprint}, the saved one {saved}",
             where=str(checkpoint.path),
             hint="its files were changed after the save; use another checkpoint",
         )

@@ -29,6 +29,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import MANIFEST_NAME, StagedDirectory, verify_directory
 from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER, OrbaxArrays
+from vorox.training.checkpoint_commit import write_state
 
 pytestmark = pytest.mark.jax
 
@@ -38,7 +39,7 @@ ORBAX: dict[str, Any] = {"checkpoint__format": "orbax"}
 def saved(engine: JaxEngine, target: Path, *, detached: bool = False) -> Path:
     snapshot = engine.snapshot(detached=detached)
     with StagedDirectory(target) as directory:
-        snapshot.write(directory)
+        write_state(snapshot, directory)
         return directory.commit({})
 
 
@@ -139,7 +140,7 @@ def test_a_detached_snapshot_outlives_steps(tmp_path: Path) -> None:
     losses(engine, 2)
     assert engine.fingerprint() != moment == snapshot.fingerprint()
     with StagedDirectory(tmp_path / "saved") as directory:
-        snapshot.write(directory)
+        write_state(snapshot, directory)
         path = directory.commit({})
     written = sum(file.stat().st_size for file in (path / FOLDER).rglob("*") if file.is_file())
     assert snapshot.size_bytes <= written, "what a full disk is told is needed at least"
@@ -180,7 +181,7 @@ def test_no_room_is_said_as_such(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
             with pytest.raises(OSError, match="File too large"):
-                snapshot.write(directory)
+                write_state(snapshot, directory)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not (tmp_path / "saved").exists()

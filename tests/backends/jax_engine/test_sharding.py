@@ -18,6 +18,7 @@ from small_configurations import GPT2, LLAMA, QWEN3, batch_of, random_rows
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
+from vorox.training.checkpoint_commit import write_state
 
 pytestmark = pytest.mark.jax
 
@@ -53,7 +54,7 @@ def losses(engine: JaxEngine, num_steps: int = 5) -> list[float]:
 
 def saved(engine: JaxEngine, target: Path) -> Path:
     with StagedDirectory(target) as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         return directory.commit({})
 
 

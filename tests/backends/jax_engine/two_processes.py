@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from backends.jax_engine.test_sharding import DIVISIBLE, MESHES, on
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.staged_directory import StagedDirectory, StagedPart
 
 
 def main() -> None:
@@ -34,13 +34,13 @@ def main() -> None:
         with StagedDirectory(shared / "saved") as directory:
             (shared / "name").write_text(str(directory.path))
             multihost_utils.sync_global_devices("begun")
-            snapshot.write_parts(directory.path)  # type: ignore[attr-defined]
+            snapshot.write_part(directory)
             multihost_utils.sync_global_devices("written")
-            snapshot.write_metadata(directory)  # type: ignore[attr-defined]
+            snapshot.write_metadata(directory, [])
             directory.commit({})
     else:
         multihost_utils.sync_global_devices("begun")
-        snapshot.write_parts(Path((shared / "name").read_text()))  # type: ignore[attr-defined]
+        snapshot.write_part(StagedPart(Path((shared / "name").read_text())))
         multihost_utils.sync_global_devices("written")
     print(written, snapshot.size_bytes, flush=True)
     multihost_utils.sync_global_devices("done")

@@ -16,6 +16,7 @@ from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.models.huggingface_families import huggingface_family
+from vorox.training.checkpoint_commit import write_state
 
 pytestmark = pytest.mark.torch
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def save(engine: TorchEngine, target: Path) -> Path:
     with StagedDirectory(target) as directory:
-        engine.snapshot(detached=False).write(directory)
+        write_state(engine.snapshot(detached=False), directory)
         return directory.commit({})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,14 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
+from vorox.core.engine import PartReport
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.staged_directory import StagedDirectory, StagedPart
 from vorox.models import engine_state
+from vorox.models.array_reader import WEIGHTS, ArrayReader, Index
 from vorox.models.engine_state import EngineState, Snapshot
-from vorox.models.orbax_arrays import FOLDER, WEIGHTS, Index, OrbaxArrays
+from vorox.models.orbax_arrays import FOLDER
 from vorox.models.spec import ModelSpec
 
 HOST_MEMORY = "pinned_host"
@@ -98,23 +100,20 @@ class OrbaxSnapshot:
             for shard in array.addressable_shards
         )
 
-    def write(self, directory: StagedDirectory) -> None:
-        """Write the state from a single process; several call ``write_parts``, then the main one ``write_metadata``."""
-        self.write_parts(directory.path)
-        self.write_metadata(directory)
-
-    def write_parts(self, directory: Path) -> None:
+    def write_part(self, directory: StagedPart) -> PartReport:
         """Write the shards of this process below a directory that all processes share."""
         import orbax.checkpoint as ocp
         from etils import epath
 
-        place = epath.Path(directory / FOLDER)
-        with _translate_orbax_errors(directory / FOLDER):
+        place = epath.Path(directory.path / FOLDER)
+        with _translate_orbax_errors(directory.path / FOLDER):
             place.mkdir(parents=True, exist_ok=True)
             ocp.PyTreeCheckpointHandler(use_compression=False).save(place, args=ocp.args.PyTreeSave(dict(self.trees)))
+        return {}
 
-    def write_metadata(self, directory: StagedDirectory) -> None:
+    def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport] = ()) -> None:
         """Merge the shards of all processes and write the files that are not shards; called on rank 0."""
+        del parts
         import orbax.checkpoint as ocp
         from etils import epath
 
@@ -124,8 +123,9 @@ class OrbaxSnapshot:
         kinds = sorted(kind for kind in self.trees if kind != WEIGHTS)
         engine_state.write_description(directory, self.spec, kinds, self.counters, arrays="orbax")
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
         """Return what ``Engine.fingerprint`` returned at the time of the snapshot."""
+        del parts
         if self.known_fingerprint is not None:
             return self.known_fingerprint
         state = EngineState(
@@ -137,7 +137,7 @@ class OrbaxSnapshot:
         return Snapshot(self.spec, state).fingerprint()
 
 
-def restore_trees(stored: OrbaxArrays, layout: ParameterLayout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
+def restore_trees(stored: ArrayReader, layout: ParameterLayout, trees: Mapping[str, Tree]) -> dict[str, Tree]:
     """Read stored values into trees of the same shapes and shardings; each process reads the shards of its devices."""
     return {
         kind: {leaf: _restore_leaf(stored, layout, kind, leaf, array) for leaf, array in tree.items()}
@@ -145,7 +145,7 @@ def restore_trees(stored: OrbaxArrays, layout: ParameterLayout, trees: Mapping[s
     }
 
 
-def _restore_leaf(stored: OrbaxArrays, layout: ParameterLayout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
+def _restore_leaf(stored: ArrayReader, layout: ParameterLayout, kind: str, leaf: str, like: jax.Array) -> jax.Array:
     names = [f"{kind}.{parameter.name}" for parameter in layout.leaves[leaf]]
     known: dict[str, npt.NDArray[np.float32]] = {}
 

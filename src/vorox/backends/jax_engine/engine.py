@@ -38,10 +38,10 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
+from vorox.models.array_reader import WEIGHTS
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import EngineState, Snapshot
 from vorox.models.input_checks import check_length, check_tokens
-from vorox.models.orbax_arrays import WEIGHTS
 from vorox.models.spec import ModelSpec
 from vorox.models.weight_init import initial_weights
 
@@ -369,9 +369,9 @@ class JaxEngine:
         """Replace all parameters and reset the optimizer."""
         self.state = self._initial_state(self.layout.pack(weights))
 
-    def fingerprint(self) -> str:
-        """Return a hex digest of parameters and optimizer state, array by array in name order."""
-        return Snapshot(self._spec, self._engine_state(self.state)).fingerprint()
+    def fingerprint(self, like: str = "") -> str:
+        """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
+        return engine_state.fingerprint(self._spec, self._engine_state(self.state), like)
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory and compile time by metric name. Never synchronises."""

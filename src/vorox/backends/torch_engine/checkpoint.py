@@ -5,8 +5,9 @@ Invariant: a loaded state has the fingerprint of the saved one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.optim import Optimizer
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models import engine_state
-from vorox.models.engine_state import Arrays, EngineState
+from vorox.models.array_reader import WEIGHTS, ArrayReader, weight_entries
+from vorox.models.engine_state import EngineState, Snapshot
+from vorox.models.fingerprint import ELEMENTS, ElementSum, element_fingerprint, is_elementwise
+from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
 from vorox.models.spec import ModelSpec
+
+_NOTHING = EngineState(weights=lambda: (), moments={}, moment_names={}, counters={})
 
 
 def arrays(parameters: Parameters, buffers: Buffers) -> Iterator[NamedArray]:
     """Yield canonical fp32 arrays of buffers; on the CPU they may share the engine's memory. A collective."""
     for name, tensor in parameters.whole(buffers):
-        yield name, tensor.detach().cpu().numpy()
+        yield name, _on_host(tensor)
 
 
 def set_parameters(parameters: Parameters, weights: Iterable[NamedArray], spec: ModelSpec) -> None:
@@ -60,12 +67,12 @@ def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = Fals
 
     If the parameters are sharded, reading an array is a collective.
     """
-    capture = _to_host if detached else dict[str, Sequence[Tensor]]
+    capture, moments = _to_host if detached else dict[str, Sequence[Tensor]], optimizer.buffers
     return EngineState(
         weights=partial(arrays, parameters, capture(parameters.values)),
-        moments={kind: partial(arrays, parameters, capture(buffers)) for kind, buffers in optimizer.buffers.items()},
-        moment_names=_moment_names(parameters, optimizer),
-        counters={name: float(value) for name, value in optimizer.counters.items()},
+        moments={kind: partial(arrays, parameters, capture(buffers)) for kind, buffers in moments.items()},
+        moment_names=_moment_names(parameters, moments),
+        counters=_counters(optimizer),
     )
 
 
@@ -73,22 +80,50 @@ def _to_host(buffers: Buffers) -> Buffers:
     return {group: [tensor.detach().to("cpu", copy=True) for tensor in tensors] for group, tensors in buffers.items()}
 
 
-def gathered_state(parameters: Parameters, optimizer: Optimizer, *, is_main: bool) -> EngineState:
-    """Return the training state in the host memory of the main rank; the others get an empty one. A collective."""
-    whole = state(parameters, optimizer)
+def snapshot(
+    spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks, *, detached: bool
+) -> Snapshot | ShardedSnapshot:
+    """Return what this rank writes: the state, its rows of a sharded state, or nothing that another replica writes."""
+    if ranks.fsdp_size == 1:
+        return Snapshot(spec, state(parameters, optimizer, detached=detached) if ranks.replica == 0 else _NOTHING)
+    capture, moments = _to_host if detached else dict[str, Sequence[Tensor]], optimizer.buffers
+    kinds = {WEIGHTS: parameters.values, **moments} if ranks.replica == 0 else {}
+    rows = [
+        ShardRows(f"{kind}.{piece.name}", piece.first_row, tuple(piece.view.shape), partial(_on_host, piece.view))
+        for kind, buffers in kinds.items()
+        for piece in parameters.pieces(capture(buffers))
+        if len(piece.view)
+    ]
+    shard = ranks.shard_index, ranks.fsdp_size
+    return ShardedSnapshot(spec, shard, rows, _moment_names(parameters, moments), _counters(optimizer))
 
-    def gather(read: Arrays) -> Arrays:
-        kept = [(name, array.copy()) for name, array in read() if is_main]
-        return lambda: kept
 
-    moments = {kind: gather(read) for kind, read in whole.moments.items()}
-    return EngineState(gather(whole.weights), moments, whole.moment_names, whole.counters)
+def fingerprint(spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks, like: str) -> str:
+    """Return ``Engine.fingerprint``: over elements if the state is sharded, unless ``like`` is over arrays."""
+    if ranks.fsdp_size == 1 or not is_elementwise(like or ELEMENTS):
+        return engine_state.fingerprint(spec, state(parameters, optimizer), like)
+    total, moments = ElementSum(), optimizer.buffers
+    for kind, buffers in {WEIGHTS: parameters.values, **moments}.items():
+        for piece in parameters.pieces(buffers):
+            total.add(f"{kind}.{piece.name}", _on_host(piece.view), piece.first_row * prod(piece.view.shape[1:]))
+    words = torch.from_numpy(np.array([total.first, total.second], np.uint64).view(np.int64))
+    ranks.sum_over_shards(words)  # int64 sums wrap, modulo 2^64
+    first, second = (int(word) for word in words.numpy().view(np.uint64))
+    entries = (*weight_entries(spec), *engine_state.moment_entries(spec, _moment_names(parameters, moments)))
+    shapes = {entry.name: entry.shape for entry in entries}
+    return element_fingerprint(shapes, _counters(optimizer), ElementSum(first, second))
 
 
-def _moment_names(parameters: Parameters, optimizer: Optimizer) -> dict[str, tuple[str, ...]]:
-    return {
-        kind: tuple(piece.name for piece in parameters.pieces(buffers)) for kind, buffers in optimizer.buffers.items()
-    }
+def _on_host(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return tensor.detach().cpu().numpy()
+
+
+def _moment_names(parameters: Parameters, moments: Mapping[str, Buffers]) -> dict[str, tuple[str, ...]]:
+    return {kind: tuple(piece.name for piece in parameters.pieces(buffers)) for kind, buffers in moments.items()}
+
+
+def _counters(optimizer: Optimizer) -> dict[str, float]:
+    return {name: float(value) for name, value in optimizer.counters.items()}
 
 
 def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Optimizer) -> None:
@@ -100,9 +135,23 @@ def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Op
     """
     optimizer.expect(engine_state.read_counters(directory))
     stored = engine_state.load(directory, spec, state(parameters, optimizer))
-    set_parameters(parameters, stored.weights, spec)
     moments = optimizer.buffers
-    targets = {(kind, piece.name): piece for kind, buffers in moments.items() for piece in parameters.pieces(buffers)}
-    for kind, name, array in stored.moments:
-        _copy(targets[kind, name], array)
+    if stored.pieces is None:
+        set_parameters(parameters, stored.weights, spec)
+        pieces = {
+            (kind, piece.name): piece for kind, buffers in moments.items() for piece in parameters.pieces(buffers)
+        }
+        for kind, name, array in stored.moments:
+            _copy(pieces[kind, name], array)
+    else:
+        _read_rows(stored.pieces, parameters, {WEIGHTS: parameters.values, **moments})
     optimizer.restore(moments, stored.counters)
+
+
+def _read_rows(stored: ArrayReader, parameters: Parameters, kinds: Mapping[str, Buffers]) -> None:
+    """Read only the rows of this rank."""
+    for kind, buffers in kinds.items():
+        for piece in parameters.pieces(buffers):
+            if len(piece.view):
+                rows = slice(piece.first_row, piece.first_row + len(piece.view))
+                _copy(piece._replace(first_row=0), stored.read(f"{kind}.{piece.name}", (rows,)))

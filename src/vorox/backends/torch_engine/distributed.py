@@ -133,6 +133,16 @@ class Ranks:
     def world_size(self) -> int:
         return self.data_parallel_size * self.fsdp_size
 
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+
+    @property
+    def shard_index(self) -> int:
+        """Index of this rank's shard within its replica."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("fsdp")
+
     def sum(self, *tensors: Tensor) -> None:
         """Add the tensors of all ranks, in place."""
         if self.mesh is not None:

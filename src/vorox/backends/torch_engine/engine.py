@@ -39,6 +39,7 @@ from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import Snapshot
 from vorox.models.input_checks import check_length, check_tokens
+from vorox.models.sharded_snapshot import ShardedSnapshot
 from vorox.models.spec import ModelSpec
 from vorox.models.weight_init import initial_weights
 
@@ -214,16 +215,10 @@ class TorchEngine:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, *, detached: bool) -> Snapshot:
-        """Return a snapshot of the complete training state; a detached one is a copy in host memory.
-
-        Of several ranks, the main one writes it, and the snapshots of the others are empty.
-        """
+    def snapshot(self, *, detached: bool) -> Snapshot | ShardedSnapshot:
+        """Return what this rank writes of the training state; a detached one is a copy in host memory."""
         with devices.memory_errors("copying the state for a checkpoint", self._memory):
-            if self._ranks.world_size == 1:
-                return Snapshot(self._spec, checkpoint.state(self.parameters, self.optimizer, detached=detached))
-            is_main = self.data_shard.index == 0
-            return Snapshot(self._spec, checkpoint.gathered_state(self.parameters, self.optimizer, is_main=is_main))
+            return checkpoint.snapshot(self._spec, self.parameters, self.optimizer, self._ranks, detached=detached)
 
     def load(self, directory: Path) -> None:
         """Load a training state that a snapshot wrote and the caller has verified."""
@@ -239,9 +234,9 @@ class TorchEngine:
         checkpoint.set_parameters(self.parameters, weights, self._spec)
         self.optimizer.reset()
 
-    def fingerprint(self) -> str:
-        """Return a hex digest of parameters and optimizer state, array by array in name order."""
-        return Snapshot(self._spec, checkpoint.state(self.parameters, self.optimizer)).fingerprint()
+    def fingerprint(self, like: str = "") -> str:
+        """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
+        return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks, like)
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory by metric name. Never synchronises."""
