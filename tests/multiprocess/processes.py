@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file
+
 from eventually import wait_until
 from tiny_runs import configuration
 from vorox.core.staged_directory import read_manifest
+from vorox.models.engine_state import read_weights
+from vorox.models.spec import ModelSpec
 from vorox.training.replay_chain import ChainEntry, number, read_chain
 
 PATIENCE_SECONDS = 600
@@ -63,23 +68,29 @@ class Runs:
         return found[0] if found else self.directory / "runs" / name
 
 
-def train_with_kills(runs: Runs, backend: str, overrides: Sequence[str], orders: Path) -> Path:
-    """A run of two ranks that kill themselves twice each and are restarted.
+KILLS = ("1-connect", "0-corpus", "1-step", "0-checkpoint")
+"""Before the ranks connect, while they prepare the data, in a step, and before a checkpoint is committed."""
 
-    They do so before they connect, while they prepare the data, in a step, and before a checkpoint is committed.
-    """
-    for kill in ("1-connect", "0-corpus", "1-step", "0-checkpoint"):
+
+def train_with_kills(
+    runs: Runs, backend: str, overrides: Sequence[str], orders: Path, kills: Sequence[str] = KILLS
+) -> Path:
+    """A run of two ranks that kill themselves at these points, in this order, and are restarted."""
+    orders.mkdir(exist_ok=True)
+    for kill in kills:
         (orders / kill).touch()
     variables = {
         "VOROX_TESTS_KILLS": str(orders),
         "VOROX_TESTS_BACKEND": backend,
         "PYTHONPATH": str(Path(__file__).with_name("killed")),
     }
-    errors = runs.train_with_variables("restarted", [*overrides, "--nproc", "2", "--max-restarts", "4"], variables)
+    errors = runs.train_with_variables(
+        "restarted", [*overrides, "--nproc", "2", "--max-restarts", str(len(kills))], variables
+    )
     assert not any(orders.iterdir()), "every kill took place"
     assert [line for line in errors.splitlines() if "Restarting" in line] == [
-        f"Rank {rank} of 2 was killed by SIGKILL. Restarting ({number} of 4) from the newest checkpoint."
-        for number, rank in enumerate((1, 0, 1, 0), start=1)
+        f"Rank {kill[0]} of 2 was killed by SIGKILL. Restarting ({number} of {len(kills)}) from the newest checkpoint."
+        for number, kill in enumerate(kills, start=1)
     ]
     return runs.find("restarted")
 
@@ -105,6 +116,19 @@ def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int
     is_second = b"\0RANK=1\0"
     (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
     return found
+
+
+def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The whole arrays of a checkpoint of PyTorch by ``<kind>.<canonical name>``; shards are joined by their index."""
+    if not (checkpoint / "shards.json").exists():
+        spec = ModelSpec(**json.loads((checkpoint / "engine.json").read_bytes())["spec"])
+        weights = {f"weights.{name}": array for name, array in read_weights(checkpoint, spec)}
+        return weights | load_file(checkpoint / "optimizer.safetensors")
+    index = json.loads((checkpoint / "shards.json").read_bytes())["arrays"]
+    shards = {path.name: load_file(path) for path in checkpoint.glob("shard-*.safetensors")}
+    return {
+        name: np.concatenate([shards[file][name] for file, _, _ in array["slices"]]) for name, array in index.items()
+    }
 
 
 def fingerprint(run: Path) -> str:

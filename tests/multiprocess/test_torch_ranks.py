@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from multiprocess.processes import (
     PATIENCE_SECONDS,
@@ -25,6 +24,7 @@ from multiprocess.processes import (
     lines,
     losses,
     second_process,
+    stored_arrays,
     train_with_kills,
 )
 
@@ -70,11 +70,10 @@ def assert_same_run(run: Path, oracle: Path) -> None:
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
     for here, there in zip(metrics(run), metrics(oracle), strict=True):
         assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
-    for name in ("model", "optimizer"):
-        mine, theirs = (load_file(path / f"checkpoints/step-00000012/{name}.safetensors") for path in (run, oracle))
-        assert mine.keys() == theirs.keys()
-        for key, array in theirs.items():
-            np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=2e-5, err_msg=key)
+    mine, theirs = (stored_arrays(path / "checkpoints" / "step-00000012") for path in (run, oracle))
+    assert mine.keys() == theirs.keys()
+    for key, array in theirs.items():
+        np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=2e-5, err_msg=key)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -69,7 +69,7 @@ class ElementSum:
             np.multiply(bits[start : start + count], _MIX, out=x, dtype=np.uint64)
             np.right_shift(x, _HALF, out=y)
             np.bitwise_xor(x, y, out=x)
-            keys = divmod(xxhash.xxh3_128_intdigest(f"{name}|{block}"), _ONE_LANE)
+            keys = divmod(xxhash.xxh3_128_intdigest(f"{name}|{block}".encode()), _ONE_LANE)
             first, second = (int(np.dot(x, factors[offset : offset + count])) for factors in _FACTORS)
             self.first = (self.first + (keys[0] | 1) * first) % _ONE_LANE
             self.second = (self.second + (keys[1] | 1) * second) % _ONE_LANE

@@ -56,6 +56,9 @@ if "RANK" in os.environ:
 
     distributed._joined, vorox.run.prepare, engine.train_step = joined, prepare, train_step
     StagedDirectory.commit = commit
+
+    if os.environ["VOROX_TESTS_BACKEND"] == "torch":
+        import phases_of_a_save  # noqa: F401
 else:
     from vorox.cli import launch
 

@@ -123,8 +123,9 @@ class CheckpointConfig(Section):
     )
     format: CheckpointFormat = Field(
         default="safetensors",
-        description="Array format. safetensors: whole arrays in Hugging Face files. orbax (jax): the shards of each "
-        "device, written by their ranks and restored on any mesh. Both are read regardless of this setting.",
+        description="Array format. safetensors: whole arrays in Hugging Face files, or the rows of each rank if "
+        "parallel.fsdp_size > 1 (torch). orbax (jax): the shards of each device, written by their ranks. All are read "
+        "regardless of this setting, on any mesh.",
     )
 
 
