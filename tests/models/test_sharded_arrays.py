@@ -21,14 +21,14 @@ from vorox.core.errors import CheckpointError
 from vorox.core.schema.model import ModelConfig
 from vorox.core.staged_directory import FileEntry, StagedDirectory, StagedPart, verify_directory
 from vorox.models import engine_state
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.engine_state import EngineState
 from vorox.models.sharded_arrays import ShardedArrays
 from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
-from vorox.models.spec import model_spec
 from vorox.training.checkpoint_commit import write_shards, write_state
 
 Arrays = dict[str, np.ndarray]
-SPEC = model_spec(
+SPEC = decoder_spec(
     ModelConfig.model_validate({**GPT2, "num_layers": 1, "hidden_size": 40, "num_heads": 4}),
     tokenizer_vocab_size=VOCAB,
     sequence_length_tokens=24,

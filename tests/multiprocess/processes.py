@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from eventually import wait_until
 from tiny_runs import configuration
 from vorox.core.staged_directory import read_manifest
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_weights
-from vorox.models.spec import ModelSpec
 from vorox.training.replay_chain import ChainEntry, number, read_chain
 
 PATIENCE_SECONDS = 600
@@ -121,7 +121,7 @@ def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int
 def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     """The whole arrays of a checkpoint of PyTorch by ``<kind>.<canonical name>``; shards are joined by their index."""
     if not (checkpoint / "shards.json").exists():
-        spec = ModelSpec(**json.loads((checkpoint / "engine.json").read_bytes())["spec"])
+        spec = DecoderSpec(**json.loads((checkpoint / "engine.json").read_bytes())["spec"])
         weights = {f"weights.{name}": array for name, array in read_weights(checkpoint, spec)}
         return weights | load_file(checkpoint / "optimizer.safetensors")
     index = json.loads((checkpoint / "shards.json").read_bytes())["arrays"]

@@ -18,7 +18,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import StagedDirectory, read_manifest
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 from vorox.training.checkpoint_commit import write_shards, write_state
 
 LARGE: dict[str, Any] = {"num_layers": 8, "hidden_size": 320, "num_heads": 4}
@@ -87,7 +87,7 @@ def main() -> None:
     config = config_of(parallel=parallel, train={"num_steps": 10, "global_batch_sequences": 8,
                        "micro_batch_sequences": 1}, **shape)  # fmt: skip
     dist = backends.load("torch").connect(config)
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     engine = backends.load("torch").create(config, spec, dist)
     if action == "measure":
         measure(engine, dist, paths[0])

@@ -24,7 +24,7 @@ from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.staged_directory import StagedDirectory, read_manifest, verify_directory
-from vorox.models.spec import model_spec
+from vorox.models.decoder_spec import decoder_spec
 from vorox.training.checkpoint_commit import write_state
 from vorox.training.checkpoint_store import step_directories
 
@@ -55,7 +55,7 @@ def on_ranks(data: int, fsdp: int, *words: object) -> str:
 
 def one_device(backend: str) -> Engine:
     config = config_of() if backend == "torch" else jax_config(seed=5, optimizer={"name": "muon"})
-    spec = model_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(backend).create(config, spec, DistributedContext())
 
 

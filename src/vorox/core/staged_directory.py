@@ -26,7 +26,7 @@ from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME, Buffer
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 
-_SHARED = "all ranks need the same shared file system; check that it is mounted everywhere and shows new files at once"
+_SHARED = "all ranks need one shared file system that shows new files to every machine without delay"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint that can be read in slices: what Orbax stores and sharded safetensors have in common.
+"""Reader protocol for checkpoint arrays that can be read in slices (Orbax, sharded safetensors).
 
 An array is named ``<kind>.<canonical name>``; kinds are ``weights`` and the optimizer moments.
 """

@@ -1,17 +1,18 @@
-"""Fingerprints of a training state, in two forms. Equal states have equal fingerprints on every engine.
+"""Fingerprints of a training state: a hash over arrays, or a sum over elements.
 
-*Arrays*: xxh3-128 over the hash of every array, for states that one rank holds. *Elements* (prefix ``elements/1:``): a
-sum over all elements, for states that no rank holds: each rank adds up its elements, and the sums are added. It does
-not depend on how the arrays are divided. A recorded fingerprint shows its form, so either can be recomputed from any
-layout. Elements take about ten times as long as arrays, divided by the number of ranks.
+Equal states have equal fingerprints on every engine. *Arrays*: xxh3-128 over the hash of every array, for states that
+one rank holds. *Elements* (prefix ``elements/1:``): a sum over all elements, for states that no rank holds: each rank
+adds up its elements, and the sums are added. It does not depend on how the arrays are divided. A recorded fingerprint
+shows its form, so either can be recomputed from any layout. Elements take about ten times as long as arrays, divided by
+the number of ranks.
 
 An element with the bits ``b`` (uint32) at the flat index ``i`` of the array ``name`` adds to two sums modulo 2^64:
 
     K(name, i // 8192)[k] * T[k, i % 8192] * mix(b)        for k = 0, 1
 
 ``mix(b)`` is ``x ^ (x >> 32)`` with ``x = b * 0x9E3779B97F4A7C15``; ``T`` are fixed random odd numbers, and ``K`` is a
-hash made odd. A single changed element always changes the sums; several, exchanged or moved ones do so with a
-probability that differs from 1 by less than 2^-60. Names, shapes and counters are hashed with the sums.
+hash made odd. One changed element always changes the sums; several almost certainly do, also if values are exchanged or
+moved. Names, shapes and counters are hashed with the sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sharded checkpoint arrays: rows of arrays in safetensors files, and an index of arrays to files and rows.
+"""Sharded arrays of a checkpoint: safetensors files with rows of arrays, and an index.
 
     shard-00001-of-00004.safetensors     rows of arrays ``<kind>.<canonical name>``, fp32
     shards.json                          array to shape and slices: file, first row, end row
