@@ -69,6 +69,8 @@ COMMAND_LINE = [
     row("a replay without a range", "replay RUN", 0),
     row("an unknown form of export", "export RUN --to onnx", 2, "gguf"),
     row("two runs to compare, one named", "runs compare RUN", 2, "OTHER"),
+    row("hardware that nobody sells", "plan tiny.yaml --hardware rtx4091", 2, "rtx4090"),
+    row("fewer devices than shards", "plan tiny.yaml --hardware h200x2 parallel.fsdp_size=4", 3, "parallel.fsdp_size"),
     row("a run's name with a slip", "runs show tiny-lama-1x32", 2, "tiny-"),
     row("removal without anybody to ask", "runs remove RUN", 2, "--yes"),
     row("SQL without quotes", "data sql RUN select 1", 0, "1"),

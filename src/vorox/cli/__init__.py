@@ -21,6 +21,7 @@ from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
+from vorox.cli.plan import plan
 from vorox.cli.replay import replay
 from vorox.cli.standard_streams import resilient_streams
 from vorox.cli.train import train
@@ -51,6 +52,7 @@ def _root(
 
 
 app.command(context_settings=OVERRIDES_CONTEXT)(train)
+app.command(context_settings=OVERRIDES_CONTEXT)(plan)
 app.add_typer(data.app)
 app.add_typer(runs.app)
 app.add_typer(checkpoints.app)

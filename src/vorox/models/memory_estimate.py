@@ -29,6 +29,7 @@ class MemoryEstimate:
         mask_bytes: Dense attention masks, with ``data.document_mask`` or sliding windows.
         saved_moment_bytes: Optimizer moments in a checkpoint, fp32.
         snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
+        copy_bytes: Parameters in the compute precision: of all matrices, or of what FSDP has gathered.
     """
 
     parameter_bytes: int
@@ -39,6 +40,7 @@ class MemoryEstimate:
     mask_bytes: int = 0
     saved_moment_bytes: int = 0
     snapshot_bytes: int = 0
+    copy_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -50,6 +52,7 @@ class MemoryEstimate:
             + self.activation_bytes
             + self.logits_bytes
             + self.mask_bytes
+            + self.copy_bytes
         )
 
     def total_bytes_on(self, device_kind: str) -> int:
@@ -82,6 +85,33 @@ def _num_partial_sums(config: RunConfig) -> int:
         return 0
     rows = config.train.micro_batch_sequences * config.parallel.num_row_parts
     return (-(-config.train.global_batch_sequences // rows) - 1).bit_length()
+
+
+def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+    """Estimate the peak memory of one of the run's devices, with ``parallel.*`` counted.
+
+    FSDP shards parameters, gradients and optimizer state. It gathers two blocks (one computes while the next arrives)
+    and the embedding and head, or all blocks without ``reshard_after_forward``; a block's gradients exist whole until
+    they are summed.
+    """
+    parallel, planned = config.parallel, planned_memory(spec, config)
+    dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
+    shards = parallel.fsdp_size * parallel.tensor_parallel_size
+    if parallel.fsdp_size > 1:
+        blocks = sum(row.num_elements for row in spec.parameters if row.name.startswith("blocks."))
+        block, rest = blocks // max(1, spec.num_layers), spec.num_parameters - blocks
+        gathered = (2 * block if parallel.reshard_after_forward else blocks) + rest
+        copies = dtype_bytes * gathered + FP32_BYTES * max(block, rest)
+    else:
+        copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * spec.num_matmul_weights // shards
+    return replace(
+        planned,
+        parameter_bytes=planned.parameter_bytes // shards,
+        gradient_bytes=planned.gradient_bytes // shards,
+        optimizer_bytes=planned.optimizer_bytes // shards,
+        snapshot_bytes=planned.snapshot_bytes // shards,
+        copy_bytes=copies,
+    )
 
 
 def training_memory(

@@ -1,0 +1,214 @@
+"""``vorox plan``: memory, speed, duration and disk of a run on given hardware, and settings that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vorox.cli import humanize
+from vorox.cli.arguments import parse_arguments
+from vorox.cli.output import AsJson, print_json
+from vorox.core.pluralize import pluralize
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
+    from vorox.models.spec import ModelSpec
+    from vorox.training.resource_plan import ResourcePlan
+
+_MANY_DEVICES = 1000
+_PARTS = {
+    "parameters": "parameter_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "copies in lower precision": "copy_bytes",
+    "activations": "activation_bytes",
+    "logits": "logits_bytes",
+    "attention mask": "mask_bytes",
+}
+
+
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
+    ],
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="For example rtx4090, a100-80x4, h200x8. Default: this machine."),
+    ] = None,
+    mfu: Annotated[
+        float, typer.Option("--mfu", min=0.01, max=1.0, help="Assumed model FLOPs utilisation of a GPU.")
+    ] = 0.4,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate memory, speed, duration and disk of a run on some hardware; nothing is read, built or written.
+
+    Exit code 3 if the run does not fit; settings that do are listed.
+    """
+    from vorox.cli.config import source_and_overrides
+    from vorox.core.config import load_config
+    from vorox.core.errors import ConfigError, DoesNotFitError
+    from vorox.runtime.hardware import named_hardware, this_machine
+    from vorox.training.resource_plan import plan_resources
+
+    parsed = parse_arguments(arguments, options=("--hardware", "--mfu", "--json"), max_positional=1)
+    if not parsed.positional and not parsed.data:
+        raise ConfigError("No configuration is named", where="plan", hint="for example `vorox plan gpt2-124m`")
+    config = load_config(*source_and_overrides(parsed))
+    spec = _model(config)
+    devices = (
+        this_machine(use_gpus=config.runtime.device in {"auto", "cuda"})
+        if hardware is None
+        else named_hardware(hardware)
+    )
+    found = plan_resources(config, spec, devices, mfu_fraction=mfu)
+    if found.config.parallel.num_devices > devices.num_devices:
+        raise DoesNotFitError(
+            f"The configuration needs {found.config.parallel.num_devices:,} devices; {devices.name} has "
+            f"{devices.num_devices:,}",
+            where="parallel", hint="lower parallel.fsdp_size or parallel.data_parallel_size",
+        )  # fmt: skip
+    if as_json:
+        print_json(_as_json(found, mfu))
+    else:
+        typer.echo("\n".join(_lines(found, spec, mfu)))
+    if not found.fits:
+        raise DoesNotFitError(
+            f"A device needs about {humanize.size(found.memory_bytes)} and has "
+            f"{humanize.size(devices.memory_bytes)}",
+            where="memory", hint=_hint(found),
+        )  # fmt: skip
+
+
+def _hint(found: ResourcePlan) -> str:
+    if not found.alternatives:
+        return "lower model.num_layers, model.hidden_size or data.sequence_length_tokens, or use more or larger devices"
+    return f"set {' '.join(found.alternatives[0].settings)}"
+
+
+def _model(config: RunConfig) -> ModelSpec:
+    from vorox.models.decoder_spec import decoder_spec
+
+    return decoder_spec(
+        config.model,
+        tokenizer_vocab_size=_vocabulary(config),
+        sequence_length_tokens=config.data.sequence_length_tokens,
+    )
+
+
+def _vocabulary(config: RunConfig) -> int:
+    """Return the vocabulary of the tokenizer, or of the model if the tokenizer's needs the text or a network."""
+    from vorox.core.errors import ConfigError
+    from vorox.data.tokenizers.loading import load
+
+    tokenizer = config.tokenizer
+    if tokenizer.kind in {"bpe", "none"}:
+        return tokenizer.vocab_size
+    if tokenizer.kind == "byte":
+        return 257
+    if tokenizer.kind == "file" and tokenizer.path is not None:
+        return load(tokenizer.path, end_of_text=tokenizer.end_of_text).vocab_size
+    if config.model.vocab_size is None:
+        raise ConfigError(
+            f"The vocabulary of a {tokenizer.kind} tokenizer is not known in advance", where="model.vocab_size",
+            hint="add model.vocab_size=N",
+        )  # fmt: skip
+    return config.model.vocab_size
+
+
+def _lines(found: ResourcePlan, spec: ModelSpec, mfu: float) -> Iterator[str]:
+    from vorox.core.config import model_label
+
+    config, hardware = found.config, found.hardware
+    kind = hardware.product or "CPU"
+    yield (
+        f"hardware       {hardware.name}: {pluralize(hardware.num_devices, 'device')} ({kind}), "
+        f"{humanize.size(hardware.memory_bytes)} usable each"
+    )
+    yield f"model          {model_label(config)}: {spec.summary()}, {humanize.count(spec.num_parameters)} parameters"
+    yield from _batch_lines(found)
+    parts = {name: getattr(found.memory, field) for name, field in _PARTS.items()}
+    if hardware.is_cpu:
+        parts["checkpoint copy"] = found.memory.snapshot_bytes
+    verdict = "fits" if found.fits else "DOES NOT FIT"
+    yield (
+        f"memory         about {humanize.size(found.memory_bytes)} of {humanize.size(hardware.memory_bytes)} on each "
+        f"device: {verdict}"
+    )
+    width = max(len(name) for name, value in parts.items() if value)
+    for name, value in parts.items():
+        if value:
+            yield f"                 {name:<{width}}  {humanize.size(value):>9}"
+    for alternative in found.alternatives:
+        yield (
+            f"               fits with {' '.join(alternative.settings)}: {humanize.size(alternative.memory_bytes)} "
+            f"({alternative.cost})"
+        )
+    yield from _speed_lines(found, mfu)
+    yield f"disk           {humanize.size(found.checkpoint_bytes)} for each checkpoint"
+    if found.hardware.num_devices > 1:
+        yield from _failure_lines(found)
+
+
+def _batch_lines(found: ResourcePlan) -> Iterator[str]:
+    train, parallel = found.config.train, found.config.parallel
+    rows = -(-train.global_batch_sequences // parallel.num_row_parts)
+    tokens = train.global_batch_sequences * found.config.data.sequence_length_tokens
+    yield (
+        f"batch          {pluralize(train.global_batch_sequences, 'row')}, {pluralize(tokens, 'token')}: "
+        f"{pluralize(rows, 'row')} on each device, in micro-batches of {train.micro_batch_sequences:,}"
+    )
+    largest = found.largest_micro_batch_sequences
+    if found.fits and largest > train.micro_batch_sequences:
+        yield f"               train.micro_batch_sequences={largest} fits as well"
+    if parallel.num_devices < found.hardware.num_devices:
+        unused = found.hardware.num_devices - parallel.num_devices
+        yield f"               note: {pluralize(unused, 'device')} unused"
+
+
+def _speed_lines(found: ResourcePlan, mfu: float) -> Iterator[str]:
+    per_token = humanize.count(found.flops_per_token)
+    if found.tokens_per_second is None:
+        yield f"speed          {per_token} FLOPs per token; no data-sheet peak: measure it with a run of a few steps"
+        return
+    yield (
+        f"speed          about {humanize.count(found.tokens_per_second)} tok/s at an assumed MFU of {mfu:.0%} "
+        f"({per_token} FLOPs per token)"
+    )
+    if found.training_seconds is not None:
+        yield (
+            f"duration       about {humanize.duration(found.training_seconds)} for "
+            f"{humanize.count(found.total_tokens)} tokens"
+        )
+
+
+def _failure_lines(found: ResourcePlan) -> Iterator[str]:
+    fraction, interval = found.effective_fraction(_MANY_DEVICES)
+    yield (
+        f"failures       at {_MANY_DEVICES:,} devices, with the failure rate of Llama 3: {fraction:.1%} of the time "
+        f"trains if a checkpoint is saved every {humanize.duration(interval)}"
+    )
+
+
+def _as_json(found: ResourcePlan, mfu: float) -> dict[str, Any]:
+    fraction, interval = found.effective_fraction(_MANY_DEVICES)
+    return {
+        "hardware": asdict(found.hardware),
+        "fits": found.fits,
+        "memory_bytes": found.memory_bytes,
+        "memory": asdict(found.memory),
+        "alternatives": [asdict(one) for one in found.alternatives],
+        "micro_batch_sequences": found.config.train.micro_batch_sequences,
+        "largest_micro_batch_sequences": found.largest_micro_batch_sequences,
+        "flops_per_token": found.flops_per_token,
+        "assumed_mfu_fraction": mfu,
+        "tokens_per_second": found.tokens_per_second,
+        "total_tokens": found.total_tokens,
+        "training_seconds": found.training_seconds,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "effective_fraction_at_1000_devices": fraction,
+        "best_save_interval_seconds_at_1000_devices": interval,
+    }

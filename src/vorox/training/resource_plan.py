@@ -1,0 +1,209 @@
+"""The resource plan of a run on given hardware: memory, speed, duration, disk, and settings that fit.
+
+Shapes and data-sheet figures go in; nothing is measured, loaded or built. Memory is an estimate
+(``models/memory_estimate.py``); the speed assumes a model FLOPs utilisation (MFU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+from vorox.core.schema import RunConfig
+from vorox.models.flops import flops_per_token
+from vorox.models.memory_estimate import MemoryEstimate, memory_per_device
+from vorox.models.spec import ModelSpec
+from vorox.runtime.device_peaks import Arithmetic
+from vorox.runtime.hardware import Hardware
+
+DEFAULT_MFU_FRACTION = 0.4
+FAILURE_INTERVAL_DEVICE_HOURS = 16_384 * 54 * 24 / 419
+"""Device hours between two interruptions in the training of Llama 3 405B (arXiv:2407.21783, section 3.3.4)."""
+
+RESTART_SECONDS = 300.0
+_STAGING_BYTES_PER_SECOND = 10e9  # from a device into host memory
+_WRITING_BYTES_PER_SECOND = 1e9  # a local disk
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Settings that fit, with the memory of a device and their cost."""
+
+    settings: tuple[str, ...]
+    memory_bytes: int
+    cost: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcePlan:
+    """The plan of a run on some hardware.
+
+    Attributes:
+        config: The configuration, with ``parallel.data_parallel_size`` resolved for the hardware.
+        hardware: The hardware.
+        memory: Estimated peak memory of one device.
+        memory_bytes: Its total; on a CPU with the copy for checkpoints.
+        alternatives: Settings that fit, cheapest first; only where the configuration does not.
+        largest_micro_batch_sequences: Largest micro-batch that fits and divides a device's rows; 0 if none does.
+        flops_per_token: FLOPs of forward and backward pass.
+        tokens_per_second: Speed of all devices at the assumed MFU; ``None`` if the peak is unknown.
+        total_tokens: Length of the run; ``None`` if it depends on the size of the text.
+        checkpoint_bytes: Size of one checkpoint.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    memory: MemoryEstimate
+    memory_bytes: int
+    alternatives: tuple[Alternative, ...]
+    largest_micro_batch_sequences: int
+    flops_per_token: float
+    tokens_per_second: float | None
+    total_tokens: int | None
+    checkpoint_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.hardware.memory_bytes
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Duration of the steps alone."""
+        if self.tokens_per_second is None or self.total_tokens is None:
+            return None
+        return self.total_tokens / self.tokens_per_second
+
+    def save_seconds(self) -> float:
+        """Return how long a checkpoint holds up training: a copy into host memory, or a write."""
+        per_second = _STAGING_BYTES_PER_SECOND if self.config.checkpoint.asynchronous else _WRITING_BYTES_PER_SECOND
+        return self.checkpoint_bytes / self.config.parallel.fsdp_size / per_second
+
+    def effective_fraction(self, num_devices: int) -> tuple[float, float]:
+        """Return the effective share of training time at some number of devices, and the best save interval in seconds.
+
+        The interval is that of Young (Communications of the ACM 17, 1974). A failure loses half an interval and a
+        restart.
+        """
+        between_failures = FAILURE_INTERVAL_DEVICE_HOURS * 3600 / num_devices
+        save = max(self.save_seconds(), 1e-3)
+        interval = sqrt(2 * save * between_failures)
+        lost = save / interval + (interval / 2 + RESTART_SECONDS) / between_failures
+        return max(0.0, 1 - lost), interval
+
+
+def plan_resources(
+    config: RunConfig, spec: ModelSpec, hardware: Hardware, *, mfu_fraction: float = DEFAULT_MFU_FRACTION
+) -> ResourcePlan:
+    """Return the plan of a run on some hardware.
+
+    Args:
+        config: The run; devices that it leaves open (``parallel.data_parallel_size=auto``) become replicas.
+        spec: Its model.
+        hardware: The devices.
+        mfu_fraction: Assumed share of the data-sheet peak.
+    """
+    resolved = _on_devices(config, hardware.num_devices)
+    memory, used = _memory(resolved, spec, hardware)
+    per_token = flops_per_token(spec, config.data.sequence_length_tokens)
+    peak = hardware.peak_flops_per_second(_arithmetic(config))
+    busy = min(1.0, resolved.parallel.num_devices / hardware.num_devices)
+    fits = used <= hardware.memory_bytes
+    return ResourcePlan(
+        config=resolved,
+        hardware=hardware,
+        memory=memory,
+        memory_bytes=used,
+        alternatives=() if fits else tuple(_alternatives(config, spec, hardware)),
+        largest_micro_batch_sequences=_largest_micro_batch(resolved, spec, hardware),
+        flops_per_token=per_token,
+        tokens_per_second=None if peak is None else peak * busy * mfu_fraction / per_token,
+        total_tokens=_total_tokens(config),
+        checkpoint_bytes=4 * spec.num_parameters + memory.saved_moment_bytes,
+    )
+
+
+def _on_devices(config: RunConfig, num_devices: int) -> RunConfig:
+    """Return the configuration with replicas on all devices, and the micro-batch that the run would use."""
+    parallel = config.parallel.model_copy(
+        update={"data_parallel_size": config.parallel.data_parallel_size_on(num_devices)}
+    )
+    rows = config.parallel.micro_batch_sequences(
+        config.train.micro_batch_sequences, config.train.global_batch_sequences, parallel.num_row_parts
+    )
+    train = config.train.model_copy(update={"micro_batch_sequences": rows})
+    return config.model_copy(update={"parallel": parallel, "train": train})
+
+
+def _memory(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> tuple[MemoryEstimate, int]:
+    memory = memory_per_device(spec, config)
+    return memory, memory.total_bytes_on("cpu" if hardware.is_cpu else "cuda")
+
+
+def _arithmetic(config: RunConfig) -> Arithmetic:
+    dtype = config.precision.dtype
+    return "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
+
+
+def _total_tokens(config: RunConfig) -> int | None:
+    if config.train.num_tokens is not None:
+        return config.train.num_tokens
+    if config.train.num_steps is None:
+        return None
+    return config.train.num_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
+
+
+def _largest_micro_batch(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> int:
+    rows = -(-config.train.global_batch_sequences // config.parallel.num_row_parts)
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
+    return next((size for size in sizes if _fits(_changed(config, _micro_batch(size)), spec, hardware)), 0)
+
+
+Change = tuple[str, str, object]
+"""Section, setting and value."""
+
+
+def _micro_batch(size: int) -> Change:
+    return ("train", "micro_batch_sequences", size)
+
+
+def _changed(config: RunConfig, *changes: Change) -> RunConfig:
+    for section, name, value in changes:
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
+def _fits(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> bool:
+    return _memory(config, spec, hardware)[1] <= hardware.memory_bytes
+
+
+def _alternatives(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> Iterator[Alternative]:
+    """Yield changes that fit, alone or together, each with the largest micro-batch that fits beside it."""
+    recompute: Change = ("train", "activation_checkpointing", "block")
+    lower: Change = ("precision", "dtype", "bf16")
+    shard: Change = ("parallel", "fsdp_size", hardware.num_devices)
+    steps: list[tuple[tuple[Change, ...], str]] = [((), "more accumulation")]
+    can_recompute = config.train.activation_checkpointing != "block"
+    can_lower = config.precision.dtype == "fp32" and hardware.peak_flops_per_second("bf16") is not None
+    can_shard = hardware.num_devices > config.parallel.fsdp_size == 1 and config.parallel.tensor_parallel_size == 1
+    if can_lower:
+        steps.append(((lower,), "faster, less precise"))
+    if can_recompute:
+        steps.append(((recompute,), "about a third more compute"))
+    if can_shard:
+        steps.append(((shard,), "communication of all parameters in every pass"))
+    if can_shard and can_recompute:
+        steps.append(((shard, recompute), "communication, and about a third more compute"))
+    if can_lower and can_recompute:
+        steps.append(((lower, recompute), "less precise, and about a third more compute"))
+    if can_lower and can_shard and can_recompute:
+        steps.append(((lower, shard, recompute), "less precise, communication, and about a third more compute"))
+    for changes, cost in steps:
+        changed = _on_devices(_changed(config, *changes), hardware.num_devices)
+        size = _largest_micro_batch(changed, spec, hardware)
+        if not size:
+            continue
+        needed = changes if size >= changed.train.micro_batch_sequences else (*changes, _micro_batch(size))
+        final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_sequences)))
+        settings = tuple(f"{section}.{name}={value}" for section, name, value in needed)
+        yield Alternative(settings, _memory(final, spec, hardware)[1], cost)

@@ -1,0 +1,121 @@
+"""The resource plan against figures by hand; what it says that fits, fits."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from typer.testing import CliRunner
+
+from vorox.cli import app, main
+from vorox.core.config import load_config
+from vorox.models.decoder_spec import decoder_spec
+from vorox.models.spec import ModelSpec
+from vorox.runtime.hardware import Hardware, named_hardware
+from vorox.training.resource_plan import plan_resources
+
+NUM_PARAMETERS = 124_439_808  # GPT-2 124M with 1,024 positions
+
+
+def gpt2(*overrides: str) -> tuple:
+    config = load_config("gpt2-124m", ["data.sequence_length_tokens=1024", *overrides])
+    spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+    return config, spec
+
+
+def test_gpt2_by_hand() -> None:
+    config, spec = gpt2("precision.dtype=bf16", "train.num_tokens=10000000000")
+    assert spec.num_parameters == NUM_PARAMETERS
+    found = plan_resources(config, spec, named_hardware("a100-80"), mfu_fraction=0.5)
+    memory = found.memory
+    assert memory.parameter_bytes == memory.gradient_bytes == 4 * NUM_PARAMETERS
+    assert memory.optimizer_bytes == 8 * NUM_PARAMETERS
+    assert found.checkpoint_bytes == 12 * NUM_PARAMETERS
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    assert memory.copy_bytes == 2 * matrices
+    flops = 6 * matrices + 12 * 12 * 768 * 1024
+    assert found.flops_per_token == flops
+    assert found.tokens_per_second == pytest.approx(312e12 * 0.5 / flops)
+    assert found.training_seconds == pytest.approx(1e10 * flops / 312e12 / 0.5)
+
+
+def test_replicas_multiply_the_speed_and_shards_divide_the_state() -> None:
+    config, spec = gpt2("precision.dtype=bf16")
+    one = plan_resources(config, spec, named_hardware("h100x1"))
+    four = plan_resources(config, spec, named_hardware("h100x4"))
+    sharded, spec = gpt2("precision.dtype=bf16", "parallel.fsdp_size=4")
+    shards = plan_resources(sharded, spec, named_hardware("h100x4"))
+    assert four.config.parallel.data_parallel_size == 4
+    assert four.tokens_per_second == pytest.approx(4 * (one.tokens_per_second or 0))
+    assert four.memory.parameter_bytes == one.memory.parameter_bytes
+    for part in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert getattr(shards.memory, part) == getattr(one.memory, part) // 4
+    kept, _ = gpt2("precision.dtype=bf16", "parallel.fsdp_size=4", "parallel.reshard_after_forward=false")
+    blocks = 12 * (12 * 768**2 + 13 * 768)
+    zero_2 = plan_resources(kept, spec, named_hardware("h100x4"))
+    assert zero_2.memory.copy_bytes - shards.memory.copy_bytes == 2 * (blocks - 2 * blocks // 12)
+
+
+def test_what_is_said_to_fit_fits() -> None:
+    chooser = random.Random(1)
+    seen = 0
+    for _ in range(150):
+        config, spec = gpt2(
+            f"model.num_layers={chooser.choice([12, 36, 48])}",
+            f"model.hidden_size={chooser.choice([768, 1536, 3072])}",
+            f"train.micro_batch_sequences={chooser.choice([1, 8, 32])}",
+            f"precision.dtype={chooser.choice(['fp32', 'bf16'])}",
+        )
+        hardware = named_hardware(chooser.choice(["rtx3070x1", "rtx4090x1", "a100-80x4", "h200x8"]))
+        found = plan_resources(config, spec, hardware)
+        if found.largest_micro_batch_sequences:
+            fitting = [f"train.micro_batch_sequences={found.largest_micro_batch_sequences}"]
+            assert _again(config, spec, hardware, fitting).fits
+        assert bool(found.alternatives) <= (not found.fits)
+        for alternative in found.alternatives:
+            seen += 1
+            changed = _again(config, spec, hardware, alternative.settings)
+            assert changed.fits, alternative
+            assert changed.memory_bytes == alternative.memory_bytes
+    assert seen > 50
+
+
+def _again(config, spec: ModelSpec, hardware: Hardware, settings):
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, name = key.split(".")
+        changed = getattr(config, section).model_copy(update={name: int(value) if value.isdecimal() else value})
+        config = config.model_copy(update={section: changed})
+    return plan_resources(config, spec, hardware)
+
+
+def test_the_best_save_interval_is_the_best() -> None:
+    config, spec = gpt2("checkpoint.asynchronous=false")
+    found = plan_resources(config, spec, named_hardware("h200x8"))
+    fraction, interval = found.effective_fraction(1000)
+    between = 16_384 * 54 * 24 / 419 * 3600 / 1000
+
+    def share(every: float) -> float:
+        return 1 - found.save_seconds() / every - (every / 2 + 300) / between
+
+    assert fraction == pytest.approx(share(interval))
+    assert all(share(interval * factor) < fraction for factor in (0.5, 0.9, 1.1, 2.0))
+    assert found.effective_fraction(10)[0] > fraction > found.effective_fraction(100_000)[0]
+
+
+def test_the_command_refuses_what_does_not_fit_and_its_hint_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt2-124m", "model.num_layers=36", "--hardware", "a100-40x4", "train.micro_batch_sequences=64"]
+    assert main([*words, "precision.dtype=fp32"]) == 3
+    said = capsys.readouterr()
+    assert "DOES NOT FIT" in said.out
+    hint = next(line for line in said.err.splitlines() if line.strip().startswith("do "))
+    settings = hint.split(" set ")[1].split()
+    assert main([*words[:-1], *[one for one in settings if "micro" in one], "precision.dtype=fp32", *settings]) == 0
+    assert main(["plan", "gpt2-124m", "--hardware", "a100-80x4", "parallel.fsdp_size=8"]) == 3
+    assert main(["plan", "gpt2-124m", "--hardware", "h300"]) == 2
+    assert main(["plan"]) == 2
+    assert main(["plan", "quickstart"]) == 0
+    found = json.loads(CliRunner().invoke(app, ["plan", "gpt2-124m", "--hardware", "h200x8", "--json"]).output)
+    assert found["fits"]
+    assert found["hardware"]["num_devices"] == 8
