@@ -40,8 +40,8 @@ def spec_of(size: str, tokenizer_vocab_size: int = 512) -> DecoderSpec:
     return decoder_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
 
 
-LEFT_TO_WEIGHTS = {"rope_scaling"}
-"""No family and no size sets it."""
+LEFT_TO_WEIGHTS = {"mlp", "rope_scaling"}
+"""No family and no size sets them."""
 
 
 def test_families_fill_every_knob_that_a_size_leaves_open() -> None:

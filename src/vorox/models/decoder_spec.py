@@ -21,6 +21,7 @@ from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScal
 from vorox.core.schema.section import ImportPath
 from vorox.models.rotary import RopeScaling
 from vorox.models.spec import Init, ModelSpec, ParameterSpec
+from vorox.models.user_layer import layer_parameters
 
 GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu", "geglu_tanh"})
 GATED_WIDTH_MULTIPLE = 64
@@ -68,6 +69,7 @@ class DecoderSpec(ModelSpec):
     scale_embeddings: bool = False
     sliding_rope_theta: float | None = None
     query_pre_attn_scalar: int | None = None
+    mlp: ImportPath | None = None
 
     free_to_change = FREE_TO_CHANGE
 
@@ -283,10 +285,12 @@ def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     rows += linear("attention.output", hidden, heads, residual_std, spec.attention_bias is True)
     rows += _norm(spec, f"{prefix}attention_output_norm") if has_post else []
     rows += _norm(spec, f"{prefix}mlp_norm") if has_pre else []
-    if spec.is_gated:
-        rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias)
-    rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
-    rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
+    if spec.mlp is not None:
+        rows += layer_parameters(spec.mlp, spec, f"{prefix}mlp.", spec.init_std)
+    else:
+        rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias) if spec.is_gated else []
+        rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
+        rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
     rows += _norm(spec, f"{prefix}mlp_output_norm") if has_post else []
     return rows
 

@@ -41,6 +41,7 @@ def identities(config: RunConfig) -> dict[str, str]:
     named = {
         "model.activation": config.model.activation,
         "model.attention_kernel": config.model.attention_kernel,
+        "model.mlp": config.model.mlp,
         "optimizer.name": config.optimizer.name,
         "loss.name": config.loss.name,
         "schedule.name": config.schedule.name,
@@ -49,13 +50,18 @@ def identities(config: RunConfig) -> dict[str, str]:
         **{f"log.metrics.{number}": path for number, path in enumerate(config.log.metrics)},
         **{f"log.sinks.{number}": path for number, path in enumerate(config.log.sinks)},
     }
-    return {key: identity_text(path, key, kind=_kind(key)) for key, path in named.items() if is_extension(path)}
+    return {
+        key: identity_text(path, key, kind=_kind(key))
+        for key, path in named.items()
+        if path is not None and is_extension(path)
+    }
 
 
 def _kind(key: str) -> str:
     kinds = {
         "model.activation": "activation",
         "model.attention_kernel": "attention",
+        "model.mlp": "MLP",
         "optimizer": "optimizer",
         "loss": "loss",
         "schedule": "schedule",

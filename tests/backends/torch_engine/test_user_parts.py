@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows, randomise, train
+from backends.torch_engine.test_checkpoint import save
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
 from vorox.backends.torch_engine.loss import HeadLoss
 from vorox.core.batch import IGNORED_LABEL, Batch
+from vorox.core.errors import ConfigError
 from vorox.core.schema import LossConfig
 
 pytestmark = pytest.mark.torch
@@ -58,6 +60,46 @@ def cross_entropy(logits, labels):
 def focal(logits, labels):
     surprise = F.cross_entropy(logits, labels, reduction="none")
     return ((1 - torch.exp(-surprise)) ** 2 * surprise).sum()
+
+
+def mixture(x, weights):
+    # two gated MLPs, weighted per position
+    share = torch.softmax(x @ weights["router"].T, -1)
+    inner = F.silu(torch.einsum("md,efd->mef", x, weights["gate"])) * torch.einsum("md,efd->mef", x, weights["up"])
+    return torch.einsum("mef,edf,me->md", inner, weights["down"], share) + weights["bias"] * weights["scale"]
+
+
+mixture.parameters = lambda spec: {
+    "router": (2, spec.hidden_size),
+    "gate": (2, 24, spec.hidden_size),
+    "up": (2, 24, spec.hidden_size),
+    "down": ((2, spec.hidden_size, 24), 0.01),
+    "bias": (spec.hidden_size,),
+    "scale": ((spec.hidden_size,), "ones"),
+}
+
+
+def swiglu(x, weights):
+    return F.linear(F.silu(F.linear(x, weights["gate"])) * F.linear(x, weights["up"]), weights["down"])
+
+
+def swiglu_parameters(spec):
+    inner, width = spec.intermediate_size, spec.hidden_size
+    return {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+
+
+swiglu.parameters = swiglu_parameters
+
+
+def undeclared(x, weights):
+    return x
+
+
+def wrong(x, weights):
+    return x
+
+
+wrong.parameters = lambda spec: {"up": 7}
 
 
 def smoothed(logits, labels):
@@ -178,3 +220,52 @@ def test_objective_is_a_metric(parts: Path) -> None:
     engine = make(GPT2, loss__name=f"{parts}:cross_entropy")
     values = engine.train_step(some_batch(ignored=True), lr=0.01, weight_decay=0.0).fetch()
     assert values.extra["objective"] == pytest.approx(values.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer__name": "muon"}])
+def test_mlp_against_the_built_in_one(settings: dict[str, Any], parts: Path) -> None:
+    """The same function and weights, under other names."""
+    mine, builtin = make(LLAMA | {"mlp": f"{parts}:swiglu"}, **settings), make(LLAMA, **settings)
+    weights = randomise(builtin)
+    mine.import_weights((_own_name(name), array) for name, array in weights.items())
+    batch = some_batch(ignored=True)
+    for _ in range(3):
+        one, other = (engine.train_step(batch, lr=0.01, weight_decay=0.1).fetch() for engine in (mine, builtin))
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    found = dict(mine.export_weights())
+    for name, array in builtin.export_weights():
+        np.testing.assert_allclose(found[_own_name(name)], array, rtol=0, atol=5e-3, err_msg=name)
+
+
+def _own_name(name: str) -> str:
+    return name.removesuffix(".weight") if ".mlp." in name else name
+
+
+def test_parameters_of_an_mlp_are_rows_of_the_table(parts: Path, tmp_path: Path) -> None:
+    """Initial values, decay, training, checkpoints."""
+    engine = make(LLAMA | {"mlp": f"{parts}:mixture"})
+    rows = {row.name: row for row in engine._spec.parameters if row.name.startswith("blocks.1.mlp.")}
+    assert {name.rpartition(".")[2]: (row.decay, row.kind) for name, row in rows.items()} == {
+        "router": (True, "matrix"), "gate": (True, "tensor"), "up": (True, "tensor"), "down": (True, "tensor"),
+        "bias": (False, "bias"), "scale": (False, "bias"),
+    }  # fmt: skip
+    before = dict(engine.export_weights())
+    assert before["blocks.1.mlp.down"].std() == pytest.approx(0.01, rel=0.1)
+    assert before["blocks.1.mlp.gate"].std() == pytest.approx(0.02, rel=0.1)
+    assert set(before["blocks.1.mlp.scale"]) == {1.0}
+    before = {name: array.copy() for name, array in before.items()}
+    losses = train(engine, 3)
+    assert losses[-1] != losses[0]
+    assert all((before[name] != array).any() for name, array in engine.export_weights())
+    path, other = save(engine, tmp_path / "state"), make(LLAMA | {"mlp": f"{parts}:mixture"}, run__seed=5)
+    other.load(path)
+    assert other.fingerprint() == engine.fingerprint()
+    assert train(other, 1, start=3) == train(engine, 1, start=3)
+
+
+@pytest.mark.parametrize(("name", "what"), [("undeclared", "declares no parameters"), ("wrong", "as 7")])
+def test_an_mlp_without_shapes_is_refused(name: str, what: str, parts: Path) -> None:
+    with pytest.raises(ConfigError, match=what) as refused:
+        make(LLAMA | {"mlp": f"{parts}:{name}"})
+    assert refused.value.where == "model.mlp"
+    assert refused.value.hint

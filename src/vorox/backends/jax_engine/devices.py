@@ -141,6 +141,10 @@ def _check_supported(config: RunConfig) -> None:
             f"optimizer.name = {config.optimizer.name} is not supported by the jax engine; it has adamw, muon",
             where="optimizer.name", hint="choose one of those, or set backend=torch",
         )  # fmt: skip
+    if config.model.mlp is not None:
+        raise ConfigError(
+            f"mlp = {config.model.mlp} is not supported by the jax engine", where="model.mlp", hint="set backend=torch"
+        )
     kernel = config.model.attention_kernel
     if is_extension(kernel) and config.model.dropout_fraction > 0:
         raise ConfigError(

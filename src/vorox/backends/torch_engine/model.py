@@ -21,6 +21,7 @@ from vorox.backends.torch_engine.attention import Attend, AttentionMask
 from vorox.backends.torch_engine.kernels import Kernels, activation
 from vorox.backends.torch_engine.taps import Taps
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.user_layer import load_layer
 
 
 class Cache(Protocol):
@@ -157,6 +158,20 @@ class Mlp(nn.Module):
         return self.down(self._activate(self.up(x_MD)))
 
 
+class UserMlp(nn.Module):
+    """A user function (``model.mlp``) with its weights."""
+
+    def __init__(self, parts: Parts, layer: int, path: str) -> None:
+        super().__init__()
+        self._function, prefix = load_layer(path), f"blocks.{layer}.mlp."
+        for name, parameter in parts.parameters.items():
+            if name.startswith(prefix):
+                self.register_parameter(name.removeprefix(prefix), parameter)
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        return self._function(x_MD, dict(self.named_parameters()))
+
+
 class Block(nn.Module):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
@@ -170,7 +185,7 @@ class Block(nn.Module):
         self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
         self.attention = Attention(parts, layer)
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
-        self.mlp = Mlp(parts, layer)
+        self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         taps = self._taps

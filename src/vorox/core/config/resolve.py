@@ -90,6 +90,7 @@ DIGEST_OMITS_DEFAULT = (
     "model.scale_embeddings",
     "model.sliding_rope_theta",
     "model.query_pre_attn_scalar",
+    "model.mlp",
     "loss.name",
 )
 """Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""

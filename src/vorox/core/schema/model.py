@@ -122,6 +122,11 @@ class ModelConfig(Section):
         description="MLP non-linearity; swiglu, geglu and geglu_tanh are gated. Or a user function: f(x) returns an "
         "array of the same shape, in an MLP without a gate.",
     )
+    mlp: ImportPath | None = Field(
+        default=None,
+        description="torch: a user function that replaces the MLP: f(x, weights) acts on each position; its attribute "
+        "parameters(spec) returns the shapes of its weights by name. None: the MLP of activation.",
+    )
     qk_norm: bool | Literal["full_width"] = Field(
         default=False,
         description="RMS norm of queries and keys: true per head (Qwen3), full_width over all heads together (OLMo 2).",

@@ -1,0 +1,88 @@
+"""A user function in the place of the MLP (``model.mlp``): its parameters, as rows of the parameter table.
+
+The function ``f(x, weights)`` acts on each position alone. Its attribute ``parameters``, a function of the model
+specification, returns the shape of each weight by name, or a pair of shape and initial values: ``ones``, ``zeros`` or
+the standard deviation of a normal distribution. By default, vectors start at zero and all others with ``init_std``;
+vectors are never decayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from vorox.core.errors import ConfigError
+from vorox.core.extensions import load_function
+from vorox.models.spec import ModelSpec, ParameterSpec
+
+_KEY = "model.mlp"
+Initial = str | float
+
+
+def load_layer(path: str) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Return the function of ``model.mlp``."""
+    return load_function(path, kind="MLP", where=_KEY)
+
+
+def layer_parameters(path: str, spec: ModelSpec, prefix: str, init_std: float) -> list[ParameterSpec]:
+    """Return the rows of one layer.
+
+    Args:
+        path: The import path.
+        spec: The model.
+        prefix: Start of the canonical names.
+        init_std: Standard deviation where the function names none.
+
+    Raises:
+        ConfigError: The function declares no parameters, or a shape or initial value is not valid.
+    """
+    declare = getattr(load_layer(path), "parameters", None)
+    declared: object = declare(spec) if callable(declare) else None
+    if not isinstance(declared, Mapping) or not declared:
+        raise ConfigError(
+            f"{path} declares no parameters", where=_KEY,
+            hint="set its attribute: f.parameters = lambda spec: {'up': (4 * spec.hidden_size, spec.hidden_size), ...}",
+        )  # fmt: skip
+    return [
+        _row(path, f"{prefix}{name}", value, init_std)
+        for name, value in cast("Mapping[str, object]", declared).items()
+        if _is_name(path, name)
+    ]
+
+
+def _is_name(path: str, name: object) -> bool:
+    if isinstance(name, str) and name.isidentifier():
+        return True
+    raise ConfigError(f"{path} names a weight {name!r}", where=_KEY, hint="a name is letters, digits and underscores")
+
+
+def _row(path: str, name: str, value: object, init_std: float) -> ParameterSpec:
+    shape, initial = _shape_and_initial(value)
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ConfigError(
+            f"{path} declares {name} as {value!r}", where=_KEY,
+            hint="a weight is a shape, (out, in), or a pair of shape and 'ones', 'zeros' or a standard deviation",
+        )  # fmt: skip
+    is_vector = len(shape) == 1
+    if initial is None:
+        initial = "zeros" if is_vector else init_std
+    if initial not in ("ones", "zeros") and not isinstance(initial, int | float):
+        raise ConfigError(
+            f"{path} initialises {name} with {initial!r}", where=_KEY,
+            hint="use 'ones', 'zeros' or a standard deviation",
+        )  # fmt: skip
+    kind = "bias" if is_vector else "matrix" if len(shape) == 2 else "tensor"
+    axes = ("layer",) * len(shape)
+    if isinstance(initial, str):
+        return ParameterSpec(name, shape, "ones" if initial == "ones" else "zeros", 0.0, not is_vector, kind, axes)
+    return ParameterSpec(name, shape, "normal", float(initial), not is_vector, kind, axes)
+
+
+def _shape_and_initial(value: object) -> tuple[tuple[int, ...], Initial | None]:
+    """Split a declaration; an empty shape if it is not valid."""
+    if not isinstance(value, tuple | list):
+        return (), None
+    items = tuple(cast("tuple[Any, ...]", value))
+    if len(items) == 2 and isinstance(items[0], tuple | list):
+        return tuple(cast("tuple[int, ...]", items[0])), items[1]
+    return items, None
