@@ -54,7 +54,7 @@ $(STAMP_JAX): $(STAMP)
 
 $(STAMP_DEV): $(STAMP_TORCH)
 	@echo "Installing what the tests need into $(VENV) (once) ..."
-	@$(PIP) install -e '.[hf,gguf,s3,gcs,azure,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
+	@$(PIP) install -e '.[hf,gguf,eval,s3,gcs,azure,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
 	@touch $@
 
 train: $(STAMP_TRAIN)

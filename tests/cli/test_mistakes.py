@@ -68,6 +68,8 @@ COMMAND_LINE = [
     row("replay backwards", "replay RUN --from 4 --to 2", 2, "--from", "--to"),
     row("a replay without a range", "replay RUN", 0),
     row("an unknown form of export", "export RUN --to onnx", 2, "gguf"),
+    row("an evaluation without tasks", "eval RUN", 2, "--tasks"),
+    row("an evaluation of no task", "eval RUN --tasks ,", 2, "--tasks"),
     row("two runs to compare, one named", "runs compare RUN", 2, "OTHER"),
     row("hardware that nobody sells", "plan tiny.yaml --hardware rtx4091", 2, "rtx4090"),
     row("fewer devices than shards", "plan tiny.yaml --hardware h200x2 parallel.fsdp_size=4", 3, "parallel.fsdp_size"),

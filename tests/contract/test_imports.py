@@ -32,7 +32,7 @@ FRAMEWORKS = {
 }
 ADAPTERS = {"data/streaming/torch_adapter.py": "torch"}
 """Modules that are the other framework's view of something of ours; nothing imports them before it is asked for."""
-OPTIONAL = {"transformers", "tensorboard", "datasets", "wandb", "gguf", "tensorstore", "orbax"}
+OPTIONAL = {"transformers", "tensorboard", "datasets", "wandb", "gguf", "lm_eval", "tensorstore", "orbax"}
 
 
 def modules() -> list[Path]:

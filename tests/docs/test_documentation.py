@@ -44,6 +44,7 @@ STANDS_FOR = {
 SHOWN_BY = {
     r"vorox data build \S+ --executor ray": "tests/data/cache/test_workers.py::test_ray",
     r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
+    r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_weights_source.py",
     r"vorox .*--nproc \d": "tests/multiprocess",

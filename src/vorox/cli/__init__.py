@@ -18,6 +18,7 @@ import vorox
 from vorox.cli import checkpoints, config, data, runs
 from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.environment_variables import unknown_variables
+from vorox.cli.evaluate import evaluate
 from vorox.cli.export import export
 from vorox.cli.generate import generate
 from vorox.cli.parity import parity
@@ -59,6 +60,7 @@ app.add_typer(checkpoints.app)
 app.command()(replay)
 app.command(context_settings=OVERRIDES_CONTEXT)(parity)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.command()(export)
 app.add_typer(config.app)
 

@@ -78,6 +78,7 @@ class RunLayout:
     nonfinite = RunFile("nonfinite", mirrored="nonfinite/*")
     plan = RunFile("plan.jsonl", mirrored="plan.jsonl")
     record = RunFile("run.json", mirrored="run.json")
+    tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
     tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
     wandb = RunFile("wandb")
@@ -100,6 +101,9 @@ class RunLayout:
 
     def nonfinite_record(self, step: int) -> Path:
         return self.nonfinite / f"step-{step:08d}.json"
+
+    def task_results(self, step: int) -> Path:
+        return self.tasks / f"step-{step:08d}.json"
 
     def config_from(self, step: int) -> Path:
         """Return the path of the configuration in force from a step on."""

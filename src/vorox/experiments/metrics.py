@@ -199,6 +199,10 @@ _FAMILIES = (
         re.compile(rf"eval/custom/{_CUSTOM}"),
         Metric("eval/custom/<function>", "1", "last", "Result of a function of eval.functions at a validation."),
     ),
+    Family(
+        re.compile(r"eval/tasks/[\w.-]+/[\w.-]+"),
+        Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness (vorox eval)."),
+    ),
 )
 
 _BY_NAME = {metric.name: metric for metric in _METRICS}

@@ -1,0 +1,75 @@
+"""Results of evaluation tasks in a run directory: one JSON file per checkpoint, and metrics of its step.
+
+A repeated task replaces its earlier result; other tasks of the file are kept. Metrics are appended to
+``metrics.jsonl`` unless a live process writes the run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vorox.core import atomic
+from vorox.core.errors import ConfigError
+from vorox.core.json_lines import LineFile, encode, finite_json, read_lines
+from vorox.core.run_layout import RunLayout, lock_run
+from vorox.experiments.metrics import metric
+
+FORMAT = "vorox-tasks/1"
+
+
+def write_task_results(
+    run_directory: Path, step: int, checkpoint_sha256: str, tasks: Mapping[str, Mapping[str, Any]]
+) -> tuple[Path, bool]:
+    """Record results of tasks.
+
+    Args:
+        run_directory: The run.
+        step: Step of the checkpoint.
+        checkpoint_sha256: Digest of its manifest.
+        tasks: By task, at least ``metrics``: values by name.
+
+    Returns:
+        The file, and whether the metrics were appended as well.
+    """
+    path = RunLayout(run_directory).task_results(step)
+    atomic.make_directory(path.parent)
+    record: dict[str, Any] = {"format": FORMAT, "step": step, "checkpoint_sha256": checkpoint_sha256, "tasks": {}}
+    if path.exists():
+        stored = json.loads(path.read_bytes())
+        if stored.get("checkpoint_sha256") == checkpoint_sha256:
+            record["tasks"] = stored["tasks"]
+    record["tasks"] |= {name: finite_json(dict(result)) for name, result in tasks.items()}
+    atomic.write_file(path, atomic.pretty_json(record))
+    try:
+        with lock_run(run_directory):
+            _append_metrics(run_directory, step, task_metrics(tasks))
+    except ConfigError:  # a live process writes the run
+        return path, False
+    return path, True
+
+
+def task_metrics(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of tasks under registered names."""
+    found = {
+        f"eval/tasks/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}/{key}": float(value)
+        for name, result in tasks.items()
+        for key, value in result["metrics"].items()
+    }
+    for name in found:
+        metric(name)
+    return found
+
+
+def _append_metrics(run_directory: Path, step: int, values: Mapping[str, float]) -> None:
+    path = RunLayout(run_directory).metrics
+    attempts = [line["attempt"] for line in read_lines(path) if type(line.get("attempt")) is int]
+    file = LineFile(path)
+    record = {"step": step, "attempt": max(attempts, default=1), "time": round(time.time(), 3), "values": values}
+    error = file.append(encode(record)) or file.flush(sync=True)
+    if error is not None:
+        raise error
