@@ -1,4 +1,4 @@
-"""Results of evaluation tasks in a run directory: one JSON file per checkpoint, and metrics of its step.
+"""Results of tasks in a run directory: one JSON file per checkpoint, and metrics of its step.
 
 A repeated task replaces its earlier result; other tasks of the file are kept. Metrics are appended to
 ``metrics.jsonl`` unless a live process writes the run.

@@ -158,7 +158,7 @@ def evaluate_tasks(
     seconds: float | None = None,
     on_result: Callable[[TaskResult], None] | None = None,
 ) -> tuple[list[TaskResult], list[str]]:
-    """Evaluate a model on tasks, one after another.
+    """Evaluate a model on tasks in order.
 
     Args:
         model: The model.
@@ -225,7 +225,7 @@ def load_tasks(names: Sequence[str], task_path: Path | None) -> dict[str, Any]:
             )  # fmt: skip
     try:
         tasks: dict[str, Any] = dict(manager.load(list(names))["tasks"])
-    except Exception as error:  # the harness and datasets raise anything
+    except Exception as error:  # the harness and datasets raise any exception
         raise ConfigError(
             f"Task cannot be loaded: {type(error).__name__}: {error}", where="--tasks",
             hint="check the dataset of the task; it is downloaded unless it is local",
