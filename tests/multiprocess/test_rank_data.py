@@ -23,10 +23,11 @@ from vorox.core.run_context import recorded_config
 pytestmark = pytest.mark.slow
 
 GROWING = [
-    "data.cache.unit_bytes=1500", "data.growth.mode=strict", "data.growth.first_segment_units=2",
-    "data.growth.max_segment_units=2", "data.growth.later_passes=segments", "data.growth.horizon_steps=2",
+    "data.cache.unit_bytes=300", "data.growth.mode=strict", "data.growth.first_segment_units=1",
+    "data.growth.max_segment_units=1", "data.growth.later_passes=segments", "data.growth.horizon_steps=2",
 ]  # fmt: skip
-MODES = {"growing": [], "streamed": ["data.mode=streaming", "data.streaming.retention_bytes=24000"]}
+LIMIT_BYTES = 16_000
+MODES = {"growing": [], "streamed": ["data.mode=streaming", f"data.streaming.retention_bytes={LIMIT_BYTES}"]}
 SIZES = {
     "torch": lambda count: [f"parallel.fsdp_size={count}"],
     "jax": lambda count: [f"parallel.data_parallel_size={count}"],
