@@ -30,9 +30,10 @@ from vorox.training.replay_chain import read_chain
 from vorox.training.stop import StopRequest
 
 STRICT = ["data.growth.mode=strict", "data.growth.first_segment_units=2", "data.growth.horizon_steps=2"]
+LIMIT_BYTES = 24_000
 STREAMED = [
     *STRICT, "data.growth.max_segment_units=2", "data.growth.later_passes=segments", "data.mode=streaming",
-    "data.streaming.retention_bytes=24000",
+    f"data.streaming.retention_bytes={LIMIT_BYTES}",
 ]  # fmt: skip
 STEPS = ["train.num_steps=40", "data.cache.unit_bytes=1500", "checkpoint.every_steps=null", "eval.every_steps=null"]
 RANK = threading.local()
@@ -79,6 +80,9 @@ def test_ranks_train_on_the_rows_of_one_process(tmp_path: Path, overrides: list[
     assert len({outcome.progress.cursor for outcome in outcomes}) == 1, "every rank has the same plan"
     assert records(tmp_path / "three") == records(tmp_path / "one")
     assert len(records(tmp_path / "one")[1]) > 3, "the plan grew"
+    chunks = [path.stat().st_size for path in (tmp_path / "three").glob("cache/streams/*/chunks/*/*")]
+    assert sum(chunks) <= LIMIT_BYTES
+    assert bool(chunks) == (overrides is STREAMED)
 
 
 def break_batch(patch: pytest.MonkeyPatch, rank: int, step: int, error: Exception) -> None:

@@ -8,6 +8,7 @@ need the unit or has ended, builds it itself. Leases keep two processes from bui
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from vorox.data.cache.leases import DIRECTORY_NAME, is_held
@@ -21,21 +22,20 @@ class LeadingProcess:
 
     Args:
         directory: The stream's directory.
-        patience_seconds: How long to wait while no unit is being built.
+        clock: A monotonic clock, in seconds.
     """
 
-    def __init__(self, directory: Path, patience_seconds: float = PATIENCE_SECONDS) -> None:
-        self._leases = directory / DIRECTORY_NAME
-        self._patience_seconds = patience_seconds
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._leases, self._clock = directory / DIRECTORY_NAME, clock
         self._polled_at = self._active_at = -float("inf")
 
     def is_expected(self) -> bool:
         """Return whether to keep waiting; polled during a wait. A pause of the polls begins a new wait."""
-        now = time.monotonic()
-        if now - self._polled_at > self._patience_seconds or self._is_building():
+        now = self._clock()
+        if now - self._polled_at > PATIENCE_SECONDS or self._is_building():
             self._active_at = now
         self._polled_at = now
-        return now - self._active_at < self._patience_seconds
+        return now - self._active_at < PATIENCE_SECONDS
 
     def _is_building(self) -> bool:
         return any(is_held(path, time.time()) for path in self._leases.glob("u*"))
