@@ -23,6 +23,7 @@ from vorox.data.inspection import peek, stats, verify
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.data.shard_format import write_shard
 from vorox.data.transfer.token_export import export_tokens
+from vorox.experiments.tracking import read_metrics
 from vorox.training.replay import replay
 
 
@@ -134,3 +135,29 @@ def test_validation_shards_of_a_folder_validate(tmp_path: Path) -> None:
     corpus = prepare(config, options=BuildOptions())
     assert files_in(corpus.train[0]) == {"web_train_000001.bin", "web_train_000002.bin"}
     assert [files_in(reader) for reader in corpus.validation] == [{"text.jsonl"}]
+
+
+def test_the_loss_of_a_source_is_that_of_a_run_which_validates_on_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    tiny_runs.write_text(tmp_path / "more", documents=9, seed=8)
+    more = [{"name": "more", "format": "jsonl", "paths": [str(tmp_path / "more")]}]
+    other = [{"name": "other", "format": "jsonl", "paths": [str(tmp_path / "other")]}]
+
+    def trained(name: str, sources: list[dict[str, object]], *overrides: str) -> Path:
+        words = [f"data.validation.sources={json.dumps(sources)}", f"run.name={name}", *overrides]
+        return tiny_runs.run(configuration(tmp_path, words)).run_directory
+
+    both = trained("both", other + more, "eval.by_source=true")
+    found = read_metrics(both)
+    for name, sources in (("other", other), ("more", more)):
+        alone = read_metrics(trained(name, sources))
+        for step in (6, 12):
+            assert found[step][f"eval/sources/{name}/loss"] == alone[step]["eval/loss"]
+            assert found[step][f"eval/sources/{name}/perplexity"] == alone[step]["eval/perplexity"]
+    assert found[12]["eval/sources/other/loss"] != found[12]["eval/sources/more/loss"]
+    assert f"by source: other {found[12]['eval/sources/other/loss']:.4f}, more " in (both / "log.txt").read_text()
+    capsys.readouterr()
+    assert main(["runs", "compare", str(both), str(both)]) == 0
+    assert "eval/sources/more/loss" in capsys.readouterr().out

@@ -144,3 +144,23 @@ def test_a_damaged_record_is_refused_with_its_line(tmp_path: Path) -> None:
     assert sorted(open_evaluations(tmp_path, at(6)).losses) == [6], "as the remedy says"
     path.write_bytes(whole + b'{"step":9,"lo')
     assert sorted(open_evaluations(tmp_path, at(6)).losses) == [3, 6], "a torn last line was never recorded"
+
+
+def test_losses_by_source(tmp_path: Path) -> None:
+    class ByLabel(Fixed):
+        def eval_step(self, batch: Batch) -> EvalValues:
+            return replace(super().eval_step(batch), loss_sum=float(batch.labels_ABT[0, 0, 0]))
+
+    sources = {"law": lambda: [batch([2, 1])], "general": lambda: [batch([1, 1, 1, 1]), batch([3, 0, 0, 0])]}
+    evaluations = Evaluations(
+        tmp_path, EvalConfig(every_steps=3), 10, at(0), batches=lambda: BATCHES, token_byte_lengths=BYTES,
+        by_source=sources, custom=lambda step: {"eval/custom/f": 1.0},
+    )  # fmt: skip
+    found = evaluations.run(ByLabel(), at(3), StopRequest())  # type: ignore[arg-type]
+    assert found is not None
+    assert found.loss == pytest.approx(1 / 6)
+    assert found.custom == {
+        "eval/sources/law/loss": 1.0, "eval/sources/law/perplexity": pytest.approx(math.e),
+        "eval/sources/general/loss": 0.5, "eval/sources/general/perplexity": pytest.approx(math.exp(0.5)),
+        "eval/custom/f": 1.0,
+    }  # fmt: skip

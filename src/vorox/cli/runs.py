@@ -175,7 +175,8 @@ def compare(
     print_wrapped(["", chain["verdict"], ""])
     if not every:
         by_name = {row.name: row for row in rows}
-        rows = [by_name[name] for name in COMMON_METRICS if name in by_name]
+        by_source = [name for name in by_name if name.startswith("eval/sources/") and name.endswith("/loss")]
+        rows = [by_name[name] for name in (*COMMON_METRICS[:2], *by_source, *COMMON_METRICS[2:]) if name in by_name]
     table = [
         [row.name, *(_last(row.name, value) for value in row.last), *(_best(row.name, value) for value in row.best)]
         for row in rows

@@ -200,6 +200,16 @@ _FAMILIES = (
         Metric("eval/custom/<function>", "1", "last", "Result of a function of eval.functions at a validation."),
     ),
     Family(
+        re.compile(r"eval/sources/[\w.-]+/loss"),
+        Metric(
+            "eval/sources/<source>/loss", "nats/token", "last", f"{_LOSS} Over validation rows of a source.", "lower"
+        ),
+    ),
+    Family(
+        re.compile(r"eval/sources/[\w.-]+/perplexity"),
+        Metric("eval/sources/<source>/perplexity", "1", "last", "exp(eval/sources/<source>/loss).", "lower"),
+    ),
+    Family(
         re.compile(r"eval/tasks/[\w.-]+/[\w.-]+"),
         Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness (vorox eval)."),
     ),

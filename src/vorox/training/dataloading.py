@@ -7,8 +7,9 @@ with the same function, so a replay reads the rows that were trained on.
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
+from vorox.data.rows import RowReader
 from vorox.training.run_plan import plan_readers
 
 
@@ -99,9 +101,24 @@ def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[B
     """Return a function that opens the fixed validation batches from the first; ``None`` without a validation set."""
     if not corpus.validation:
         return None
-    num_rows = num_validation_rows(config, corpus)
+    return _batches_of(corpus.validation, num_validation_rows(config, corpus), config)
+
+
+def validation_sets_by_source(config: RunConfig, corpus: Corpus) -> dict[str, Callable[[], Iterator[Batch]]]:
+    """Return functions that open the validation batches of each source with ``eval.by_source``, else none."""
+    sources = zip(corpus.validation_text, corpus.validation, strict=True) if config.eval.by_source else ()
+    return {
+        re.sub(r"[^\w.-]", "_", source.config.name): _batches_of(
+            (reader,), reader.num_rows if config.eval.num_sequences is None else config.eval.num_sequences, config
+        )
+        for source, reader in sources
+        if reader.num_rows
+    }
+
+
+def _batches_of(readers: Sequence[RowReader], num_rows: int, config: RunConfig) -> Callable[[], Iterator[Batch]]:
     return lambda: validation_batches(
-        corpus.validation,
+        readers,
         num_sequences=num_rows,
         micro_batch_sequences=config.train.micro_batch_sequences,
         document_mask=config.data.document_mask,

@@ -38,7 +38,7 @@ class Evaluation:
         accuracy: Share of targets that had the highest logit.
         num_target_tokens: Tokens in the sums.
         num_target_bytes: Bytes of their text; 0 if unknown.
-        custom: Results of the functions in ``eval.functions``, by metric.
+        custom: Further results by metric: of each source (``eval.by_source``), of the functions in ``eval.functions``.
     """
 
     loss: float
@@ -99,6 +99,7 @@ class Evaluations:
         progress: The state that the process starts from.
         batches: Opens the validation batches from the first; ``None`` without a validation set.
         token_byte_lengths: See ``evaluate``.
+        by_source: Opens the validation batches of each source by itself; empty without ``eval.by_source``.
         writes: Whether this rank records the results.
         custom: Calls the functions in ``eval.functions`` after a step.
 
@@ -118,6 +119,7 @@ class Evaluations:
         *,
         batches: Callable[[], Iterable[Batch]] | None,
         token_byte_lengths: npt.NDArray[np.int32] | None,
+        by_source: Mapping[str, Callable[[], Iterable[Batch]]] | None = None,
         writes: bool = True,
         custom: Callable[[int], Mapping[str, float]] | None = None,
     ) -> None:
@@ -125,6 +127,7 @@ class Evaluations:
         path = RunLayout(run_directory).evaluations
         self._config, self._total_steps = config, total_steps
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
+        self._by_source = by_source or {}
         self._history = StepHistory(path if writes else None, progress.step)
         known = _read_evaluations(path).items()
         self.losses: dict[int, float] = {step: float(record["loss"]) for step, record in known if step <= progress.step}
@@ -142,10 +145,15 @@ class Evaluations:
         assert self._batches is not None, "without a validation set, no validation is due"
         try:
             found = evaluate(engine, _until_stopped(self._batches(), stop), self._token_byte_lengths)
+            for name, batches in self._by_source.items():
+                source = evaluate(engine, _until_stopped(batches(), stop), None)
+                values = {"loss": source.loss, "perplexity": source.perplexity}
+                metrics = {f"eval/sources/{name}/{key}": value for key, value in values.items()}
+                found = replace(found, custom={**found.custom, **metrics})
         except _Stopped:
             return None
         if self._custom is not None:
-            found = replace(found, custom=self._custom(progress.step))
+            found = replace(found, custom={**found.custom, **self._custom(progress.step)})
         self.losses[progress.step] = found.loss
         record = asdict(found)
         custom = _finite(record.pop("custom"))

@@ -159,7 +159,7 @@ class Observer:
                 f"Validation at step {progress.step:,}: loss {found.loss:.4f}{bits}, "
                 f"accuracy {found.accuracy:.1%} of {pluralize(found.num_target_tokens, 'token')}"
             )
-            self._log.event("validation", text, step=progress.step, loss=found.loss)
+            self._log.event("validation", text + _losses_by_source(found), step=progress.step, loss=found.loss)
             for prompt, completion in completions:
                 self._display.sample(prompt, completion)
                 self._log.quiet(f"Sample at step {progress.step:,}: {prompt!r} -> {completion!r}")
@@ -182,6 +182,12 @@ class Observer:
         """Flush the last metrics; return the throughput of the whole process."""
         self._tracker.log(progress.step, {})
         return self._speed.total()
+
+
+def _losses_by_source(found: Evaluation) -> str:
+    parts = [(name.split("/"), value) for name, value in found.custom.items()]
+    losses = [f"{part[2]} {value:.4f}" for part, value in parts if part[1] == "sources" and part[-1] == "loss"]
+    return f"; by source: {', '.join(losses)}" if losses else ""
 
 
 class SpeedMeter:

@@ -29,7 +29,7 @@ from vorox.experiments.tracking import Tracker
 from vorox.models.huggingface_config import huggingface_files
 from vorox.training import resume, user_functions
 from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
-from vorox.training.dataloading import training_batches, validation_set
+from vorox.training.dataloading import training_batches, validation_set, validation_sets_by_source
 from vorox.training.disk_space import check_disk_space
 from vorox.training.display import Display
 from vorox.training.evaluate import Evaluations
@@ -212,7 +212,7 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
     evaluations = Evaluations(
         run.directory, config.eval, total_steps, progress, batches=validation,
         token_byte_lengths=corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None,
-        writes=is_main,
+        by_source=validation_sets_by_source(config, corpus), writes=is_main,
         custom=user_functions.open_evaluations(engine, corpus.tokenizer, config, workload.spec, log),
     )  # fmt: skip
     checkpoints = _checkpoint_writer(setup, evaluations)

@@ -108,7 +108,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(key, "data.validation.held_out_fraction", lambda value: value != 0, "a validation split")
-        for key in ("eval.every_steps", "eval.prompts", "eval.functions")
+        for key in ("eval.every_steps", "eval.by_source", "eval.prompts", "eval.functions")
     ),
     Dependency(
         "data.loader.prefetch_batches", "data.loader.num_threads", lambda value: value != 0, "at least one thread"

@@ -67,6 +67,11 @@ class EvalConfig(Section):
         description="Number of validation rows, the same ones every time. None: the whole validation split.",
     )
     at_end: bool = Field(default=True, description="Validate after the last step.")
+    by_source: bool = Field(
+        default=False,
+        description="Also measure the loss of each validation source by itself, over up to num_sequences rows of each: "
+        "with data.validation.sources, what a run forgets while it learns something else.",
+    )
     functions: tuple[ImportPath, ...] = Field(
         default=(),
         description="User functions called at every validation: f(model) returns a number or a mapping of numbers. "
