@@ -58,7 +58,10 @@ def test_attention_with_dropout_is_refused(tmp_path: Path) -> None:
         make(LLAMA | {"attention_kernel": f"{tmp_path}/parts.py:attention", "dropout_fraction": 0.1})
 
 
-def test_optimizers_of_torch_are_refused() -> None:
+def test_parts_of_torch_are_refused() -> None:
     for name in ("adamw_8bit", "torch.optim:NAdam"):
         with pytest.raises(ConfigError, match=r"it has adamw, muon"):
             make(LLAMA, optimizer__name=name)
+    for key in ("model__mlp", "train__forward_backward"):
+        with pytest.raises(ConfigError, match="is not supported by the jax engine"):
+            make(None, **{key: "torch:nothing"})

@@ -141,10 +141,9 @@ def _check_supported(config: RunConfig) -> None:
             f"optimizer.name = {config.optimizer.name} is not supported by the jax engine; it has adamw, muon",
             where="optimizer.name", hint="choose one of those, or set backend=torch",
         )  # fmt: skip
-    if config.model.mlp is not None:
-        raise ConfigError(
-            f"mlp = {config.model.mlp} is not supported by the jax engine", where="model.mlp", hint="set backend=torch"
-        )
+    for key, path in (("model.mlp", config.model.mlp), ("train.forward_backward", config.train.forward_backward)):
+        if path is not None:
+            raise ConfigError(f"{key} = {path} is not supported by the jax engine", where=key, hint="set backend=torch")
     kernel = config.model.attention_kernel
     if is_extension(kernel) and config.model.dropout_fraction > 0:
         raise ConfigError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.taps import ActivationStatistics
+from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
@@ -91,6 +93,7 @@ class TorchEngine:
         self.data_shard = self._ranks.shard
         self._memory = devices.memory_budget(config, spec, compute.device)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
+        self._user_step = load_step(config.train.forward_backward)
         self._products = kernels.products(compute)
         self._network: Network = DecoderNetwork(config, spec, compute, self._ranks)
         self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
@@ -157,9 +160,16 @@ class TorchEngine:
         shard = self.data_shard
         with keyed_randomness(
             self._config.run.seed, batch.step, index * shard.count + shard.index, self.compute.device,
-            active=self._network.is_random,
+            active=self._network.is_random or self._user_step is not None,
         ):  # fmt: skip
-            return self._network.train(batch, index, scale=1.0 / num_targets, loss_scale=loss_scale, compiled=compiled)
+            train = partial(self._network.train, loss_scale=loss_scale, compiled=compiled)
+            if self._user_step is None:
+                return train(batch, index, scale=1.0 / num_targets)
+            micro_batch = MicroBatch(
+                batch, index, self.model, self._spec, lambda rows, weight: train(rows, 0, scale=weight / num_targets)
+            )
+            self._user_step(micro_batch)
+            return micro_batch.total()
 
     def _num_rows(self, batch: Batch, index: int) -> int:
         """Return the rows of a micro-batch without those that pad a shorter shard, which have digest 0."""

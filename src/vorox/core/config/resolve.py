@@ -92,6 +92,7 @@ DIGEST_OMITS_DEFAULT = (
     "model.query_pre_attn_scalar",
     "model.mlp",
     "loss.name",
+    "train.forward_backward",
 )
 """Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""
 

@@ -42,6 +42,11 @@ class TrainConfig(Section):
         description="block: save only block inputs and recompute the rest in the backward pass; dots (jax): save the "
         "matrix products as well.",
     )
+    forward_backward: ImportPath | None = Field(
+        default=None,
+        description="torch: a user function that replaces forward and backward of a micro-batch: f(micro_batch) calls "
+        "micro_batch.forward_backward(). None: one forward and backward pass.",
+    )
     from_weights: str | None = Field(
         default=None,
         description="Initialise from these weights: a run, a checkpoint of either backend or a transformers "
