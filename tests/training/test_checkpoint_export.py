@@ -347,6 +347,7 @@ def test_gguf_is_the_same_model(tmp_path: Path, fields: dict[str, Any], dtype: A
         assert result.comparison is not None
         assert result.comparison.max_difference <= result.comparison.tolerance <= 3e-4
         assert result.comparison.num_greedy_tokens == 16
+    assert all(array.flags.writeable for _, array in gguf_export.read_gguf(result.path / "model.gguf", spec))
     reader = gguf.GGUFReader(result.path / "model.gguf")
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.1.ffn_up.weight"] == {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[dtype]

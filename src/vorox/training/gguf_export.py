@@ -160,7 +160,7 @@ def stores_only_fp32(path: Path) -> bool:
 
 
 def _dequantized(gguf: Any, tensor: Any) -> npt.NDArray[np.float32]:
-    values: npt.NDArray[np.float32] = gguf.dequantize(tensor.data, tensor.tensor_type)
+    values = np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)  # a copy: the file is read-only
     return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
 
 
