@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,26 +13,45 @@ from vorox.core.errors import VoroxError
 
 
 class Store:
-    """A channel in memory."""
+    """A channel in memory.
+
+    Attributes:
+        values: What is stored.
+        operations: Number of operations by thread, which is a rank.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.operations: dict[int, Counter[str]] = {}
         self._changed = threading.Condition()
 
     def put(self, key: str, value: bytes) -> None:
+        self._count("put")
         with self._changed:
             self.values.setdefault(key, value)
             self._changed.notify_all()
 
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
+        self._count("get")
         with self._changed:
             self._changed.wait_for(lambda: key in self.values, timeout_seconds)
             return self.values.get(key)
 
-    def remove(self, key: str) -> None:
+    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
+        self._count("get_all")
+        keys = [f"{folder}/{name}" for name in names]
         with self._changed:
-            for known in [known for known in self.values if known == key or known.startswith(f"{key}/")]:
-                del self.values[known]
+            if not self._changed.wait_for(lambda: all(key in self.values for key in keys), timeout_seconds):
+                return None
+            return [self.values[key] for key in keys]
+
+    def remove(self, key: str) -> None:
+        self._count("remove")
+        with self._changed:
+            self.values.pop(key, None)
+
+    def _count(self, operation: str) -> None:
+        self.operations.setdefault(threading.get_ident(), Counter())[operation] += 1
 
 
 def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[list[Any], Store]:

@@ -26,6 +26,21 @@ def test_the_main_process_decides_upon_what_all_say(count: int) -> None:
     assert not any("/sum/1" in key for key in store.values), "what all have seen is forgotten"
 
 
+def test_a_rank_does_as_many_operations_for_any_number_of_ranks() -> None:
+    """Ranks agree after every step: a serial read per rank would slow large runs."""
+
+    def program(dist: DistributedContext) -> None:
+        for step in range(50):
+            assert dist.agree("step", step, lambda steps: steps[0]) == step
+
+    for count in (2, 4, 8):
+        _, store = together(count, program)
+        assert len(store.operations) == count
+        for counts in store.operations.values():
+            assert counts == {"put": 50, "get_all": 50, "remove": 50}, count
+        assert len(store.values) == count, "only the last turn is kept"
+
+
 def test_an_error_of_one_is_the_error_of_all() -> None:
     def program(dist: DistributedContext) -> Any:
         if dist.rank == 2:

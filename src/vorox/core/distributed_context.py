@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -142,8 +142,12 @@ class Channel(Protocol):
         """Wait for a key; ``None`` after the timeout."""
         ...
 
+    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
+        """Wait for the keys ``folder/name``, and read them together; ``None`` after the timeout."""
+        ...
+
     def remove(self, key: str) -> None:
-        """Remove a key and all keys below it (``key/...``)."""
+        """Remove a key."""
         ...
 
 
@@ -182,10 +186,13 @@ class DistributedContext:
         if self.is_main:
             self._channel.put(key, canonical_json({"value": value}))
             return value
-        return self._wait(key)["value"]
+        folder, _, name = key.rpartition("/")
+        return self._wait(folder, [name])[0]["value"]
 
     def agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Gather a value from every rank, reduce them on rank 0, and return the result on every rank.
+
+        Each rank does the same number of operations of the channel, whatever the number of ranks.
 
         Args:
             topic: Name of a sequence of collectives.
@@ -194,13 +201,13 @@ class DistributedContext:
         """
         if self.world_size == 1:
             return decide([value])
-        key = self._next(topic)
+        previous, key = f"vorox/{topic}/{self._turns[topic]}", self._next(topic)
         if not self.is_main:
+            self._channel.remove(f"{previous}/{self.rank}")  # rank 0 has read it, or there would be no decision
             self._channel.put(f"{key}/{self.rank}", canonical_json({"value": value}))
-            return self._wait(f"{key}/decision")["value"]
-        others = [self._wait(f"{key}/{rank}")["value"] for rank in range(1, self.world_size)]
-        # Every rank has read the previous collective, or it would not take part in this one.
-        self._channel.remove(f"vorox/{topic}/{self._turns[topic] - 1}")
+            return self._wait(key, ["decision"])[0]["value"]
+        others = [found["value"] for found in self._wait(key, [str(rank) for rank in range(1, self.world_size)])]
+        self._channel.remove(f"{previous}/decision")  # all have read it, or they would not take part in this turn
         with self.propagating_failure():
             decision = decide([value, *others])
         self._channel.put(f"{key}/decision", canonical_json({"value": decision}))
@@ -251,11 +258,11 @@ class DistributedContext:
         self._turns[topic] += 1
         return f"vorox/{topic}/{self._turns[topic]}"
 
-    def _wait(self, key: str) -> Any:
+    def _wait(self, folder: str, names: Sequence[str]) -> list[Any]:
         while True:
-            found = self._channel.get(key, _SLICE_SECONDS)
+            found = self._channel.get_all(folder, names, _SLICE_SECONDS)
             if found is not None:
-                return json.loads(found)
+                return [json.loads(value) for value in found]
             failed = self._channel.get(_FAILED, 0.0)
             if failed is not None:
                 raise reported_error(json.loads(failed))

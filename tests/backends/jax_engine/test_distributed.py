@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from vorox.core.distributed_context import Membership
@@ -34,3 +37,33 @@ def test_a_cluster_may_list_the_gpus_of_each_rank() -> None:
 def test_uneven_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="Cannot divide 3 visible GPUs evenly among the 2 ranks"):
         gpus(4, 3)
+
+
+STORE = """
+import socket, threading, time
+import jax
+from jax._src import distributed
+from vorox.backends.jax_engine.distributed import _KeyValueStore
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+store = _KeyValueStore(distributed.global_state.client)
+for name in ("2", "1"):
+    store.put(f"vorox/step/1/{name}", name.encode())
+assert store.get_all("vorox/step/1", ["1", "2"], 1.0) == [b"1", b"2"]
+assert store.get_all("vorox/step/1", ["1", "2", "3"], 0.2) is None
+threading.Timer(0.3, store.put, ("vorox/step/1/3", b"3")).start()
+assert store.get_all("vorox/step/1", ["1", "2", "3"], 30.0) == [b"1", b"2", b"3"]
+store.remove("vorox/step/1/2")
+store.remove("vorox/step/0/absent")
+assert store.get_all("vorox/step/1", ["1", "2"], 0.2) is None
+assert store.get_all("vorox/step/1", ["3"], 0.2) == [b"3"]
+"""
+
+
+def test_reports_of_several_ranks_are_read_together() -> None:
+    """In a process of its own, because JAX joins one process group."""
+    done = subprocess.run([sys.executable, "-c", STORE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]

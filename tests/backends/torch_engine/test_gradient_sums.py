@@ -62,12 +62,13 @@ def test_ranks_hold_subtrees_of_the_same_tree(world: int, accumulation: int, mon
         padded = [torch.cat([part, part.new_zeros(share * world - len(part))]) for part in parts]
         received.copy_(torch.cat([part.view(world, share)[rank[0]] for part in padded]))
 
-    def all_gather(gathered: Tensor, mine: Tensor) -> None:
-        gathered.zero_()[rank[0] * len(mine) : (rank[0] + 1) * len(mine)] = mine
+    def all_gather(gathered: list[Tensor], mine: Tensor) -> None:
+        for number, part in enumerate(gathered):
+            part.copy_(mine if number == rank[0] else torch.zeros_like(mine))
 
     rank = [0]
     monkeypatch.setattr(gradient_sums.dist, "all_to_all_single", all_to_all)
-    monkeypatch.setattr(gradient_sums.dist, "all_gather_into_tensor", all_gather)
+    monkeypatch.setattr(gradient_sums.dist, "all_gather", all_gather)
     ranks = Ranks(DataShard(0, world), world, 1, mesh=object(), is_exact=True)  # pyright: ignore[reportArgumentType]
     shares = []
     for rank[0] in range(world):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -115,6 +117,19 @@ class _KeyValueStore:
             if "NOT_FOUND" in str(error) or "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
+
+    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
+        if len(names) == 1:
+            value = self.get(f"{folder}/{names[0]}", timeout_seconds)
+            return None if value is None else [value]
+        ends_at = time.monotonic() + timeout_seconds
+        while True:
+            found = dict(self._client.key_value_dir_get_bytes(f"{folder}/"))
+            missing = next((f"{folder}/{name}" for name in names if f"{folder}/{name}" not in found), None)
+            if missing is None:
+                return [found[f"{folder}/{name}"] for name in names]
+            if self.get(missing, max(0.001, ends_at - time.monotonic())) is None:
+                return None
 
     def remove(self, key: str) -> None:
         self._client.key_value_delete(key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -64,10 +64,10 @@ def _joined(found: Membership, start_timeout: timedelta) -> DistributedContext:
         ) from error  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"The processes of the run cannot conn to each other: {str(error).splitlines()[0]}",
+            f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
             where=found.coordinator, hint="rank 0 must be reachable at that address from all other ranks",
         ) from error  # fmt: skip
-    channel = StoreChannel(PrefixStore("vorox", store), world_size)
+    channel = StoreChannel(PrefixStore("vorox", store))
     return DistributedContext(rank, world_size, channel, found.local_rank or 0)
 
 
@@ -82,8 +82,8 @@ class StoreChannel:
     A client of the store serves one call at a time, so every thread has its own.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
-        self._store, self._world_size = store, world_size
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._clients = threading.local()
 
     @property
@@ -105,10 +105,16 @@ class StoreChannel:
             return None
         return client.get(key)
 
+    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
+        client, keys = self._client, [f"{folder}/{name}" for name in names]
+        try:
+            client.wait(keys, timedelta(seconds=timeout_seconds))
+        except dist.DistStoreError:
+            return None
+        return client.multi_get(keys)
+
     def remove(self, key: str) -> None:
-        client = self._client
-        for name in (key, f"{key}/decision", *(f"{key}/{rank}" for rank in range(1, self._world_size))):
-            client.delete_key(name)
+        self._client.delete_key(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def sum_over_ranks(values: Tensor, ranks: Ranks) -> None:
         while len(parts_WN) > 1:
             half = len(parts_WN) // 2
             parts_WN = parts_WN[:half] + parts_WN[half:]
-        dist.all_gather_into_tensor(mine, parts_WN[0])
+        dist.all_gather(list(mine.view(size, share).unbind()), parts_WN[0])
         piece.copy_(mine[: len(piece)])
 
 
