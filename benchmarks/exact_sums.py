@@ -3,7 +3,8 @@
     exact_sums.py [--ranks 1 2] [--pairs 40] [--size small|demo] [--micro-batches 8]
 
 Both engines of a process take turns, a step each, on the same random tokens, with one thread per process. Printed are
-the median ratio of a pair, with its 10th and 90th percentile. The ranks of a run are processes on this machine that exchange by gloo; the global batch is the same for all.
+the median ratio of a pair and its 10th and 90th percentile. The ranks of a run are processes on this machine that
+exchange by gloo; the global batch is the same for all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 
 def measure(options: argparse.Namespace) -> list[tuple[float, ...]]:
     """Return seconds of a step per level, pair by pair. Runs in every rank."""
-    engines, count = [], options.micro_batches
+    engines, count, dist = [], options.micro_batches, None
     for level in LEVELS:
         config = load_config(
             "quickstart",
@@ -45,8 +46,8 @@ def measure(options: argparse.Namespace) -> list[tuple[float, ...]]:
         )  # fmt: skip
         length = config.data.sequence_length_tokens
         spec = decoder_spec(config.model, tokenizer_vocab_size=VOCABULARY, sequence_length_tokens=length)
-        backend, dist = backends.load("torch"), backends.connect(config)
-        engines.append(backend.create(config, spec, dist))
+        dist = dist or backends.connect(config)
+        engines.append(backends.load("torch").create(config, spec, dist))
     shard, found = engines[0].data_shard, []
     for step in range(options.pairs + 2):
         rows = np.random.default_rng(step).integers(0, VOCABULARY, (count, 1, length + 1), np.int32)
