@@ -192,7 +192,7 @@ class DistributedContext:
     def agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Gather a value from every rank, reduce them on rank 0, and return the result on every rank.
 
-        Each rank does the same number of operations of the channel, whatever the number of ranks.
+        Each rank does the same number of operations of the channel for any number of ranks.
 
         Args:
             topic: Name of a sequence of collectives.
