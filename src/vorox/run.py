@@ -29,13 +29,14 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import PrepareProgress, prepare
 from vorox.data.tokenizers.store import load_run_tokenizer
-from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_estimate import check_host_memory
+from vorox.models.spec import ModelSpec
 from vorox.runtime.throughput import Reading
 from vorox.training import loop, time_budget
 from vorox.training.checkpoint_store import step_directories
 from vorox.training.display import Display, NoDisplay
 from vorox.training.mirror import open_mirror
+from vorox.training.model_source import find_model, recorded_model
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
@@ -152,11 +153,8 @@ def make_workload(
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
     if dist.is_main:
         dist.barrier("corpus")
-    spec = decoder_spec(
-        config.model,
-        tokenizer_vocab_size=corpus.tokenizer.vocab_size,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-    )
+    run_directory = None if tokenizer_directory is None else tokenizer_directory.parent
+    spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
     compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)
     device_facts = {name: engine.environment().get(name) for name in ("device_kind", "dtype", "determinism")}
@@ -164,6 +162,19 @@ def make_workload(
     if engine.environment().get("device_kind") == "cpu":
         check_host_memory(spec, config, psutil.virtual_memory().total)
     return Workload(config, corpus, spec, engine, log, dist)
+
+
+def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: Path | None = None) -> ModelSpec:
+    """Return the model of a configuration; a run with checkpoints keeps its model of transformers.
+
+    Raises:
+        ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
+    """
+    if config.model.kind == "decoder":
+        return backends.model_spec(config, None, revision=None, tokenizer_vocab_size=tokenizer_vocab_size)
+    kept = recorded_model(run_directory)
+    values, revision = (kept.config, kept.revision) if kept else ((found := find_model(config)).values, found.commit)
+    return backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
 
 
 def _open_run(

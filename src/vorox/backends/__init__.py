@@ -23,6 +23,8 @@ from vorox.core.redaction import redact_value
 from vorox.core.rendezvous import Rendezvous
 from vorox.core.schema import RunConfig
 from vorox.core.version import __version__
+from vorox.models.decoder_spec import decoder_spec
+from vorox.models.huggingface_families import ARCHITECTURES
 from vorox.models.spec import ModelSpec
 
 _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -30,6 +32,9 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("vorox.backends.torch_engine.engine", ("torch",)),
 }
 """Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
+
+_TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggingface_settings"}
+"""Backends that compute models of transformers, with the module that resolves them."""
 
 _SECTIONS_WITH_COLLECTIVES = ("checkpoint.", "eval.")
 """Sections that are not part of a run's identity, but decide when the ranks exchange arrays."""
@@ -76,6 +81,38 @@ def load(name: str) -> Backend:
     """
     check_installed(name)
     return cast(Backend, importlib.import_module(_MODULES[name][0]))
+
+
+def model_spec(
+    config: RunConfig, values: Mapping[str, Any] | None, *, revision: str | None, tokenizer_vocab_size: int
+) -> ModelSpec:
+    """Resolve the model of a configuration.
+
+    Args:
+        config: The run.
+        values: Content of ``config.json`` (``model.kind: huggingface``), else ``None``.
+        revision: Commit of its repository.
+        tokenizer_vocab_size: Vocabulary size of the tokenizer.
+
+    Raises:
+        ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
+    """
+    if values is None:
+        return decoder_spec(
+            config.model,
+            tokenizer_vocab_size=tokenizer_vocab_size,
+            sequence_length_tokens=config.data.sequence_length_tokens,
+        )
+    check_installed(config.backend)
+    name = _TRANSFORMERS.get(config.backend)
+    if name is None:
+        families = ", ".join(ARCHITECTURES)
+        raise ConfigError(
+            f"model.kind=huggingface needs backend={' or '.join(_TRANSFORMERS)}", where="backend",
+            hint=f"or start from the weights of a native family (train.from_weights): {families}",
+        )  # fmt: skip
+    module = importlib.import_module(name)
+    return module.resolve(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
 
 
 def connect(config: RunConfig) -> DistributedContext:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vorox.data.text.holdout import Split
     from vorox.data.text.sources import Source
     from vorox.data.tokenizers.tokenizer import Tokenizer
-    from vorox.models.decoder_spec import DecoderSpec
     from vorox.models.spec import ModelSpec
     from vorox.training.schedule import Horizon
 
@@ -70,8 +69,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     from vorox.core.config import config_digest
     from vorox.core.run_context import expected_directory
     from vorox.data.cache_location import cache_root
-    from vorox.models.decoder_spec import decoder_spec
-    from vorox.run import is_fresh
+    from vorox.run import is_fresh, resolve_model
     from vorox.training.startup import check_resume
     from vorox.training.weights_source import check_weights
 
@@ -90,11 +88,7 @@ def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[
     yield from _text_lines(config, text)
     if fresh and text.listed.tokenizer is not None:
         check_weights(config, tokenizer=text.listed.tokenizer)
-    spec = decoder_spec(
-        config.model,
-        tokenizer_vocab_size=text.vocab_size,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-    )
+    spec = resolve_model(config, text.vocab_size)
     yield from _model_lines(config, spec)
     yield from _batch_lines(config)
     yield from _length_lines(config, text)
@@ -296,19 +290,20 @@ def _every(num_steps: int) -> str:
     return "every step" if num_steps == 1 else f"every {num_steps:,} steps"
 
 
-def _probe_engine(config: RunConfig, spec: DecoderSpec) -> tuple[str, Mapping[str, str | int | bool]]:
+def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
     """Validate the configuration with the engine, on a model of one small layer."""
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
+    from vorox.core.schema.model import ModelConfig
+    from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 
+    if isinstance(spec, DecoderSpec):
+        width = spec.head_dim
+    else:  # its own settings were checked when its description was resolved
+        settings = ModelConfig(num_layers=1, num_heads=1, hidden_size=64)
+        spec, width = decoder_spec(settings, tokenizer_vocab_size=256, sequence_length_tokens=64), 64
     small = replace(
-        spec,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        hidden_size=spec.head_dim,
-        intermediate_size=spec.head_dim,
-        vocab_size=256,
+        spec, num_layers=1, num_heads=1, num_kv_heads=1, hidden_size=width, intermediate_size=width, vocab_size=256
     )
     engine = backends.load(config.backend).create(config, small, DistributedContext())
     return engine.name, {name: value for name, value in engine.environment().items() if name != "engine"}

@@ -125,13 +125,9 @@ def _corpus(config: RunConfig) -> Corpus:
 def _engine(config: RunConfig, corpus: Corpus) -> Engine:
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
-    from vorox.models.decoder_spec import decoder_spec
+    from vorox.run import resolve_model
 
-    spec = decoder_spec(
-        config.model,
-        tokenizer_vocab_size=corpus.tokenizer.vocab_size,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-    )
+    spec = resolve_model(config, corpus.tokenizer.vocab_size)
     return backends.load(config.backend).create(config, spec, DistributedContext())
 
 

@@ -20,6 +20,7 @@ from vorox.core.schema.model import ModelConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import ARCHITECTURES, Architecture, Family, huggingface_family, require_family
 from vorox.models.huggingface_rope import read_rope, refuse, write_rope
+from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.huggingface_windows import read_windows, write_windows
 from vorox.models.spec import ModelSpec
 
@@ -87,6 +88,11 @@ def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | Non
 
 def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[str, bytes]:
     """Return the files that make a checkpoint a transformers model; empty if the spec has no family."""
+    if isinstance(spec, HuggingFaceSpec):
+        begin = spec.config.get("bos_token_id")
+        ids = generation_config(end_of_text_id=end_of_text_id, begin_of_text_id=begin)
+        values = {**spec.config, "dtype": "float32"}
+        return {CONFIG_NAME: pretty_json(values), GENERATION_CONFIG_NAME: pretty_json(ids)}
     if not isinstance(spec, DecoderSpec) or huggingface_family(spec) is None:
         return {}
     return {

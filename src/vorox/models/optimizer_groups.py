@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vorox.models.spec import ParameterSpec
 
-DECAYED, PLAIN, ORTHOGONAL = "decayed", "plain", "orthogonal"
-"""AdamW with and without weight decay, and the matrices that Muon updates."""
+DECAYED, PLAIN, ORTHOGONAL, FROZEN = "decayed", "plain", "orthogonal", "frozen"
+"""AdamW with and without weight decay, the matrices that Muon updates, and constants."""
 
 
 def optimizer_group(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> str:
@@ -14,6 +14,8 @@ def optimizer_group(parameter: ParameterSpec, *, muon: bool, decay_embeddings: b
     Norms and biases are never decayed (``ParameterSpec.decay``), embeddings only if ``optimizer.decay_embeddings`` is
     set. Muon updates the matrices of the blocks, embeddings and head excluded (``ParameterSpec.kind``).
     """
+    if not parameter.trainable:
+        return FROZEN
     if muon and parameter.kind == "matrix":
         return ORTHOGONAL
     exempt = parameter.kind == "embedding" and not decay_embeddings

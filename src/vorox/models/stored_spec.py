@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.huggingface_spec import KIND, HuggingFaceSpec
 from vorox.models.spec import ModelSpec
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ModelSpec:
     """Return the spec that ``ModelSpec.to_json`` described."""
-    return DecoderSpec(**values)
+    return HuggingFaceSpec.from_json(values) if values.get("kind") == KIND else DecoderSpec(**values)

@@ -25,6 +25,9 @@ from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.gguf_tensors import require_gguf
 from vorox.models.huggingface_config import CONFIG_NAME, GENERATION_CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_families import require_family
+from vorox.models.huggingface_spec import KIND
+from vorox.models.spec import ModelSpec
+from vorox.models.stored_spec import spec_from_json
 from vorox.models.weights_file import write_weights
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.export_comparison import (
@@ -92,9 +95,9 @@ def export(
     """
     checkpoint = _checkpoint(source)
     config = _config(checkpoint)
-    spec = decoder_spec(spec_from_huggingface(config), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    spec = _spec(checkpoint, config)
     if to == "gguf":
-        require_gguf(spec)
+        require_gguf(_native(spec))
         import_gguf()
     metadata = _metadata(checkpoint, dtype) | ({"to": to} if to != "hf" else {})
     if target.parent.is_dir():
@@ -110,7 +113,7 @@ def export(
         try:
             with StagedDirectory(target) as directory:
                 if to == "gguf":
-                    _write_gguf(directory, checkpoint.path, spec, dtype)
+                    _write_gguf(directory, checkpoint.path, _native(spec), dtype)
                 else:
                     _write(directory, checkpoint.path, spec, config, dtype)
                 comparison = compare_with(directory.path)
@@ -140,6 +143,21 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
             require_family(DecoderSpec(**spec))
         raise ConfigError("No architecture of transformers computes this model", where=str(checkpoint.path))
     return json.loads(path.read_bytes())
+
+
+def _spec(checkpoint: Checkpoint, config: Mapping[str, Any]) -> ModelSpec:
+    stored = checkpoint.metadata.get("spec", {})
+    if stored.get("kind") == KIND:
+        return spec_from_json(stored)
+    return decoder_spec(spec_from_huggingface(config), tokenizer_vocab_size=1, sequence_length_tokens=1)
+
+
+def _native(spec: ModelSpec) -> DecoderSpec:
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigError(
+            "GGUF export needs a native model", where="export --to", hint="export with --to hf, and convert that"
+        )
+    return spec
 
 
 def _metadata(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Any]:
@@ -177,7 +195,7 @@ def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
 
 
 def _write(
-    directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, config: Mapping[str, Any], dtype: Dtype
+    directory: StagedDirectory, checkpoint: Path, spec: ModelSpec, config: Mapping[str, Any], dtype: Dtype
 ) -> None:
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
@@ -199,7 +217,7 @@ def _write_gguf(directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec,
     directory.adopt("")
 
 
-def _write_failure(target: Path, spec: DecoderSpec, dtype: Dtype, error: OSError) -> CheckpointError:
+def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
     if not atomic.is_disk_full(error):
         return CheckpointError(
             f"Export cannot be written: {error.strerror}", where=str(error.filename or target),

@@ -22,7 +22,8 @@ from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_weights
 from vorox.models.gguf_tensors import require_gguf
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
+from vorox.models.spec import ModelSpec
+from vorox.models.stored_weights import from_stored, stored_entries, to_stored
 from vorox.models.weights_file import TensorEntry, WeightsFile
 from vorox.training.gguf_export import GGUF_NAME, read_gguf, stores_only_fp32
 
@@ -59,21 +60,21 @@ class Comparison:
     num_greedy_tokens: int
 
 
-def canonical_weights(checkpoint: Path, spec: DecoderSpec) -> Iterator[NamedArray]:
-    return from_huggingface(spec, checkpoint_weights(checkpoint, spec)[1])
+def canonical_weights(checkpoint: Path, spec: ModelSpec) -> Iterator[NamedArray]:
+    return iter(from_stored(spec, checkpoint_weights(checkpoint, spec)[1]))
 
 
-def checkpoint_weights(checkpoint: Path, spec: DecoderSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
+def checkpoint_weights(checkpoint: Path, spec: ModelSpec) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
     """Return the checkpoint's parameters under Hugging Face names, from one file or assembled from parts."""
     path = checkpoint / WEIGHTS_NAME
     if path.exists():
         weights = WeightsFile(path)
         return tuple(weights.entries.values()), weights
-    return huggingface_entries(spec), to_huggingface(spec, iter(read_weights(checkpoint, spec)))
+    return stored_entries(spec), to_stored(spec, read_weights(checkpoint, spec))
 
 
 def compare(
-    directory: Path, checkpoint: Path, spec: DecoderSpec, engine: Engine, texts: Sequence[str] = SAMPLE_TEXTS
+    directory: Path, checkpoint: Path, spec: ModelSpec, engine: Engine, texts: Sequence[str] = SAMPLE_TEXTS
 ) -> Comparison:
     """Compare an exported directory with the engine: ids of texts, and logits of texts and random tokens.
 
@@ -99,7 +100,11 @@ def compare(
     # Weights only: the engine may have another optimizer and precision than the run.
     engine.import_weights(canonical_weights(checkpoint, spec))
     trained = [engine.logits(row) for row in rows]
-    weights = read_gguf(directory / GGUF_NAME, spec) if is_gguf else _stored_weights(directory, spec)
+    weights = (
+        read_gguf(directory / GGUF_NAME, spec)
+        if isinstance(spec, DecoderSpec) and is_gguf
+        else _stored_weights(directory, spec)
+    )
     engine.import_weights(weights)
     stored = [engine.logits(row) for row in rows]
     model = _load(transformers, directory, checkpoint, spec, is_gguf=is_gguf)
@@ -124,8 +129,8 @@ def compare(
     )
 
 
-def _stored_weights(directory: Path, spec: DecoderSpec) -> Iterator[NamedArray]:
-    return from_huggingface(spec, WeightsFile(directory / WEIGHTS_NAME))
+def _stored_weights(directory: Path, spec: ModelSpec) -> Iterator[NamedArray]:
+    return iter(from_stored(spec, WeightsFile(directory / WEIGHTS_NAME)))
 
 
 def _stores_only_fp32(directory: Path, *, is_gguf: bool) -> bool:
@@ -135,7 +140,7 @@ def _stores_only_fp32(directory: Path, *, is_gguf: bool) -> bool:
 
 
 def _greedy_tokens(
-    engine: Engine, transformers: Any, model: Any, row: Int32Array, spec: DecoderSpec, tolerance: float
+    engine: Engine, transformers: Any, model: Any, row: Int32Array, spec: ModelSpec, tolerance: float
 ) -> int:
     """Return the length of the greedy completion of a row, after comparing it with the cached decoding of transformers.
 
@@ -209,18 +214,18 @@ def _known_part(tokenizer: tokenizers.Tokenizer, text: str) -> str:
     return text if is_known(text) else "".join(filter(is_known, text))
 
 
-def _random_rows(spec: DecoderSpec) -> Iterator[Int32Array]:
+def _random_rows(spec: ModelSpec) -> Iterator[Int32Array]:
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(b"vorox export 1\0\0", np.uint64)))
     length = min(_RANDOM_TOKENS, spec.max_positions_tokens)
     yield generator.integers(0, spec.vocab_size, (_RANDOM_ROWS, length), dtype=np.int32)
 
 
-def _real_rows(spec: DecoderSpec, texts: Iterable[list[int]]) -> Iterator[list[int]]:
+def _real_rows(spec: ModelSpec, texts: Iterable[list[int]]) -> Iterator[list[int]]:
     length = min(_REAL_TOKENS, spec.max_positions_tokens)
     yield from (ids[:length] for ids in texts if ids)
 
 
-def _load(transformers: Any, directory: Path, checkpoint: Path, spec: DecoderSpec, *, is_gguf: bool) -> Any:
+def _load(transformers: Any, directory: Path, checkpoint: Path, spec: ModelSpec, *, is_gguf: bool) -> Any:
     """Load an export with transformers.
 
     Raises:
@@ -228,7 +233,9 @@ def _load(transformers: Any, directory: Path, checkpoint: Path, spec: DecoderSpe
     """
     options: dict[str, Any] = {"gguf_file": GGUF_NAME} if is_gguf else {}
     try:
-        if is_gguf and require_gguf(spec) in ("gpt2", "qwen3"):  # transformers does not read all of their keys
+        if (
+            is_gguf and isinstance(spec, DecoderSpec) and require_gguf(spec) in ("gpt2", "qwen3")
+        ):  # transformers does not read all of their keys
             options["config"] = transformers.AutoConfig.from_pretrained(str(checkpoint), local_files_only=True)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), dtype="float32", local_files_only=True, output_loading_info=True, **options

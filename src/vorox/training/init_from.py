@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME
@@ -24,12 +24,22 @@ from vorox.data.storage import scheme_of
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.engine_state import read_weights
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
+from vorox.models.huggingface_spec import KIND
 from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.spec import ModelSpec
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
 from vorox.training.mirror import download
+from vorox.training.model_source import weights_directory
 from vorox.training.weights_source import download_weights, find_weights, require_equal_models
+
+
+class ImportsPretrained(Protocol):
+    """An engine that reads weights of transformers itself (``model.kind: huggingface``)."""
+
+    def import_pretrained(self, directory: Path) -> None:
+        """Replace all parameters by the weights of a directory, and reset the optimizer."""
+        ...
 
 
 def init_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any] | None:
@@ -42,10 +52,21 @@ def init_from_weights(config: RunConfig, spec: ModelSpec, engine: Engine) -> dic
         ConfigError: There are no weights at that location, or they belong to a different model.
         CheckpointError: The weights are damaged, or have no optimizer state that this engine can load.
     """
+    if config.model.kind == "huggingface":
+        return _import_pretrained(config, engine)
     if config.train.from_weights is None:
         return None
     with _local_directory(config) as place:
         return _init_from(place, config, spec, engine)
+
+
+def _import_pretrained(config: RunConfig, engine: Engine) -> dict[str, Any] | None:
+    if not config.model.pretrained:
+        return None
+    cast(ImportsPretrained, engine).import_pretrained(weights_directory(config))
+    name, revision = config.model.name_or_path, config.model.revision
+    location = str(Path(str(name)).expanduser().absolute()) if revision is None else f"hf://{name}@{revision}"
+    return {"from_weights": location, "fingerprint": engine.fingerprint()}
 
 
 def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) -> dict[str, Any]:
@@ -95,7 +116,8 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     """Return the checkpoint in a directory, or the newest of a run; ``None`` for a transformers directory."""
     if (place / MANIFEST_NAME).exists():
         checkpoint = verify(place)
-        return checkpoint if "spec" in checkpoint.metadata else None  # an export has a manifest too
+        is_native = checkpoint.metadata.get("spec", {"kind": KIND}).get("kind") != KIND
+        return checkpoint if is_native else None  # exports, and checkpoints of models of transformers
     if (place / CONFIG_NAME).exists():
         return None
     checkpoint = latest_valid(place)

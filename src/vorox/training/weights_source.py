@@ -9,7 +9,6 @@ described only after their download, when the run starts.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -27,7 +26,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import TokenizerConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
-from vorox.data.tokenizers.huggingface import download_repository, load_huggingface
+from vorox.data.tokenizers.huggingface import download_repository, hub_place, load_huggingface
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.loading import train as train_tokenizer
 from vorox.data.tokenizers.store import load_untrained
@@ -35,11 +34,12 @@ from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.models.decoder_spec import FREE_TO_CHANGE, DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_families import huggingface_family
+from vorox.models.huggingface_spec import KIND
 from vorox.models.weights_file import open_directory
 from vorox.training.checkpoint_store import step_directories
+from vorox.training.model_source import find_model, load_model_config
 
 _KEY = "train.from_weights"
-_HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def load_config_with_weights(source: ConfigSource | None, overrides: Sequence[st
         CheckpointError: The weights are damaged.
     """
     resolved = resolve_config(source, overrides)
+    if resolved.config.model.kind == "huggingface":
+        return load_model_config(resolved, source, overrides)
     weights = describe_weights(resolved.config)
     if weights is None:
         return resolved.config
@@ -88,6 +90,8 @@ def check_weights(config: RunConfig, *, tokenizer: Tokenizer | None = None) -> N
         CheckpointError: The weights are damaged.
         DataError: A tokenizer cannot be read or downloaded.
     """
+    if config.model.kind == "huggingface":
+        find_model(config)
     weights = describe_weights(config)
     if weights is None:
         return
@@ -227,12 +231,12 @@ def find_weights(name: str, runs_directory: str) -> Path:
 
 
 def _hub_place(location: str) -> tuple[str, str | None]:
-    match = _HUB.fullmatch(location)
-    if match is None:
+    place = hub_place(location)
+    if place is None:
         raise ConfigError(
             f"{location} does not name a model of the hub", where=_KEY, hint="write hf://OWNER/NAME@REVISION"
         )
-    return match["name"], match["revision"]
+    return place
 
 
 def _describe_directory(place: Path, name: str) -> WeightsDescription:
@@ -253,7 +257,9 @@ def _describe_directory(place: Path, name: str) -> WeightsDescription:
 def _checkpoint_spec(checkpoint: Path) -> DecoderSpec:
     """Return the model of a checkpoint, or of an export, which also has a manifest."""
     stored = read_manifest(checkpoint)["metadata"].get("spec")
-    return _huggingface_spec(checkpoint, with_weights=True) if stored is None else DecoderSpec(**stored)
+    if stored is None or stored.get("kind") == KIND:
+        return _huggingface_spec(checkpoint, with_weights=True)
+    return DecoderSpec(**stored)
 
 
 def _huggingface_spec(place: Path, *, with_weights: bool = False) -> DecoderSpec:

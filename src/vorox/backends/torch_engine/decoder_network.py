@@ -5,7 +5,7 @@ Shape legend: B rows, T positions, M = B x T, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,10 @@ from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import Batch, Int32Array
+from vorox.core.engine import NamedArray
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.weight_init import initial_weights
 
 
 class DecoderNetwork:
@@ -52,6 +54,9 @@ class DecoderNetwork:
     @property
     def is_random(self) -> bool:
         return self._spec.dropout_fraction > 0
+
+    def initial_weights(self, seed: int) -> Iterator[NamedArray]:
+        return initial_weights(self._spec, seed)
 
     def _place(self) -> Decoder:
         """Build the model over flat buffers, or over shards if several ranks share a replica."""

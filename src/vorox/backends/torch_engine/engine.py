@@ -26,6 +26,7 @@ from vorox.backends.torch_engine import checkpoint, compilation, devices, gradie
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
+from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
 from vorox.backends.torch_engine.inputs import keyed_randomness, rows_of_rank
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
@@ -40,10 +41,10 @@ from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import Snapshot
+from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.input_checks import check_length, check_tokens
 from vorox.models.sharded_snapshot import ShardedSnapshot
 from vorox.models.spec import ModelSpec
-from vorox.models.weight_init import initial_weights
 
 __all__ = ["CAPABILITIES", "TorchEngine", "connect", "create"]
 
@@ -62,7 +63,6 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
         ConfigError: This machine or engine does not support a setting.
         DoesNotFitError: The state needs more memory than the device has.
     """
-    assert isinstance(spec, DecoderSpec)
     compute = devices.prepare(config)
     compilation.check(config, compute)
     budget = devices.memory_budget(config, spec, compute.device)
@@ -87,7 +87,7 @@ class TorchEngine:
     name = "torch"
     capabilities = CAPABILITIES
 
-    def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._ranks = ranks if ranks is not None else Ranks()
         self.data_shard = self._ranks.shard
@@ -95,9 +95,9 @@ class TorchEngine:
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
         self._user_step = load_step(config.train.forward_backward)
         self._products = kernels.products(compute)
-        self._network: Network = DecoderNetwork(config, spec, compute, self._ranks)
+        self._network = _network(config, spec, compute, self._ranks)
         self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
-        checkpoint.set_parameters(self.parameters, initial_weights(spec, config.run.seed), spec)
+        checkpoint.set_parameters(self.parameters, self._network.initial_weights(config.run.seed), spec)
         self.optimizer = make_optimizer(config, self.parameters, compute, self._ranks)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -244,6 +244,11 @@ class TorchEngine:
         checkpoint.set_parameters(self.parameters, weights, self._spec)
         self.optimizer.reset()
 
+    def import_pretrained(self, directory: Path) -> None:
+        """Replace all parameters by the weights of a directory of transformers (``model.kind: huggingface``)."""
+        assert isinstance(self._network, HuggingFaceNetwork)
+        self.import_weights(self._network.pretrained_weights(directory))
+
     def fingerprint(self, like: str = "") -> str:
         """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
         return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks, like)
@@ -272,3 +277,10 @@ class TorchEngine:
     def synchronize(self) -> None:
         """Wait until the device is idle; for timing."""
         devices.synchronize(self.compute.device)
+
+
+def _network(config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks) -> Network:
+    if isinstance(spec, HuggingFaceSpec):
+        return HuggingFaceNetwork(config, spec, compute, ranks)
+    assert isinstance(spec, DecoderSpec)
+    return DecoderNetwork(config, spec, compute, ranks)

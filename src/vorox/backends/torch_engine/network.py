@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import Batch, Int32Array
-from vorox.core.engine import Decoder
+from vorox.core.engine import Decoder, NamedArray
 
 
 class Network(Protocol):
@@ -32,6 +33,10 @@ class Network(Protocol):
     @property
     def is_random(self) -> bool:
         """Whether training samples random numbers, for dropout."""
+        ...
+
+    def initial_weights(self, seed: int) -> Iterable[NamedArray]:
+        """Yield initial weights under canonical names, in table order."""
         ...
 
     def train(

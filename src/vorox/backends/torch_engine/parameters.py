@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, optimizer_group
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.optimizer_groups import DECAYED, FROZEN, ORTHOGONAL, PLAIN, optimizer_group
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 ALIGNMENT_ELEMENTS = 16
@@ -107,7 +108,7 @@ class FlatParameters:
     def __init__(self, spec: ModelSpec, *, muon: bool, decay_embeddings: bool, device: torch.device) -> None:
         self.slices: dict[str, BufferSlice] = {}
         shapes: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0}
+        sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0, FROZEN: 0}
         for fused_name, parts in fused_parts(spec).items():
             group = optimizer_group(parts[0], muon=muon, decay_embeddings=decay_embeddings)
             start = sizes[group]
@@ -121,13 +122,15 @@ class FlatParameters:
         self.values: dict[str, list[Tensor]] = {
             group: [torch.zeros(sizes[group], device=device)] for group in self.groups
         }
-        self.gradients = self.new_buffers(self.groups)
+        self.gradients = self.new_buffers([group for group in self.groups if group != FROZEN])
         self.modules: dict[str, nn.Parameter] = {}
         self._gradient_views: dict[str, Tensor] = {}
         for name, (group, start, shape) in shapes.items():
             end = start + prod(shape)
-            parameter = nn.Parameter(self.values[group][0][start:end].view(shape))
-            parameter.grad = self._gradient_views[name] = self.gradients[group][0][start:end].view(shape)
+            is_trainable = group != FROZEN
+            parameter = nn.Parameter(self.values[group][0][start:end].view(shape), requires_grad=is_trainable)
+            if is_trainable:
+                parameter.grad = self._gradient_views[name] = self.gradients[group][0][start:end].view(shape)
             self.modules[name] = parameter
 
     def new_buffers(self, groups: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -157,7 +160,9 @@ def fused_parts(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
     """Return the canonical parameters that form each parameter of the modules, by its name, concatenated along rows."""
     parts: dict[str, list[ParameterSpec]] = {}
     for parameter in spec.parameters:
-        parts.setdefault(module_name(parameter.name, gated=spec.is_gated), []).append(parameter)
+        is_native = isinstance(spec, DecoderSpec)
+        name = module_name(parameter.name, gated=spec.is_gated) if is_native else parameter.name
+        parts.setdefault(name, []).append(parameter)
     return parts
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
+from vorox.core.config.model_checks import model_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
 from vorox.core.redaction import redact
@@ -37,36 +38,6 @@ def exact_weight(weight: float | str) -> Fraction:
 def find_problems(config: RunConfig) -> list[Problem]:
     """Return all contradictions, in the order of the sections."""
     return [problem for check in _CHECKS for problem in check(config)]
-
-
-def _model(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.head_dim is None and model.hidden_size % model.num_heads:
-        yield Problem(
-            f"model.hidden_size={model.hidden_size} is not divisible by model.num_heads={model.num_heads}; "
-            "change one of them or set model.head_dim",
-            keys=("model.hidden_size", "model.num_heads"),
-        )
-    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
-        yield Problem(
-            f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}",
-            keys=("model.num_kv_heads", "model.num_heads"),
-        )
-    longest, length = model.max_positions_tokens, config.data.sequence_length_tokens
-    if longest is not None and longest < length:
-        yield Problem(
-            f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
-            keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
-        )
-    needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
-        config.tokenizer.kind
-    )
-    if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
-        yield Problem(
-            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
-            "remove it to use exactly those",
-            keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
-        )
 
 
 def _source_lists(config: RunConfig) -> Iterator[tuple[str, Sequence[SourceConfig]]]:
@@ -370,7 +341,7 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
-    _model,
+    model_problems,
     _sources,
     _validation,
     _tokenizer,

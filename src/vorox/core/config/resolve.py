@@ -81,6 +81,7 @@ Names and paths, prefetching, checkpoints, validation and logging. ``model.prese
 """
 
 DIGEST_OMITS_DEFAULT = (
+    *(f"model.{key}" for key in ("kind", "name_or_path", "revision", "pretrained")),
     "model.rope_scaling",
     "model.rotary_fraction",
     "model.sliding_window_tokens",
@@ -309,7 +310,12 @@ def slug(text: str) -> str:
 def model_label(config: RunConfig) -> str:
     """Return the short name of the model: its preset, else family and size."""
     model = config.model
-    return model.preset or f"{model.family}-{model.num_layers}x{model.hidden_size}"
+    name = _last_part(model.name_or_path) or model.preset
+    return name or f"{model.family}-{model.num_layers}x{model.hidden_size}"
+
+
+def _last_part(name_or_path: Json) -> str:
+    return str(name_or_path or "").rstrip("/").rpartition("/")[2].partition("@")[0]
 
 
 def _name_run(tree: ConfigTree, source: str) -> None:
@@ -317,7 +323,7 @@ def _name_run(tree: ConfigTree, source: str) -> None:
     if tree.is_explicit("run.name"):
         return
     stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
-    preset = tree.get("model.preset")
+    preset = _last_part(tree.get("model.name_or_path")) or tree.get("model.preset")
     label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
     name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
     tree.set_default("run.name", name, "name of the configuration and the model")

@@ -17,6 +17,7 @@ from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,22 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
+_ANY_MODEL = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling"}
+"""Settings of the section ``model`` that do not describe the native decoder."""
+
 DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency(
         "checkpoint.mirror_wait_seconds", "checkpoint.mirror", lambda value: value is not None, "checkpoint.mirror"
     ),
+    *(
+        Dependency(f"model.{key}", "model.kind", _is("huggingface"), "model.kind huggingface")
+        for key in ("name_or_path", "revision", "pretrained")
+    ),
+    *(
+        Dependency(f"model.{key}", "model.kind", _is("decoder"), "model.kind decoder")
+        for key in (*(ModelConfig.model_fields.keys() - _ANY_MODEL), "rope_scaling.rope_type")
+    ),
+    Dependency("train.from_weights", "model.kind", _is("decoder"), "model.kind decoder; or set model.name_or_path"),
     Dependency("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
     *(
         Dependency(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)

@@ -45,6 +45,22 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
+    kind: Literal["decoder", "huggingface"] = Field(
+        default="decoder",
+        description="decoder: the native decoder, described by this section. huggingface: a causal language model of "
+        "transformers (PyTorch), described by name_or_path.",
+    )
+    name_or_path: str | None = Field(
+        default=None,
+        description="huggingface: a directory with config.json and safetensors, OWNER/NAME or hf://OWNER/NAME@REVISION.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="huggingface: commit, tag or branch of name_or_path on the hub; the run records the commit.",
+    )
+    pretrained: bool = Field(
+        default=True, description="huggingface: start from the weights at name_or_path; false: from random weights."
+    )
     preset: str | None = Field(
         default=None,
         description="Model size (gpt2-124m, llama-1b, qwen3-0.6b, ...) whose values fill in this section; explicit "

@@ -22,6 +22,7 @@ from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_
 
 _SPECIAL_NAME = "special_tokens_map.json"
 _WANTED = ("*.json", "*.model", "*.txt", "*.tiktoken")
+_HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -119,6 +120,12 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
             "copy is used offline",
         ) from error  # fmt: skip
     return Path(folder), commit
+
+
+def hub_place(location: str) -> tuple[str, str | None] | None:
+    """Return name and revision of ``hf://OWNER/NAME@REVISION``; ``None`` for anything else."""
+    match = _HUB.fullmatch(location)
+    return None if match is None else (match["name"], match["revision"])
 
 
 def _line(error: BaseException) -> str:

@@ -1,0 +1,293 @@
+"""Models of transformers: from ``config.json`` to modules, their parameter table and initial weights.
+
+Parameters are created on the meta device; buffers, such as rotary frequencies, have their values. Code of a repository
+is never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from vorox.core.atomic import canonical_json
+from vorox.core.engine import NamedArray
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.installation import install_command
+from vorox.models.huggingface_spec import VOLATILE_KEYS, HuggingFaceSpec, Row
+from vorox.models.weights_file import open_directory
+
+_WITHOUT_LIMIT = 1 << 20
+"""Positions of a model whose configuration sets no maximum, such as Mamba."""
+_KEY = "model.name_or_path"
+
+
+def describe(values: Mapping[str, Any], *, revision: str | None, vocab_size: int | None = None) -> HuggingFaceSpec:
+    """Return the spec of a ``config.json``.
+
+    Args:
+        values: Its content.
+        revision: Commit of its repository.
+        vocab_size: Rows of the embedding, if other than in the file.
+
+    Raises:
+        ConfigError: transformers is missing or has no causal language model for it, or a feature is not supported.
+    """
+    kept = {key: value for key, value in values.items() if key not in VOLATILE_KEYS}
+    if vocab_size is not None:
+        _text_values(kept)["vocab_size"] = vocab_size
+    module = build(kept)
+    text: Any = module.config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", None) or 0)
+    width = int(text.hidden_size)
+    head_dim = int(getattr(text, "head_dim", None) or (width // heads if heads else 0))
+    num_experts = next((int(value) for key in _EXPERTS if (value := getattr(text, key, None))), 0)
+    return HuggingFaceSpec(
+        config=kept,
+        revision=revision,
+        rows=tuple(_rows(module)),
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=width,
+        vocab_size=int(module.get_input_embeddings().weight.shape[0]),
+        max_positions_tokens=int(getattr(text, "max_position_embeddings", None) or _WITHOUT_LIMIT),
+        attention_width=heads * head_dim,
+        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * width),
+        layer_windows=_windows(text),
+        active_experts=int(getattr(text, "num_experts_per_tok", None) or 1) / num_experts if num_experts else 1.0,
+    )
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
+    """Build the causal language model of a ``config.json`` with parameters on the meta device.
+
+    Args:
+        values: Its content.
+        attention: Attention implementation; ``None`` for the choice of transformers.
+
+    Raises:
+        ConfigError: transformers is missing or has no causal language model for it, or cannot build it.
+    """
+    transformers = _transformers()
+    config = _configuration(transformers, values)
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with _parameters_on_meta():
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False, **chosen
+            )
+    except Exception as error:  # transformers raises many types
+        raise ConfigError(
+            f"transformers cannot build this {values.get('model_type')} model: {_line(error)}", where=_KEY,
+            hint="check config.json, and model.attention_kernel if it is set",
+        ) from error  # fmt: skip
+    _check_modules(module)
+    return module
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers under canonical names, each tied parameter once."""
+    yield from module.named_parameters()
+    stored = set(module.state_dict())
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
+
+
+def random_weights(spec: HuggingFaceSpec, seed: int) -> Iterator[NamedArray]:
+    """Yield the random initial weights that transformers gives the model, a function of spec and seed."""
+    key = xxhash.xxh3_64_intdigest(canonical_json(["transformers weights", 1, seed])) >> 1
+    transformers = _transformers()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key)
+        module = transformers.AutoModelForCausalLM.from_config(
+            _configuration(transformers, spec.config), dtype=torch.float32, trust_remote_code=False
+        )
+    yield from _arrays(spec, named_tensors(module))
+
+
+def pretrained_weights(spec: HuggingFaceSpec, directory: Path) -> Iterator[NamedArray]:
+    """Yield the weights of a directory in table order; new rows of a larger vocabulary are the mean of the others.
+
+    One tensor at a time if the file has the names of the modules. Otherwise transformers loads and converts the model.
+
+    Raises:
+        CheckpointError: The files are damaged, or belong to another model.
+    """
+    files = open_directory(directory)
+    aliases = _aliases(build(spec.config))
+    stored = {name: file for file in files for name in file.entries}
+    found = {canonical: name for name, canonical in aliases.items() if name in stored}
+    found |= {canonical: canonical for canonical in aliases.values() if canonical in stored}
+    if stored.keys() <= aliases.keys() and found.keys() == {row.name for row in spec.rows}:
+        read = ((name, torch.from_numpy(stored[found[name]].read(found[name]))) for name in _names(spec))
+        yield from _arrays(spec, read)
+        return
+    yield from _arrays(spec, named_tensors(_load(directory)))
+
+
+def _load(directory: Path) -> Any:
+    transformers = _transformers()
+    try:
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # transformers' converters raise many types
+        raise CheckpointError(f"transformers cannot load the weights: {_line(error)}", where=str(directory)) from error
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems:
+        kind, names = next(iter(problems.items()))
+        raise CheckpointError(
+            f"The weights do not match the model: {kind.replace('_', ' ')} {', '.join(names[:3])} ({len(names)} in "
+            "total)",
+            where=str(directory),
+        )
+    return module
+
+
+def _names(spec: HuggingFaceSpec) -> Iterator[str]:
+    return (row.name for row in spec.rows)
+
+
+def _arrays(spec: HuggingFaceSpec, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[NamedArray]:
+    shapes = {row.name: row.shape for row in spec.rows}
+    for name, tensor in tensors:
+        value = tensor.detach().float()
+        shape = shapes.get(name, tuple(value.shape))
+        if len(value) < shape[0] and value.shape[1:] == shape[1:] and shape[0] == spec.vocab_size:
+            mean = value.mean(0, keepdim=True)
+            value = torch.cat([value, mean.expand(shape[0] - len(value), *shape[1:])])
+        yield name, np.ascontiguousarray(value.numpy())
+
+
+def _configuration(transformers: Any, values: Mapping[str, Any]) -> Any:
+    model_type = values.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        what = f"transformers {transformers.__version__} has no architecture {model_type!r}"
+        if values.get("auto_map"):
+            what = f"Model {model_type!r} needs code from its repository, which is never run"
+        raise ConfigError(what, where=_KEY, hint="use an architecture of transformers, or a newer version of it")
+    if values.get("quantization_config"):
+        raise ConfigError(
+            "The model is quantised; training needs full weights", where=_KEY, hint="use the unquantised model"
+        )
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(_decoded(values))
+    except Exception as error:  # transformers raises many types
+        raise ConfigError(f"config.json is not valid: {_line(error)}", where=_KEY) from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"transformers has no causal language model for {model_type!r}", where=_KEY)
+    return config
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value of ``config.json`` with the floats that JSON lacks, which transformers writes as mappings."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value)
+        if items.keys() == {"__float__"}:
+            return float(items["__float__"])
+        return {key: _decoded(item) for key, item in items.items()}
+    return [_decoded(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
+def _text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a ``config.json`` that describes the language model."""
+    nested = values.get("text_config")
+    if nested is None:
+        return values
+    values["text_config"] = dict(nested)
+    return values["text_config"]
+
+
+def _windows(text: Any) -> tuple[int | None, ...]:
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    if types is not None:
+        kinds = {"full_attention": None, "attention": None, "sliding_attention": window}
+        return tuple(kinds[kind] for kind in types if kind in kinds)
+    if not getattr(text, "num_attention_heads", None):
+        return ()
+    return (window if getattr(text, "use_sliding_window", True) else None,) * int(text.num_hidden_layers)
+
+
+def _rows(module: Any) -> Iterator[Row]:
+    """Yield the table; vectors, and weights that their module exempts, have no weight decay."""
+    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    output = module.get_output_embeddings()
+    head = id(output.weight) if output is not None else 0
+    matrices = {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
+    parameters = dict(module.named_parameters())
+    for name, tensor in named_tensors(module):
+        is_buffer = name not in parameters
+        decay = not is_buffer and tensor.ndim > 1 and not getattr(tensor, "_no_weight_decay", False)
+        kind = "tensor"
+        if id(tensor) in embeddings:
+            kind = "embedding"
+        elif id(tensor) == head:
+            kind = "head"
+        elif tensor.ndim == 1:
+            kind = "bias" if name.endswith("bias") else "norm"
+        elif id(tensor) in matrices:
+            kind = "matrix"
+        yield Row(name, tuple(tensor.shape), kind, decay, tensor.requires_grad and not is_buffer)
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Return every name of every parameter and persistent buffer, with its canonical name."""
+    canonical = {id(tensor): name for name, tensor in named_tensors(module)}
+    every = (*module.named_parameters(remove_duplicate=False), *named_tensors(module))
+    return {name: canonical[id(tensor)] for name, tensor in every}
+
+
+def _check_modules(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
+            raise ConfigError(f"{name} is a batch norm, whose state depends on the batches", where=_KEY)
+    for name, tensor in named_tensors(module):
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point state is supported", where=_KEY)
+
+
+def _transformers() -> Any:
+    try:
+        module = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "model.kind=huggingface needs transformers, which is not installed", where="model.kind",
+            hint=install_command("hf"),
+        ) from error  # fmt: skip
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    module.logging.disable_progress_bar()
+    return module
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Generator[None]:
+    """Move every parameter to the meta device as it is registered; buffers are left alone."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            moved = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            vars(moved).update(vars(param))
+            param = moved
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,65 @@
+"""Resolve a model of transformers, and check the settings of its run before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vorox.backends.torch_engine import huggingface_model
+from vorox.backends.torch_engine.huggingface_network import ATTENTION
+from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
+from vorox.models.huggingface_spec import HuggingFaceSpec
+
+
+def resolve(
+    config: RunConfig, values: Mapping[str, Any], *, revision: str | None, tokenizer_vocab_size: int
+) -> HuggingFaceSpec:
+    """Return the spec of a ``config.json``.
+
+    Args:
+        config: The run.
+        values: Content of ``config.json``.
+        revision: Commit of its repository.
+        tokenizer_vocab_size: Vocabulary size of the tokenizer.
+
+    Raises:
+        ConfigError: The model contradicts the tokenizer or the data, or does not support a setting.
+    """
+    _check(config)
+    own = huggingface_model.describe(values, revision=revision)
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < own.vocab_size:
+        raise ConfigError(
+            f"vocab_size = {wanted:,} would drop rows of the model's embedding of {own.vocab_size:,}",
+            where="model.vocab_size", hint="leave it out",
+        )  # fmt: skip
+    rows = own.vocab_size if wanted is None else wanted
+    if rows < tokenizer_vocab_size:
+        raise ConfigError(
+            f"The tokenizer has {tokenizer_vocab_size:,} tokens, the model's embedding {rows:,} rows",
+            where="model.vocab_size",
+            hint=f"set model.vocab_size={tokenizer_vocab_size} to add rows, or use the tokenizer of the model",
+        )  # fmt: skip
+    if config.data.sequence_length_tokens > own.max_positions_tokens:
+        raise ConfigError(
+            f"data.sequence_length_tokens = {config.data.sequence_length_tokens:,} is more than the model's "
+            f"{own.max_positions_tokens:,} positions",
+            where="data.sequence_length_tokens", hint=f"set it to at most {own.max_positions_tokens}",
+        )  # fmt: skip
+    return own if wanted is None else huggingface_model.describe(values, revision=revision, vocab_size=wanted)
+
+
+def _check(config: RunConfig) -> None:
+    unsupported = {
+        "runtime.compile": config.runtime.compile,
+        "log.activation_statistics": config.log.activation_statistics,
+        "model.attention_kernel": config.model.attention_kernel not in ATTENTION,
+    }
+    remedies = {"model.attention_kernel": f"set it to {', '.join(ATTENTION)}"}
+    for key, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(
+                f"{key} is not supported with model.kind=huggingface", where=key,
+                hint=remedies.get(key, "set it to false"),
+            )  # fmt: skip

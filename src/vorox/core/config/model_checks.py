@@ -1,0 +1,49 @@
+"""Checks of the section ``model`` (see ``cross_checks.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vorox.core.config.tree import Problem
+from vorox.core.schema import RunConfig
+
+
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the contradictions of the section ``model`` with itself, the engine, the data and the tokenizer."""
+    model = config.model
+    if model.kind == "huggingface":
+        yield from _huggingface_model(config)
+        return
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        yield Problem(
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_heads={model.num_heads}; "
+            "change one of them or set model.head_dim",
+            keys=("model.hidden_size", "model.num_heads"),
+        )
+    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
+        yield Problem(
+            f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}",
+            keys=("model.num_kv_heads", "model.num_heads"),
+        )
+    longest, length = model.max_positions_tokens, config.data.sequence_length_tokens
+    if longest is not None and longest < length:
+        yield Problem(
+            f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
+            keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
+        )
+    needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
+        config.tokenizer.kind
+    )
+    if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
+        yield Problem(
+            f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
+            "remove it to use exactly those",
+            keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
+        )
+
+
+def _huggingface_model(config: RunConfig) -> Iterator[Problem]:
+    if config.model.name_or_path is None:
+        yield Problem(
+            "model.kind=huggingface needs model.name_or_path: a directory, or OWNER/NAME", keys=("model.name_or_path",)
+        )
