@@ -83,9 +83,7 @@ Names and paths, prefetching, checkpoints, validation and logging. ``model.prese
 DIGEST_OMITS_DEFAULT = (
     *(f"model.{key}" for key in ("kind", "name_or_path", "revision", "pretrained")),
     "model.rope_scaling",
-    "model.rotary_fraction",
-    "model.sliding_window_tokens",
-    "model.layer_types",
+    *("model.rotary_fraction", "model.sliding_window_tokens", "model.layer_types"),
     "model.norm_placement",
     "model.norm_unit_offset",
     "model.scale_embeddings",
@@ -310,8 +308,8 @@ def slug(text: str) -> str:
 def model_label(config: RunConfig) -> str:
     """Return the short name of the model: its preset, else family and size."""
     model = config.model
-    name = _last_part(model.name_or_path) or model.preset
-    return name or f"{model.family}-{model.num_layers}x{model.hidden_size}"
+    label = _last_part(model.name_or_path) or model.preset
+    return label or f"{model.family}-{model.num_layers}x{model.hidden_size}"
 
 
 def _last_part(name_or_path: Json) -> str:
