@@ -45,8 +45,9 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError("No task is named", where="--tasks", hint="for example --tasks hellaswag,lambada_openai")
-    load_tasks(names, task_path)  # a mistake is reported before the model is loaded
+    loaded = load_tasks(names, task_path)  # a mistake is reported before the model is loaded
     model = find_model(run, step=step, root=root, device=device, on_corrupt=report_skipped)
+    assert model.path is not None, "a model that was found has a checkpoint"
     sha256 = hashlib.sha256((model.path / MANIFEST_NAME).read_bytes()).hexdigest()
     if not as_json:
         typer.echo(f"{model.run_directory.name}: step {model.step:,}, checkpoint manifest sha256:{sha256}")
@@ -56,7 +57,7 @@ def evaluate(
             typer.echo(f"Finished {result.task}: {result.num_samples:,} documents", err=True)
 
     results, unfinished = evaluate_tasks(
-        model, names, task_path=task_path, limit=limit, batch_size=batch_size,
+        model, loaded, limit=limit, batch_size=batch_size,
         seconds=None if minutes is None else minutes * 60, on_result=report,
     )  # fmt: skip
     found = {result.task: {**asdict(result), "limit": limit} for result in results}

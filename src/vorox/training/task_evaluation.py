@@ -150,9 +150,8 @@ def _score(logits_TV: npt.NDArray[np.float32], continuation: Sequence[int]) -> t
 
 def evaluate_tasks(
     model: LanguageModel,
-    names: Sequence[str],
+    tasks: Mapping[str, Any],
     *,
-    task_path: Path | None = None,
     limit: int | None = None,
     batch_size: int = 16,
     seconds: float | None = None,
@@ -162,8 +161,7 @@ def evaluate_tasks(
 
     Args:
         model: The model.
-        names: Tasks, groups or tags of the harness.
-        task_path: Directory of YAML tasks, in addition to those of the harness.
+        tasks: The tasks, loaded by ``load_tasks``.
         limit: Documents per task. ``None``: all.
         batch_size: Largest number of sequences in a batch.
         seconds: Time budget. ``None``: unlimited.
@@ -171,12 +169,8 @@ def evaluate_tasks(
 
     Returns:
         The results, and the names of the tasks that the time budget did not cover.
-
-    Raises:
-        ConfigError: The harness is not installed, or a task is unknown or cannot be loaded.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    tasks = load_tasks(names, task_path)
     run_harness = import_module("lm_eval.evaluator").evaluate
     harness_model = _harness_model(RequestScorer(model, batch_size, deadline))
     results: list[TaskResult] = []
@@ -198,6 +192,12 @@ def evaluate_tasks(
 
 def load_tasks(names: Sequence[str], task_path: Path | None) -> dict[str, Any]:
     """Load tasks by name; groups and tags become their tasks.
+
+    The harness reads all its thousands of tasks for one of them, which takes seconds; tasks of ``task_path`` do not.
+
+    Args:
+        names: Tasks, groups or tags.
+        task_path: Directory of YAML tasks, in addition to those of the harness.
 
     Raises:
         ConfigError: The harness is not installed, or a task is unknown or cannot be loaded.
