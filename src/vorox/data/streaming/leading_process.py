@@ -1,8 +1,8 @@
 """The process that builds a stream's units for the other processes of its machine.
 
 Processes that train on one stream read the same segments. One of them leads: it splits the source and builds. The
-others wait for its chunks, so text is fetched once. A process that waits in vain, because the leading one does not
-need the unit or has ended, builds it itself. Leases keep two processes from building one unit.
+others wait for its chunks, so text is fetched once. If it does not build the unit that a process waits for, because it
+does not need the unit or has ended, that process builds it itself. Leases keep two processes from building one unit.
 """
 
 from __future__ import annotations
