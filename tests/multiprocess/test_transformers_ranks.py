@@ -1,0 +1,25 @@
+"""Models of transformers on two processes: the rows and, within 1e-5, the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.torch_engine.transformers_models import write_model
+from multiprocess.processes import Runs, entries, losses
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", name, vocab_size=300)
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    runs = Runs(tmp_path, [*settings, "train.global_batch_sequences=8", "train.micro_batch_sequences=1"])
+    alone, _ = runs.train("alone", [])
+    for placement in ("fsdp_size", "data_parallel_size"):
+        pair, _ = runs.train(placement, [f"parallel.{placement}=2", "--nproc", "2"])
+        assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(alone)]
+        assert losses(pair) == pytest.approx(losses(alone), rel=1e-5)
