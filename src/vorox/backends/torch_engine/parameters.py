@@ -158,10 +158,10 @@ class FlatParameters:
 
 def fused_parts(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
     """Return the canonical parameters that form each parameter of the modules, by its name, concatenated along rows."""
+    is_gated = spec.is_gated if isinstance(spec, DecoderSpec) else None  # modules of transformers are not fused
     parts: dict[str, list[ParameterSpec]] = {}
     for parameter in spec.parameters:
-        is_native = isinstance(spec, DecoderSpec)
-        name = module_name(parameter.name, gated=spec.is_gated) if is_native else parameter.name
+        name = parameter.name if is_gated is None else module_name(parameter.name, gated=is_gated)
         parts.setdefault(name, []).append(parameter)
     return parts
 
