@@ -409,7 +409,7 @@ def test_a_process_that_follows_reads_what_the_first_has_decided(tmp_path: Path)
     first = grower_of(decides, [reader])
     second = grower_of(follows, [GrowingRows("code", [4, 4, 4], built)], decides=False)
     with pytest.raises(DataNotReady, match="rank 0 has not added more of source 'code'"):
-        second.cover(4)
+        second.cover(4, stop=lambda: True)
     first.cover(8)
     second.cover(8)
     built.add(2)
