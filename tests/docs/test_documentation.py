@@ -47,7 +47,7 @@ SHOWN_BY = {
     r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_weights_source.py",
-    r"vorox .*--nproc \d": "tests/multiprocess",
+    r"vorox .*--nproc \d": "tests/ranks",
     r"vorox .*(gs|s3)://|vorox (train CONFIG|checkpoints list RUN|runs remove RUN) ": "tests/training/test_mirror.py",
     r"vorox train quickstart backend=jax parallel": "tests/backends/jax_engine/test_sharding.py",
 }

@@ -59,10 +59,11 @@ def test_settings_are_accepted(setting: str) -> None:
     needed = ["train.num_epochs=1"] if "epoch_dataset_fraction" in setting else []
     size = ["model.hidden_size=1536", "model.num_heads=24"] if "num_heads" in setting else []
     rows = ["train.global_batch_sequences=48"] if "micro_batch" in setting else []
-    config = load_config("gpt2-shards" if shards else "quickstart", [*needed, *size, *rows, setting])
-    key, _, value = setting.partition("=")
-    if not value.startswith("["):
-        assert flat_values(config)[key] == read_value(value, "value")
+    settings = [setting] if "[" in setting else setting.split()
+    config = load_config("gpt2-shards" if shards else "quickstart", [*needed, *size, *rows, *settings])
+    for key, _, value in (one.partition("=") for one in settings):
+        if not value.startswith("["):
+            assert flat_values(config)[key] == read_value(value, "value")
 
 
 @pytest.mark.parametrize(("option", "setting"), OPTIONS)

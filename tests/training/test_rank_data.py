@@ -1,7 +1,7 @@
 """Growing and streamed rows under several ranks: whole runs, the ranks as threads that read every row each.
 
 The oracle is the run of one process: the same plan, batches and chain. What ranks of their own rows do is in
-``multiprocess``.
+``ranks``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multiprocess.processes import (
+from ranks.processes import (
     PATIENCE_SECONDS,
     Runs,
     entries,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, losses, second_process
-from multiprocess.test_processes import MODEL as JAX_MODEL
-from multiprocess.test_torch_ranks import MODEL as TORCH_MODEL
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, losses, second_process
+from ranks.test_processes import MODEL as JAX_MODEL
+from ranks.test_torch_ranks import MODEL as TORCH_MODEL
 from servers import http_server
 from vorox.core.run_context import recorded_config
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from multiprocess.processes import (
+from ranks.processes import (
     PATIENCE_SECONDS,
     Runs,
     entries,

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from conformance.engines import LR, POSITIONS, VOCAB, batch, jax_config, rows
-from multiprocess.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, stored_arrays, train_with_kills
-from multiprocess.resharding import config_of
-from multiprocess.test_torch_ranks import MODEL
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, stored_arrays, train_with_kills
+from ranks.resharding import config_of
+from ranks.test_torch_ranks import MODEL
 from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
@@ -37,7 +37,7 @@ def on_ranks(data: int, fsdp: int, *words: object) -> str:
     """Run ``resharding.py`` on that many ranks; return what rank 0 prints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "multiprocess.resharding", str(data), str(fsdp), *map(str, words)]
+    command = [sys.executable, "-m", "ranks.resharding", str(data), str(fsdp), *map(str, words)]
     shared = {**os.environ, "VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(data * fsdp)}
     processes = [
         subprocess.Popen(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backends.torch_engine.transformers_models import write_model
-from multiprocess.processes import Runs, entries, losses
+from ranks.processes import Runs, entries, losses
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
