@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from backends.torch_engine.transformers_models import write_model
 from ranks.processes import Runs, entries, losses
 
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
     model = write_model(tmp_path / "model", name, vocab_size=300)
     settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
     runs = Runs(tmp_path, [*settings, "train.global_batch_sequences=8", "train.micro_batch_sequences=1"])
