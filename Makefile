@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 		|| { echo "Vorox needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V). Set PYTHON=..."; exit 2; }
 	@echo "Installing Vorox into $(VENV) (once, about half a minute) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -e . -c constraints.txt
+	@$(PIP) install -e '.[dash]' -c constraints.txt
 	@touch $@
 
 # torch is pinned and goes alone: anything looser may bring another build of it.
@@ -54,7 +54,7 @@ $(STAMP_JAX): $(STAMP)
 
 $(STAMP_DEV): $(STAMP_TORCH)
 	@echo "Installing what the tests need into $(VENV) (once) ..."
-	@$(PIP) install -e '.[hf,gguf,eval,s3,gcs,azure,http,postgres,ray,dedup,tiktoken,tensorboard,jax,wandb,dev]' -c constraints.txt
+	@$(PIP) install -e '.[hf,adapters,compress,gguf,eval,dash,plot,s3,gcs,azure,http,postgres,ray,sign,dedup,tiktoken,tensorboard,jax,wandb,mlflow,tune,dev]' -c constraints.txt
 	@touch $@
 
 train: $(STAMP_TRAIN)

@@ -257,8 +257,7 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
             done = [timed("tokenize, with the records of documents", stages.tokenize, batch) for batch in batches]
             (gathered,) = timed("gather", lambda items: list(stages.gather(items)), iter(done))
             contents = timed("pack rows", chunk_contents, unit.unit_id, gathered.tokens, gathered.documents_D, recipe)
-            for part, content in enumerate(contents):
-                origin = work.origin(unit, part, len(contents))
+            for content, origin in zip(contents, work.origins(unit, len(contents)), strict=True):
                 body, _ = timed("compress and hash", encode_chunk, content, origin, codec=contender.codec)
                 timed("write", write_file, root / "chunk", body)
 

@@ -24,7 +24,7 @@ import jax_step
 from vorox.core.batch import DataCursor, Progress
 from vorox.core.log import RunLog
 from vorox.core.schema import CheckpointConfig
-from vorox.training.checkpoint_writer import CheckpointWriter
+from vorox.training.checkpoints.writer import CheckpointWriter
 from vorox.training.pending_steps import PendingSteps
 from vorox.training.replay_chain import ReplayChain
 from vorox.training.schedule import Horizon

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -126,6 +127,8 @@ def _begin_elsewhere(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _begin_elsewhere(config)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started the tests in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what they start on a terminal obeys Ctrl-C
     if config.getoption("--record-costs"):
         config.pluginmanager.register(CostRecorder())
 

@@ -145,7 +145,7 @@ class NumpyEngine:
 
     # -- Engine -------------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> NumpyResult:
+    def train_step(self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None) -> NumpyResult:
         total, loss = max(1, batch.num_target_tokens), 0.0
         gradients = {name: np.zeros_like(array) for name, array in self.parameters.items()}
         with np.errstate(all="ignore"):
@@ -158,10 +158,11 @@ class NumpyEngine:
             squares = [float(np.square(gradients[name], dtype=np.float64).sum()) for name in sorted(gradients)]
         loss, norm = loss / total, float(np.sqrt(sum(squares)))
         finite = bool(np.isfinite(loss) and np.isfinite(norm))
-        if finite:
+        if finite and (max_loss is None or loss <= max_loss):
             with np.errstate(all="ignore"):
                 self._update(gradients, norm, lr, weight_decay)
-        return NumpyResult(StepValues(loss, norm, finite, {}))
+        bits = xxhash.xxh64_intdigest(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
+        return NumpyResult(StepValues(loss, norm, finite, {}, (float(bits >> 32), float(bits & 0xFFFFFFFF))))
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         total = max(1, batch.num_target_tokens)

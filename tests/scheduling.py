@@ -24,7 +24,7 @@ from xdist.scheduler import LoadFileScheduling
 COSTS_FILE = Path(__file__).with_name("costs.json")
 COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
 """File, or long test, to [wall seconds, CPU seconds of the worker and the child processes that it waited for]."""
-LONG_TEST_SECONDS = 3.5
+LONG_TEST_SECONDS = 1.0
 WAITING_WORKERS = 2
 UNKNOWN_SECONDS = 60.0
 
@@ -43,7 +43,8 @@ def is_long_cost(cost: list[float]) -> bool:
 
 
 def is_long(test: str) -> bool:
-    return test in COSTS and is_long_cost(COSTS[test])
+    """Whether a test runs in `make slow` because of its cost; the contract is checked by every `make test`."""
+    return test in COSTS and is_long_cost(COSTS[test]) and not test.startswith("tests/contract/")
 
 
 class TwoPools(LoadFileScheduling):

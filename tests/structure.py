@@ -191,12 +191,17 @@ def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
 
 
 def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
-    """From the end of a step to its metrics, its link in the replay chain and its checkpoint."""
+    """From the end of a step to its metrics, its link in the replay chain and its committed checkpoint.
+
+    The checkpoint is written synchronously, so that the whole commit is recorded. The metadata database is off: a
+    thread writes it every few seconds, whatever the step.
+    """
+    settings = ["checkpoint.asynchronous=false", "log.metadata=off"]
     stop = SAVED_STEP + 2  # results are read one step late
     with around_steps(
         lambda step: trace.stop() if step == stop else None, lambda step: trace.start() if step == SAVED_STEP else None
     ):
-        run(configuration(directory))
+        run(configuration(directory, settings))
     keep_packages(trace, "core", "experiments", "models", "runtime", "training")
 
 

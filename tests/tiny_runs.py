@@ -18,7 +18,7 @@ from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay_chain import read_chain
 
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"

@@ -1,9 +1,9 @@
 """Commands in processes forked from one that has imported Vorox and a framework, so that none pays for the imports.
 
 The server imports, calls nothing and forks for every request. A child has its own process id, working directory and
-output, the environment of its server, and modules as they are right after their import. It shares the seed of ``hash``
-with its siblings, so the process that ends a run is better a fresh one. Where importing starts a thread (OpenBLAS does
-unless ``OMP_NUM_THREADS=1``) or processes have no descriptors, children are fresh interpreters.
+output, the environment of its server with more variables, and modules as they are right after their import. It shares
+the seed of ``hash`` with its siblings, so the process that ends a run is better a fresh one. Where importing starts a
+thread (OpenBLAS does unless ``OMP_NUM_THREADS=1``) or processes have no descriptors, children are fresh interpreters.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ class WarmChild:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+            self.wait()
 
 
 class WarmChildren:
     """A server and its children; ends with the process that made it, or as a context manager."""
 
-    def __init__(self, engine: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, engine: str, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._environment = dict(environment)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), *TRAINING, ENGINES[engine]],
+                [sys.executable, __file__, str(theirs.fileno()), *TRAINING, ENGINES[engine], *modules],
                 pass_fds=[theirs.fileno()], env=self._environment, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._requests = ours
@@ -80,19 +81,25 @@ class WarmChildren:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._requests.close()
         self._server.wait()
 
-    def vorox(self, words: Sequence[str], *, cwd: Path, output: IO[bytes]) -> WarmChild | subprocess.Popen[bytes]:
-        """Start ``python -m vorox`` with nothing to read, its output and errors in one file."""
+    def vorox(
+        self, words: Sequence[str], *, cwd: Path, output: IO[bytes], variables: Mapping[str, str] | None = None
+    ) -> WarmChild | subprocess.Popen[bytes]:
+        """Start ``python -m vorox`` with nothing to read, its output and errors in one file, and more variables."""
+        variables = dict(variables or {})
         if not self.forks:
             return subprocess.Popen(
-                [sys.executable, "-m", "vorox", *words], cwd=cwd, env=self._environment, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=output,
+                [sys.executable, "-m", "vorox", *words], cwd=cwd, env=self._environment | variables,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = json.dumps({"words": list(words), "cwd": str(cwd)}).encode()
+            request = json.dumps({"words": list(words), "cwd": str(cwd), "variables": variables}).encode()
             socket.send_fds(self._requests, [request], [theirs.fileno(), output.fileno()])
         return WarmChild(ours)
 
@@ -127,6 +134,8 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                 for number, descriptor in enumerate((nothing, output, output)):
                     os.dup2(descriptor, number)
                 os.closerange(3, max(*descriptors, *ends, nothing, requests.fileno()) + 1)
+                for inherited in (requests, connection, *(waiting for _, waiting in ends.values())):
+                    inherited.detach()  # its number will be that of another descriptor, which it must not close
                 return json.loads(message)
             os.close(output)
             connection.sendall(b"%d\n" % process)
@@ -142,6 +151,7 @@ def _main() -> None:
     request = _serve(requests)
     if request is None:
         return
+    os.environ.update(request["variables"])
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
     sys.argv = ["vorox", *request["words"]]

@@ -7,11 +7,13 @@ and passed on explicitly. The command line calls ``train`` and prints; nothing h
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -27,21 +29,27 @@ from vorox.core.run_context import RunContext, expected_directory
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
-from vorox.data.corpus import PrepareProgress, prepare
+from vorox.data.cache.report import PrepareProgress
+from vorox.data.corpus import prepare
 from vorox.data.tokenizers.store import load_run_tokenizer
-from vorox.models.memory_estimate import check_host_memory
+from vorox.models.memory_advice import check_host_memory
+from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.spec import ModelSpec
 from vorox.runtime.throughput import Reading
 from vorox.training import loop, time_budget
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.adapter_base import identify_base, load_base
+from vorox.training.checkpoints.store import step_directories
+from vorox.training.checkpoints.weights_source import check_weights
 from vorox.training.display import Display, NoDisplay
+from vorox.training.evaluation.scheduled_tasks import open_tasks
+from vorox.training.inference.model_source import find_model, recorded_model
+from vorox.training.loss_spikes import Rollback, RollbackRequested
 from vorox.training.mirror import open_mirror
-from vorox.training.model_source import find_model, recorded_model
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
+from vorox.training.teacher import find_teacher, load_teacher
 from vorox.training.user_functions import attach_and_record_taps, report_changed_functions
-from vorox.training.weights_source import check_weights
 from vorox.training.workload import Workload
 
 
@@ -102,27 +110,81 @@ def train(
     with dist.propagating_failure(), StopRequest() as stop:
         if dist.is_main and is_fresh(config, resume_from):
             check_weights(config)
+            _check_groups(config)
+        if dist.is_main:
+            find_teacher(config)
+        tasks = open_tasks(config)
         if minutes is not None:
             config = _fit_to_time(config, time_budget.check_minutes(minutes), dist, display, on_progress)
+        process = _TrainingProcess(
+            config,
+            dist,
+            stop,
+            display,
+            on_progress,
+            tuple(sys.argv if argv is None else argv),
+            named_keys,
+            taps,
+            tasks,
+        )
+        ended = process.run_attempt(resume_from)
+        while isinstance(ended, _Returned):
+            gc.collect()  # frees the engine of the attempt before the next one is created
+            ended = process.run_attempt(ended.run_directory, ended.rollback)
+        return ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """An attempt that ended because the run returns to an earlier state."""
+
+    run_directory: Path
+    rollback: Rollback
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingProcess:
+    """What the attempts of one process share; every rollback begins another one, as a resume does."""
+
+    config: RunConfig
+    dist: DistributedContext
+    stop: StopRequest
+    display: Display
+    on_progress: PrepareProgress | None
+    argv: Sequence[str]
+    named_keys: Collection[str]
+    taps: Sequence[Tap]
+    tasks: Mapping[str, Any]
+
+    def run_attempt(
+        self, resume_from: Literal["auto", "never"] | Path, rollback: Rollback | None = None
+    ) -> Outcome | _Returned:
+        """Train from the state that ``resume_from`` and ``rollback`` name, to the end or to the next rollback."""
+        config, dist, stop, display = self.config, self.dist, self.stop, self.display
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
-            _open_run(config, mirror.resume_from, argv, dist) as run,
+            _open_run(config, mirror.resume_from, self.argv, dist) as run,
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
             contextlib.closing(
-                make_workload(config, dist, log, on_progress, tokenizer_directory=run.layout.tokenizer)
+                make_workload(config, dist, log, self.on_progress, tokenizer_directory=run.layout.tokenizer)
             ) as workload,
         ):
             if dist.is_main:
-                setup = initialize_or_resume(workload, run, mirror, _named_checkpoint(resume_from), named_keys)
+                checkpoint = _named_checkpoint(resume_from)
+                setup = initialize_or_resume(workload, run, mirror, checkpoint, self.named_keys, rollback)
             else:
                 setup = attach(workload, run, mirror)
             compare_plans(setup)
-            attach_and_record_taps(taps, workload.engine, run, log)
+            attach_and_record_taps(self.taps, workload.engine, run, log)
             report_changed_functions(run.directory, setup.state.progress.step, config, log)
-            with stop.deferred(), open_session(setup, display, stop) as session:
-                progress = loop.train(session, session.evaluations.best(setup.state.progress))
+            with stop.deferred(), open_session(setup, display, stop, self.tasks) as session:
+                try:
+                    progress = loop.train(session, session.evaluations.best(setup.state.progress))
+                except RollbackRequested as request:
+                    run.outcome = "rolled_back"
+                    return _Returned(run.directory, request.rollback)
                 speed = session.observer.finish(progress)
             text = f"Finished after {pluralize(progress.step, 'step')}"
             log.event("finished", text, step=progress.step, chain=progress.chain)
@@ -157,6 +219,8 @@ def make_workload(
     spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
     compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)
+    load_base(config, spec, engine)
+    load_teacher(config, spec, corpus.tokenizer, engine)
     device_facts = {name: engine.environment().get(name) for name in ("device_kind", "dtype", "determinism")}
     compare_ranks(dist, "devices", device_facts, "all ranks need the same kind of device")
     if engine.environment().get("device_kind") == "cpu":
@@ -169,12 +233,20 @@ def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: P
 
     Raises:
         ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
+        CheckpointError: The run's adapter belongs to another base.
     """
-    if config.model.kind == "decoder":
+    if config.model.kind != "huggingface":
         return backends.model_spec(config, None, revision=None, tokenizer_vocab_size=tokenizer_vocab_size)
     kept = recorded_model(run_directory)
     values, revision = (kept.config, kept.revision) if kept else ((found := find_model(config)).values, found.commit)
-    return backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
+    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
+    return identify_base(config, spec, kept)
+
+
+def _check_groups(config: RunConfig) -> None:
+    """Check the names in ``optimizer.groups`` before anything is built; a vocabulary does not change them."""
+    if config.optimizer.groups and config.model.kind == "decoder":
+        optimizer_groups(resolve_model(config, config.model.vocab_size or 1), config.optimizer)
 
 
 def _open_run(

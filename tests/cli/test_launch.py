@@ -1,85 +1,324 @@
-"""--nproc: who each process is, and how their ends become one end. Processes here are shells, not runs."""
+"""vorox launch: the files are valid for their schedulers, and do what they promise where programs can execute them."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 
-from vorox.cli import launch
-from vorox.core.distributed_context import Membership, membership
-from vorox.core.errors import ConfigError
+from eventually import wait_until
+from tiny_runs import configuration
+from vorox.cli import main
+from vorox.cli.launch import ray_driver
+from vorox.core.config import config_digest, load_config
+from vorox.experiments.artifacts import list_runs
+from vorox.training.replay_chain import read_chain
+
+NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+SRUN = """#!/bin/bash
+# As srun: a task on each machine, numbered by SLURM_NODEID; exits with the highest code of the tasks.
+while [[ $1 == --* ]]; do echo "$1" >>srun-options; shift; done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+printf '%s\\n' "${tasks[@]}" >tasks
+if [ -n "${SIGNAL_AFTER:-}" ]; then  # as --signal=TERM@SECONDS
+  (until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done; kill -TERM "${tasks[@]}") &
+fi
+highest=0
+for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then printf '127.0.0.1\\nsecond\\n'; else echo "$*" >>requeued; fi
+"""
+SCANCEL = """#!/bin/bash
+[ "$1" = --signal=TERM ] && kill -TERM $(cat tasks)
+"""
+VOROX = """#!/bin/bash
+echo "$VOROX_NODE_INDEX of $VOROX_NODE_COUNT at $VOROX_COORDINATOR: $*" >>started
+if [ -n "${CODE:-}" ]; then exit "$CODE"; fi
+trap 'sleep 0.3; touch saved; exit 75' TERM  # the save
+touch "training-$VOROX_NODE_INDEX"
+while true; do sleep 0.05; done
+"""
 
 
-def test_each_process_is_told_who_it_is() -> None:
-    found = [membership(environment) for environment in launch.environments_of(3, 4321, {"HOME": "/root"})]
-    assert found == [Membership("127.0.0.1:4321", rank, 3, local_rank=rank, local_world_size=3) for rank in range(3)]
-    assert launch.environments_of(2, 1, {"HOME": "/root"})[1]["HOME"] == "/root"
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    configuration(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_ranks_forget_the_run_that_the_launcher_is_part_of() -> None:
-    """Under torchrun or with the variables of a cluster set, ``--nproc`` starts a run of its own."""
-    around = {
-        "VOROX_COORDINATOR": "node7:80", "VOROX_PROCESS_COUNT": "9", "VOROX_PROCESS_INDEX": "8",
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",
-        "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["launch", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["launch", *words]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    return said.err
+
+
+class Cluster:
+    """A folder with programs that act as SLURM's, and a batch script."""
+
+    def __init__(self, directory: Path, script: str, port: int = 12345, **programs: str) -> None:
+        self.directory = directory
+        self.script = directory / "job.sh"
+        self.script.write_text(script)
+        found = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, **programs}
+        for name, text in found.items():
+            (directory / "bin").mkdir(exist_ok=True)
+            (directory / "bin" / name).write_text(text)
+            (directory / "bin" / name).chmod(0o755)
+        given = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "VOROX"))}
+        self.environment = given | {
+            "PATH": f"{directory / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "two", "SLURM_JOB_ID": str(port - 10000),
+            "SLURM_CPUS_PER_TASK": "1",
+        }  # fmt: skip
+
+    def start(self, **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(self.script)], cwd=self.directory, env={**self.environment, **variables}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, **variables: str) -> tuple[int, bool]:
+        """The exit code, and whether the job was requeued."""
+        before = self.requeues()
+        process = self.start(**variables)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode in {0, 1, 2, 3, 4, 5, 6, 7, 75, 130, 137}, said
+        return process.returncode, self.requeues() > before
+
+    def requeues(self) -> int:
+        file = self.directory / "requeued"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@NEEDS_BASH
+def test_a_slurm_script_requeues_by_exit_code(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("slurm", "tiny.yaml", "--nodes", "2", "--max-restarts", "2", "--secret", "KEY", "run.name=it's one")
+    text = written(capsys, *words, "--partition", "long queue")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    options = dict(
+        line[8:].split("=", 1) for line in text.splitlines() if line.startswith("#SBATCH --") and "=" in line
+    )
+    assert (options["--nodes"], options["--ntasks-per-node"], options["--cpus-per-task"]) == ("2", "1", "8")
+    assert options["--signal"].startswith("TERM@"), "without B:, so that the ranks get it"
+    assert "--gpus-per-node" not in options, "the run is on the CPU"
+    assert "#SBATCH --requeue" in text.splitlines()
+    cluster = Cluster(place, text, vorox=VOROX)
+    process = cluster.start()
+    said, _ = process.communicate()
+    assert process.returncode not in (0, 75)
+    assert "KEY: export it before sbatch" in said
+    assert not (place / "started").exists()
+    endings = {code: cluster.run(CODE=str(code), KEY="x") for code in (0, 75, 75, 75, 75, 2, 3, 4, 7, 130)}
+    assert endings == {code: (code, code == 75) for code in endings}
+    assert [cluster.run(CODE=code, KEY="x") for code in ("1", "137", "5")] == [(1, True), (137, True), (5, False)]
+    started = sorted(set((place / "started").read_text().splitlines()))
+    command = "train tiny.yaml parallel.start_timeout_seconds=1800 run.name=it's one"
+    assert started == [f"{node} of 2 at 127.0.0.1:12345: {command}" for node in (0, 1)]
+    assert {"--kill-on-bad-exit=0", "--wait=0"} <= set((place / "srun-options").read_text().split())
+
+
+@NEEDS_BASH
+def test_a_signal_to_the_batch_shell_alone_waits_for_the_save(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Cluster(place, written(capsys, "slurm", "tiny.yaml", "--nodes", "2"), vorox=VOROX)
+    process = cluster.start()
+    for name in ("training-0", "training-1", "tasks"):
+        wait_until((place / name).exists)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert (place / "saved").exists()
+    assert cluster.requeues() == 1
+
+
+@NEEDS_BASH
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_slurm_job_of_two_machines_saves_requeues_and_finishes(
+    place: Path, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    settings = ("train.num_steps=40", "checkpoint.every_steps=5", "eval.every_steps=40")
+    text = written(capsys, "slurm", "tiny.yaml", "--nodes", "2", "--shared", str(place / "shared"), *settings)
+    cluster = Cluster(place, text, port=free_port)
+    first = cluster.run(SIGNAL_AFTER=str(place / "shared/runs/*/checkpoints/step-00000005"))
+    assert first == (75, True)
+    assert cluster.run() == (0, False)
+    (run,) = list_runs(place / "shared" / "runs")
+    record = json.loads((run.directory / "run.json").read_text())
+    assert [attempt["outcome"] for attempt in record["attempts"]] == ["preempted", "finished"]
+    assert run.step == 40
+    assert (run.directory / "log-00001.txt").exists(), "a second rank"
+    assert list(read_chain(run.directory)) == list(range(1, 41))
+    measured = written(capsys, "slurm", "tiny.yaml", "--nodes", "2", "--shared", str(place / "shared"), *settings)
+    assert "# measured: a save takes" in measured
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    import socket
+
+    for port in range(20000, 29000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                yield port
+                return
+
+
+def test_a_kubernetes_manifest_has_the_fields_of_batch_v1(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Expectations from the reference of Job (batch/v1), Service and Pod, and from its page on failure policies."""
+    words = (
+        "kubernetes",
+        "tiny.yaml",
+        "--nodes",
+        "3",
+        "--devices",
+        "2",
+        "--image",
+        "registry/vorox:1",
+        "--volume",
+        "runs",
+    )
+    settings = ("runtime.device=cuda", "run.name=My Run_1", "--secret", "HF_TOKEN", "--notice", "90s")
+    configmap, service, job = yaml.safe_load_all(written(capsys, *words, *settings))
+    name = "my-run-1"
+    assert [part["kind"] for part in (configmap, service, job)] == ["ConfigMap", "Service", "Job"]
+    assert [part["apiVersion"] for part in (configmap, service, job)] == ["v1", "v1", "batch/v1"]
+    assert {part["metadata"]["name"] for part in (configmap, service, job)} == {name}
+    assert service["spec"] == {
+        "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": name},
     }  # fmt: skip
-    found = [membership(environment) for environment in launch.environments_of(2, 4321, around)]
-    assert found == [Membership("127.0.0.1:4321", rank, 2, local_rank=rank, local_world_size=2) for rank in range(2)]
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    assert spec["backoffLimit"] == 9, "a crash ends all three pods"
+    never, saved, disrupted = spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": "vorox", "operator": "In"}
+    assert never == {"action": "FailJob", "onExitCodes": codes | {"values": [2, 3, 4, 7, 130]}}
+    assert saved == {"action": "Ignore", "onExitCodes": codes | {"values": [75]}}
+    disruption = {"type": "DisruptionTarget", "status": "True"}
+    assert disrupted == {"action": "Ignore", "onPodConditions": [disruption]}
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy needs it"
+    assert (pod["subdomain"], pod["terminationGracePeriodSeconds"]) == (name, 90)
+    (container,) = pod["containers"]
+    assert container["command"] == ["vorox", "train", "/etc/vorox/config.yaml", "--nproc", "2"]
+    assert container["resources"] == {"requests": {"cpu": "16"}, "limits": {"nvidia.com/gpu": "2"}}
+    environment = {entry["name"]: entry.get("value") or entry["valueFrom"] for entry in container["env"]}
+    annotation = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert environment == {
+        "VOROX_COORDINATOR": f"{name}-0.{name}:29500", "VOROX_NODE_COUNT": "3",
+        "VOROX_NODE_INDEX": {"fieldRef": {"fieldPath": annotation}},
+        "HF_TOKEN": {"secretKeyRef": {"name": "vorox-secrets", "key": "HF_TOKEN"}},
+    }  # fmt: skip
+    mounts, volumes = ({one["name"] for one in where} for where in (container["volumeMounts"], pod["volumes"]))
+    assert mounts == volumes
+    inside = place / "inside.yaml"
+    inside.write_text(configmap["data"]["config.yaml"])
+    found = load_config(inside)
+    overrides = ["runtime.device=cuda", "run.name=My Run_1"]
+    assert config_digest(found) == config_digest(load_config("tiny.yaml", overrides)), "the same run"
+    assert (found.run.directory, found.data.cache.directory) == ("/shared/runs", "/shared/cache")
 
 
-def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.nproc_option() == ""
-    for name, value in launch.environments_of(2, 4321, {})[1].items():
-        monkeypatch.setenv(name, value)
-    assert launch.nproc_option() == " --nproc 2"
-    monkeypatch.setenv("MASTER_ADDR", "host0")
-    assert launch.nproc_option() == "", "each machine has a command of its own"
+def test_a_skypilot_task_has_the_keys_of_its_reference(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("skypilot", "tiny.yaml", "--volume", "runs", "--nodes", "2", "--devices", "8", "--secret", "HF_TOKEN")
+    text = written(capsys, *words, "runtime.device=cuda", "--accelerator", "A100", "--setup", "pip install x\necho y")
+    task = yaml.safe_load(text)
+    assert set(task) == {"name", "workdir", "num_nodes", "resources", "volumes", "secrets", "setup", "run"}
+    assert task["resources"] == {
+        "accelerators": "A100:8", "cpus": "64+", "use_spot": False,
+        "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]},
+    }  # fmt: skip
+    assert (task["num_nodes"], task["volumes"], task["secrets"]) == (2, {"/shared": "runs"}, {"HF_TOKEN": None})
+    assert task["setup"] == "pip install x\necho y\n"
+    if shutil.which("bash"):
+        (place / "vorox").write_text(VOROX)
+        (place / "vorox").chmod(0o755)
+        sky = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+        environment = {"PATH": f"{place}:{os.environ['PATH']}", "CODE": "75", **sky}
+        assert subprocess.run(["bash", "-c", task["run"]], cwd=place, env=environment).returncode == 75
+        assert (place / "started").read_text().startswith("1 of 2 at 10.0.0.7:29500: train tiny.yaml ")
 
 
-def test_listed_gpus_must_divide_evenly() -> None:
-    found = launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5,6,7"] * 2, "the engine divides them by local rank"
-    with pytest.raises(ConfigError, match="Cannot divide 3 visible GPUs evenly among 2"):
-        launch.environments_of(2, 1, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+def test_jobs_are_refused_before_they_are_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "3 devices" in refused(capsys, "slurm", "tiny.yaml", "--nodes", "3", "parallel.fsdp_size=2")
+    assert "--shared" in refused(capsys, "ray", "tiny.yaml", "run.directory=runs")
+    assert "not its value" in refused(capsys, "slurm", "tiny.yaml", "--secret", "HF_TOKEN=hf_abc")
+    said = refused(capsys, "slurm", "tiny.yaml", "log.metadata_dsn_variable=postgres://me:hunter22@host/db")
+    assert "password" in said
+    assert "hunter22" not in said
+    assert "-o FILE" in refused(capsys, "slurm", "tiny.yaml", "-o", str(place / "none" / "job.sh"))
+    assert "did you mean --nodes" in refused(capsys, "slurm", "tiny.yaml", "--node=2")
 
 
-def as_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> list[str]:
-    """Stands in for ``python -m vorox``: a program that sees who it is."""
-    program = tmp_path / "program.sh"
-    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $RANK in\n{text}\nesac\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    return ["train"]
+class Codes:
+    """Replaces the starts on a cluster: each ends with the next exit code."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = list(codes)
+
+    def __call__(self, *_arguments: Any) -> int:
+        return self.codes.pop(0)
 
 
-def test_all_well_is_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert launch.launch(3, as_program(monkeypatch, tmp_path, "*) exit 0;;")) == 0
-
-
-def test_the_first_failure_is_said_and_its_code_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_ray_driver_restarts_by_exit_code(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Process 1 fails; the others hang and are ended after the grace."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
-    words = as_program(monkeypatch, tmp_path, "1) echo 'the disk is full' >&2; exit 5;;\n*) exec sleep 600;;")
-    assert launch.launch(3, words) == 5
-    assert "the disk is full" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    driver = ast.parse(written(capsys, "ray", "tiny.yaml", "--devices", "2", "--secret", "KEY", "--max-restarts", "1"))
+    calls = [node for node in ast.walk(driver) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    (call,) = calls
+    given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    assert ast.literal_eval(call.args[0]) == ["train", "tiny.yaml", "--nproc", "2"]
+    assert given == {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 16, "max_restarts": 1, "secrets": ["KEY"]}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for codes, last in (((75, 75, 1, 75, 0), 0), ((1, 5), 5), ((6, 4), 4), ((2,), 2), ((75, 130), 130)):
+            starts = Codes(*codes)
+            monkeypatch.setattr(ray_driver, "_start", starts)
+            assert ray_driver.train_on_ray(["train"], **given) == last
+            assert not starts.codes
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def test_a_process_that_was_asked_to_stop_leaves_the_others_their_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The first process writes the checkpoint for as long as it takes, whoever has left already."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
-    words = as_program(monkeypatch, tmp_path, f"1) exit 75;;\n*) sleep 1; touch {tmp_path}/saved; exit 75;;")
-    assert launch.launch(2, words) == 75
-    assert (tmp_path / "saved").exists()
-
-
-def test_a_killed_process_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert launch.launch(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
-    assert "Rank 1 of 2 was killed by SIGKILL" in capfd.readouterr().err
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore:os.fork")  # by Ray, to start its processes
+def test_a_ray_cluster_trains_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    before = signal.getsignal(signal.SIGTERM)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    settings: dict[str, Any] = {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 2, "max_restarts": 0}
+    try:
+        command = ["train", str(place / "tiny.yaml"), "--nproc", "2"]
+        assert ray_driver.train_on_ray(command, **settings, secrets=["NOT_SET_HERE"]) == 2
+        assert ray_driver.train_on_ray([*command, "no.such_key=1"], **settings) == 2
+        assert ray_driver.train_on_ray(command, **settings) == 0
+    finally:
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, before)
+    (run,) = list_runs(place / "runs")
+    assert (run.state, run.step) == ("finished", 12)

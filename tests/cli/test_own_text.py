@@ -165,6 +165,8 @@ def test_starting_weights_bring_their_model_and_tokenizer_to_own_text(capsys: py
     (second,) = set(Path("runs").iterdir()) - {first}
     trained = load_config(second / "config.yaml")
     assert (trained.model.num_layers, trained.model.hidden_size, trained.model.num_heads) == (1, 32, 2)
+    assert main([*text, "--from-weights", str(first), "--dry-run"]) == 0
+    assert f"weights        {first}\n" in capsys.readouterr().out
     assert main([*text, "--from-weights", str(first), "model.num_layers=2"]) == 2
     assert "model.num_layers" in capsys.readouterr().err
 

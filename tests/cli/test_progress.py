@@ -295,3 +295,26 @@ def test_a_finished_run_leaves_nothing_that_was_true_of_a_moment() -> None:
     assert "100.0%" in text
     assert "no checkpoint yet" not in text
     assert "queue" not in text
+
+
+def test_a_cause_of_slowness_is_one_line_of_both_displays() -> None:
+    cause = "data 31% of the time: raise data.loader.num_threads 2 -> 4"
+    lines, live = io.StringIO(), Terminal()
+    LineDisplay(lines).step(replace(VIEW, slow_cause=cause))
+    assert cause in lines.getvalue()
+    display = LiveDisplay(live)
+    display.step(replace(VIEW, slow_cause=cause))
+    assert f"  slow  {cause}" in screen(live.getvalue())
+    display.close()
+
+
+def test_a_block_is_redrawn_at_most_four_times_a_second() -> None:
+    stream, now = Terminal(), 0.0
+    display = LiveDisplay(stream, clock=lambda: now)
+    drawn = 0
+    for number in range(100):  # 100 steps in two seconds
+        now, before = number * 0.02, len(stream.getvalue())
+        display.step(replace(VIEW, step=number + 1))
+        drawn += len(stream.getvalue()) > before
+    display.close()
+    assert 7 <= drawn <= 8

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli import launch
+from vorox.cli import rank_launcher
 from vorox.cli.restarts import Restarts
 from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import StalledError
@@ -112,7 +112,7 @@ def test_failures_restart(
     program = Program(
         monkeypatch, tmp_path, f"0) [ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; exit {code}; }};;"
     )
-    assert launch.launch(2, ["train"], restarts(tmp_path / "run", 1)) == 0
+    assert rank_launcher.launch_ranks(2, ["train"], restarts(tmp_path / "run", 1)) == 0
     assert program.starts(0) == program.starts(1) == ["-m vorox train", "-m vorox train --resume auto"]
     assert "Restarting (1 of 1)" in capfd.readouterr().err
 
@@ -122,14 +122,14 @@ def test_ends_that_would_repeat_or_were_requested_do_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
 ) -> None:
     program = Program(monkeypatch, tmp_path, f"*) exit {code};;")
-    assert launch.launch(2, ["train"], restarts(tmp_path / "run", 5)) == code
+    assert rank_launcher.launch_ranks(2, ["train"], restarts(tmp_path / "run", 5)) == code
     assert len(program.starts()) == 1
 
 
 def test_a_kill_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = Program(monkeypatch, tmp_path, "1) kill -9 $$;;")
     with pytest.raises(StalledError, match="No progress after 2 restarts at step 0"):
-        launch.launch(2, ["train"], restarts(tmp_path / "run", 2))
+        rank_launcher.launch_ranks(2, ["train"], restarts(tmp_path / "run", 2))
     assert len(program.starts()) == 3
     assert capfd.readouterr().err.count("Rank 1 of 2 was killed by SIGKILL. Restarting") == 2
 
@@ -146,6 +146,6 @@ def test_a_stop_request_is_not_undone_by_a_restart(monkeypatch: pytest.MonkeyPat
 
     thread = threading.Thread(target=stop)
     thread.start()
-    assert launch.launch(2, ["train"], restarts(tmp_path / "run", 5)) == 75
+    assert rank_launcher.launch_ranks(2, ["train"], restarts(tmp_path / "run", 5)) == 75
     thread.join()
     assert len(program.starts()) == 1

@@ -22,7 +22,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RUN_FILES, RunLayout
 from vorox.core.run_lookup import find_run, run_argument, run_directories
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoint_store import quarantine
+from vorox.training.checkpoints.store import quarantine
 
 Run = Callable[..., tuple[int, str, str]]
 

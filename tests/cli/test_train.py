@@ -13,7 +13,7 @@ import pytest
 import tiny_runs
 from vorox.cli import humanize, main
 from vorox.core.run_lookup import run_attempts, run_directories
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 
 Run = Callable[..., tuple[int, str, str]]
 

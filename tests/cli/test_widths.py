@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vorox.cli import output, runs
+from vorox.cli import main, output, runs
 from vorox.cli.failure import report_failure
 from vorox.core.errors import ConfigError
 
@@ -60,6 +60,33 @@ def test_what_went_wrong_breaks_between_words_and_commands_stay_whole(
     assert " ".join(" ".join(lines[:-3]).split()) == f"x configuration: {what} [exit 2]"
     assert max(map(len, lines[:-3])) <= width
     assert lines[-1] == f"  do      {command}"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_document_goes_on_behind_its_bar(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "terminal_width", lambda: width)
+    document = ["word " * 60, "", "x" * 500]
+    output.print_text("\n".join(document))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line.startswith("    \N{BOX DRAWINGS LIGHT VERTICAL} ") for line in lines)
+    assert "".join(line[6:] for line in lines) == "".join(document), "nothing is left out"
+    monkeypatch.setattr(output, "terminal_width", lambda: None)
+    output.print_text("\n".join(document))
+    assert [line[6:] for line in capsys.readouterr().out.splitlines()] == document, "a pipe gets the lines as they are"
+
+
+@pytest.mark.torch
+def test_a_plan_is_no_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "terminal_width", lambda: 80)
+    assert main(["plan", "quickstart", "--hardware", "h100x8", "train.global_batch_sequences=64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "in micro-batches of" in " ".join(" ".join(lines).split())
 
 
 def test_compared_values_have_the_units_of_the_other_screens() -> None:

@@ -18,15 +18,17 @@ POSITIONS = 16
 LR = 0.01
 
 
-def make_engine(name: str, *, seed: int = 0, width: int = 8) -> Engine:
-    """A fresh engine; ``width`` makes another architecture."""
+def make_engine(name: str, *, seed: int = 0, width: int = 8, **runtime: Any) -> Engine:
+    """A fresh engine; ``width`` makes another architecture, ``runtime`` are settings of that section."""
     if name == "numpy":
         return NumpyEngine(VOCAB, seed=seed, width=width)
     from vorox import backends
     from vorox.core.distributed_context import DistributedContext
     from vorox.models.decoder_spec import decoder_spec
 
-    config = jax_config(seed, width) if name == "jax" else torch_config(seed, width)
+    threads = {} if name == "jax" else {"num_threads": 1}
+    sections = {"runtime": {"device": "cpu", **threads, **runtime}}
+    config = jax_config(seed, width, **sections) if name == "jax" else torch_config(seed, width, **sections)
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(name).create(config, spec, DistributedContext())
 

@@ -20,7 +20,7 @@ from vorox.core.batch import IGNORED_LABEL, Batch, DataShard
 from vorox.core.engine import Engine, StepValues
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoint_commit import write_state
+from vorox.training.checkpoints.commit import write_state
 
 ENGINES = ["numpy", pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
 pytestmark = pytest.mark.parametrize("name", ENGINES)
@@ -170,6 +170,56 @@ def test_a_nonfinite_step_touches_nothing(name: str) -> None:
     assert engine.fingerprint() == before
     engine.import_weights(kept.items())
     assert step(engine, good).finite
+
+
+def test_a_loss_above_the_limit_changes_nothing_and_a_larger_limit_no_bit(name: str) -> None:
+    engine, twin, given = make_engine(name), make_engine(name), batch(rows(4))
+    step(engine, given)
+    step(twin, given)
+    before, given = engine.fingerprint(), batch(rows(4, seed=1), step=1)
+    loss = float(np.float32(engine.train_step(given, lr=LR, weight_decay=0.1, max_loss=0.0).fetch().loss))
+    assert engine.fingerprint() == before
+    below = engine.train_step(given, lr=LR, weight_decay=0.1, max_loss=float(np.nextafter(np.float32(loss), 0))).fetch()
+    assert below.finite
+    assert engine.fingerprint() == before
+    values = engine.train_step(given, lr=LR, weight_decay=0.1, max_loss=loss + 1e-4).fetch()
+    assert values == below == step(twin, given)
+    assert engine.fingerprint() == twin.fingerprint() != before
+
+
+def test_the_bits_of_the_gradients_are_those_of_the_step(name: str) -> None:
+    engine, plain, given = make_engine(name, recompute_every_steps=1), make_engine(name), batch(rows(4))
+    before, skip = engine.fingerprint(), {"lr": LR, "weight_decay": 0.1, "max_loss": -math.inf}
+    first = engine.train_step(given, **skip).fetch()
+    assert engine.fingerprint() == before
+    other = batch(np.concatenate([rows(4)[:3], rows(1, seed=1)]))
+    assert engine.train_step(other, **skip).fetch().gradient_bits != first.gradient_bits != ()
+    assert step(engine, given).gradient_bits == first.gradient_bits
+    step(plain, given)
+    assert engine.fingerprint() == plain.fingerprint()
+
+
+@pytest.mark.parametrize("bit", [0, 13, 22, 31])
+def test_one_flipped_bit_changes_the_checksum_of_the_gradients(name: str, bit: int) -> None:
+    gradients = {key: np.arange(6, dtype=np.float32).reshape(2, 3) + index for index, key in enumerate("ab")}
+    flipped = {key: array.copy() for key, array in gradients.items()}
+    flipped["b"].view(np.uint32)[1, 2] ^= np.uint32(1 << bit)
+    if name == "torch":
+        import torch
+
+        from vorox.backends.torch_engine.results import gradient_bits
+
+        found = [gradient_bits(map(torch.from_numpy, one.values())).tolist() for one in (gradients, flipped)]
+    elif name == "jax":
+        import jax.numpy as jnp
+
+        from vorox.backends.jax_engine.results import gradient_bits
+
+        sums = [gradient_bits({key: jnp.asarray(array) for key, array in one.items()}) for one in (gradients, flipped)]
+        found = [[float(value) for value in one.values()] for one in sums]
+    else:
+        return  # a hash
+    assert found[0] != found[1]
 
 
 def test_evaluation_does_not_disturb(name: str) -> None:

@@ -10,22 +10,18 @@ import pytest
 from pydantic import ValidationError
 
 from vorox.core.config.cross_checks import exact_weight
+from vorox.core.config.digest import (
+    NOT_IN_DIGEST,
+    config_digest,
+    config_values,
+    differences,
+    flat_values,
+    in_digest,
+)
 from vorox.core.config.explain import explain, json_schema
 from vorox.core.config.overrides import is_override
 from vorox.core.config.presets import model_presets, run_presets
-from vorox.core.config.resolve import (
-    NOT_IN_DIGEST,
-    ResolvedConfig,
-    config_digest,
-    config_from_record,
-    config_values,
-    differences,
-    dump_yaml,
-    flat_values,
-    in_digest,
-    load_config,
-    resolve_config,
-)
+from vorox.core.config.resolve import ResolvedConfig, config_from_record, dump_yaml, load_config, resolve_config
 from vorox.core.config.schema_fields import leaf_keys, nearest, wildcard
 from vorox.core.errors import ConfigError
 
@@ -134,7 +130,8 @@ def test_the_result_is_frozen_and_explicit(small: str) -> None:
     config = load_config(small)
     with pytest.raises(ValidationError):
         config.optimizer.lr = 1.0  # type: ignore[misc]
-    empty = {"data.transforms", "data.stages", "data.validation.sources"}  # a list without entries is a value
+    # a list without entries is a value
+    empty = {"data.transforms", "data.stages", "data.validation.sources", "optimizer.groups"}
     inside = {key for key in leaf_keys() if key.startswith(tuple(f"{name}." for name in empty))}
     assert {key.replace(".0.", ".*.") for key in flat_values(config)} == set(leaf_keys()) - inside | empty
 
@@ -472,6 +469,8 @@ def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkey
     """Change every key in turn and see whether the digest moves. The list is written out here a second time."""
     changes_no_bit = {"model.preset", "model.family", "data.cache.directory", "run.name", "run.directory"}
     changes_no_bit |= {"parallel.reshard_after_forward", "parallel.start_timeout_seconds"}
+    changes_no_bit |= {"runtime.stall_timeout_seconds", "runtime.profile_steps"}
+    changes_no_bit |= {"runtime.recompute_every_steps", "runtime.rehearsal"}
     changes_no_bit |= {"data.mode", "data.growth.build", "data.sources.0.preset", "data.sources.0.metadata_fields"}
     changes_no_bit |= {"data.sources.0.max_decompressed_bytes", "data.sources.0.max_decompression_ratio"}
     changes_no_bit |= {"data.sources.0.max_retries_per_unit", "data.sources.0.stall_seconds", "tokenizer.fast_path"}
@@ -479,9 +478,7 @@ def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkey
     config = load_config(small)
     values, digest = flat_values(config), config_digest(config)
     for key in values:
-        monkeypatch.setattr(
-            "vorox.core.config.resolve.flat_values", lambda _, key=key: {**values, key: "another value"}
-        )
+        monkeypatch.setattr("vorox.core.config.digest.flat_values", lambda _, key=key: {**values, key: "another value"})
         same = key in changes_no_bit or key.startswith(sections)
         assert (config_digest(config) == digest) == same, key
         assert in_digest(key) != same
@@ -507,6 +504,23 @@ def test_the_digest_is_frozen(small: str) -> None:
     assert config_digest(config) == config_digest(load_config(small, ["run.name=x", "log.every_steps=3"]))
     assert config_digest(config) != config_digest(load_config(small, ["run.seed=1"]))
     assert len(config_digest(config)) == 64
+
+
+def test_groups_of_the_optimizer(small: str) -> None:
+    """Without groups a run keeps its digest; every field of a group changes it, and one without effect is refused."""
+
+    def digest(*groups: str) -> str:
+        return config_digest(load_config(small, [f"optimizer.groups=[{', '.join(groups)}]"]))
+
+    plain, scaled = "{match: a}", "{match: a, lr_scale: 2}"
+    found = [digest(plain), digest(scaled), digest("{match: a, frozen: true}"), digest("{match: b}"), digest()]
+    assert len({*found}) == 5
+    assert digest() == config_digest(load_config(small))
+    assert digest(plain, scaled) != digest(scaled, plain)
+    with pytest.raises(
+        ConfigError, match=r"groups\.0\.lr_scale=2 has no effect with optimizer\.groups\.0\.frozen=true"
+    ):
+        digest("{match: a, frozen: true, lr_scale: 2}")
 
 
 def test_differences(small: str) -> None:
@@ -716,6 +730,7 @@ def test_a_synonym_is_explained_by_the_key_that_it_means(tmp_path: Path) -> None
         ("data.sources.0.paths=txt/", "write data.sources.0.paths=[txt/]"),
         ("data.sources.0.paths=txt/*.txt", 'write data.sources.0.paths=["txt/*.txt"]'),
         ("data.sources=txt/", "--data txt/"),
+        ("data.validation.sources=txt/", "write data.validation.sources=[{name: txt, format: txt, paths: [txt/]}]"),
         ("data.sources.0.paths=[a, 1]", "data.sources.0.paths.1=1 must be text; write it in quotes"),
         ("run.name=007", "write it in quotes: run.name="),
         ("train.num_steps=10k", "write 10000"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli.train import _default_preset, parse_minutes
+from vorox.cli.time_limit import parse_minutes
+from vorox.cli.train import _default_preset
 from vorox.core import redaction
 from vorox.core.config import dump_yaml, load_config, resolve_config
 from vorox.core.config.synonyms import SYNONYMS, key_of

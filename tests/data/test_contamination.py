@@ -15,7 +15,7 @@ import tiny_runs
 from vorox.cli import app
 from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import ConfigError, DataError
-from vorox.data import contamination
+from vorox.data import contamination, run_data_index
 from vorox.data.contamination import find_contamination
 from vorox.data.evaluation_records import read_evaluation_records
 from vorox.data.provenance_queries import RunDataIndex, rows_at
@@ -76,7 +76,7 @@ def test_equals_a_search_of_the_files(
     monkeypatch.setattr(contamination, "_PLACES_PER_NGRAM", 1 << 30)
     monkeypatch.setattr(contamination, "_DOCUMENTS_PER_RECORD", 1 << 30)
     monkeypatch.setattr(contamination, "_ROWS_AT_ONCE", 3)
-    monkeypatch.setattr(contamination, "_POSITIONS_AT_ONCE", 8)
+    monkeypatch.setattr(run_data_index, "_POSITIONS_AT_ONCE", 8)
     run_data = RunDataIndex.open(run_directory)
     tokenizer = load(run_directory / "tokenizer")
     records = read_evaluation_records([str(evaluation_file)], tokenizer, text_field="question")

@@ -565,8 +565,12 @@ class TestInspection:
         self, texts: RunConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         corpus = prepare(texts)
-        encode = Tokenizer.encode
-        monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encode(self, text.replace("alpha", "alphb")))
+        encode = Tokenizer.encode_batch
+        monkeypatch.setattr(
+            Tokenizer,
+            "encode_batch",
+            lambda self, texts: encode(self, [text.replace("alpha", "alphb") for text in texts]),
+        )
         with pytest.raises(DataError, match="does not match the tokens of this document"):
             verify(corpus)
 

@@ -18,7 +18,9 @@ from vorox.data.plan_events import (
     PlanEvent,
     PlanSource,
     PlanStart,
+    RollbackEvent,
     Segment,
+    SkipEvent,
     SourceEvent,
     StageEvent,
     UnitRange,
@@ -41,6 +43,9 @@ EVENTS: list[PlanEvent] = [
     CutEvent("code", 2),
     HorizonEvent(30, 100, 5),
     Extension(30, 50, 100),
+    SkipEvent(30, "loss_spike", 7.25, 4.5),
+    SkipEvent(30, "withdrawn", 3.5, None),
+    RollbackEvent(30, 50, 7.25, 4.5, 20),
 ]
 
 

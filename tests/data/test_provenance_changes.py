@@ -18,6 +18,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.residency import resident_units
 from vorox.data.original_text import TextFinder
 from vorox.data.provenance_queries import RunDataIndex, rows_at, when, where
+from vorox.data.training_content import training_content
 from vorox.experiments.metadata import MetadataCache
 
 END_OF_TEXT = 256
@@ -138,6 +139,20 @@ def test_when_finds_all_that_a_walk_finds(trained: Any) -> None:
         for ordinal in sorted(expected)[:12]:
             found = {one.position for one in when(run_data, uri, ordinal=ordinal) if one.state == "kept"}
             assert found == expected[ordinal]
+
+
+def test_training_content_is_the_sum_of_the_rows(trained: Any) -> None:
+    _, run_directory, seen = trained
+    with RunDataIndex.open(run_directory) as run_data:
+        found = training_content(run_data, np.arange(1, max(seen) + 1))
+        tokens: dict[str, int] = defaultdict(int)
+        documents: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        for row in rows_at(run_data, np.arange(max(seen) * BATCH)):
+            name = row.source.partition(".")[0]  # of a bucket: its source
+            tokens[name] += row.num_tokens
+            documents[name] |= {(document.uri, document.ordinal) for document in row.documents}
+    assert {source.name: source.tokens for source in found} == tokens
+    assert {source.name: source.documents for source in found} == {name: len(all_) for name, all_ in documents.items()}
 
 
 def test_the_database_knows_the_plan_and_every_step(trained: Any) -> None:

@@ -14,7 +14,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.shard_format import read_header, read_shard, write_shard
-from vorox.data.text.sources import list_source, read_unit, with_tokenizer
+from vorox.data.text.sources import list_source, with_tokenizer
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 KINDS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]

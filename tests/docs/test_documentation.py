@@ -22,33 +22,43 @@ from typing import Any
 import pytest
 import yaml
 
+import chats
 import tiny_runs
 import vorox
 from vorox.cli import main
 from vorox.core.config import load_config
+from vorox.sweeps.search_space import read_space
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
 )
-PROSE_IS_GENERATED = {"architecture.md"}  # tests/contract compares it with the tree
 
 STANDS_FOR = {
     "exam.jsonl": "notes/text.jsonl",
     "quickstart": "my.yaml", "quick": "my.yaml", "config.yaml": "my.yaml", "my_config.yaml": "my.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
+    "200:240": "131:160",
 }  # fmt: skip
 """Words of a command that are replaced by what is in the folder."""
 
 SHOWN_BY = {
     r"vorox data build \S+ --executor ray": "tests/data/cache/test_workers.py::test_ray",
     r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
+    r"vorox tune": "tests/sweeps/test_ray.py::test_a_killed_sweep_continues",
     r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
+    r"vorox train .*log.mlflow": "tests/experiments/test_mlflow_sink.py",
+    r"vorox compress .*--quantize": "tests/training/test_compression.py",
+    r"vorox dash(?!.*--export)": "tests/dashboard/test_browser.py::test_every_page",
+    r"vorox chat|echo .* \| vorox chat": "tests/serving/test_chat.py::test_lines_of_a_pipe",
+    r"vorox serve": "tests/serving/test_server.py",
+    r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_weights_source.py",
     r"vorox .*--nproc \d": "tests/ranks",
     r"vorox .*(gs|s3)://|vorox (train CONFIG|checkpoints list RUN|runs remove RUN) ": "tests/training/test_mirror.py",
+    r"vorox train\s*(#|$)": "tests/cli/test_menu.py::test_a_new_run_and_its_command",
     r"vorox train quickstart backend=jax parallel": "tests/backends/jax_engine/test_sharding.py",
 }
 """Commands that need what this folder has not, and the tests that have it."""
@@ -110,6 +120,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tiny_runs.write_text(directory / "notes")
         with (directory / "notes" / "text.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}) + "\n" for text in texts[:20])
+        chats.write_jsonl(directory / "chats.jsonl", chats.conversations(60, seed=2))
+        pairs = [{"prompt": f"{n} + 3 =", "chosen": f" {n + 3}", "rejected": f" {n}"} for n in range(60)]
+        (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
         (directory / "code").mkdir()
         for number, text in enumerate(texts[20:]):
             (directory / "code" / f"{number}.txt").write_text(text, encoding="utf-8")
@@ -132,6 +145,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "runtime": {"device": "cpu"},
         }
         Path("my.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        facts = next(block.text for block in BLOCKS if block.text.startswith("# facts.yaml"))
+        Path("facts.yaml").write_text(facts, encoding="utf-8")
         assert main(["train", "my.yaml", "--name", "demo"]) == 0
         assert main(["export", "demo", "--to", "hf", "--output", "transformers-directory"]) == 0
         yield directory
@@ -154,7 +169,8 @@ def place(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
 def test_every_command_of_a_page_runs(page: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = 0
-    for command in (command for of_page, command in COMMANDS if of_page == page and command.startswith("vorox ")):
+    commands = [command for of_page, command in COMMANDS if of_page == page and command.startswith("vorox ")]
+    for command in commands:
         if shown_elsewhere(command):
             continue
         for part in command.split(" && "):
@@ -167,7 +183,7 @@ def test_every_command_of_a_page_runs(page: str, place: Path, capsys: pytest.Cap
             refused = page == "docs/provenance.md" and "DELETE" in command  # shown because it is refused
             assert (code == 2) if refused else (code == 0), f"{part}\n{said.out}\n{said.err}"
             ran += 1
-    assert ran or all(shown_elsewhere(command) for of_page, command in COMMANDS if of_page == page)
+    assert ran or all(shown_elsewhere(command) for command in commands)
 
 
 @pytest.mark.parametrize("pattern", SHOWN_BY)
@@ -193,14 +209,15 @@ def test_other_commands_name_what_there_is() -> None:
             assert (ROOT / words[0]).is_file(), command
         elif words[0] == "torchrun":
             assert words[words.index("-m") + 1 :][:2] == ["vorox", "train"], command
-        elif words[0] not in ("vorox", "git", "export", ".venv/bin/pre-commit"):
+        elif words[0] not in ("vorox", "echo", "git", "export", "ssh", ".venv/bin/pre-commit"):
             extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
             assert extras, f"{page}: who runs {command}?"
             for extra in ",".join(filter(None, extras[0])).split(","):
                 assert re.search(rf"^{extra} = \[", project, re.M), command
 
 
-YAML_BLOCKS = [block for block in BLOCKS if block.language == "yaml" and not block.text.startswith("# yaml-language")]
+NOT_SETTINGS = ("# yaml-language", "# space.yaml")
+YAML_BLOCKS = [block for block in BLOCKS if block.language == "yaml" and not block.text.startswith(NOT_SETTINGS)]
 NEEDED = {
     "num_steps": "train.num_steps=5",
     "sources": "data.sources=[{name: web, format: txt, paths: [web/]}]",
@@ -222,6 +239,13 @@ def test_settings_of_the_docs_load(block: Block, tmp_path: Path, monkeypatch: py
     load_config(
         tmp_path / "block.yaml", [] if is_whole else [NEEDED[word] for word in NEEDED if f"{word}:" not in text]
     )
+
+
+def test_the_search_space_of_the_docs_is_one(tmp_path: Path) -> None:
+    (text,) = [block.text for block in BLOCKS if block.text.startswith("# space.yaml")]
+    (tmp_path / "space.yaml").write_text(text, encoding="utf-8")
+    keys = [parameter.key for parameter in read_space(tmp_path / "space.yaml")]
+    assert keys == ["optimizer.lr", "optimizer.beta2", "model.num_layers"]
 
 
 INSTEAD = {
@@ -281,9 +305,13 @@ def run_with_functions_of_the_page(place: Path) -> None:
     (place / "urls.txt").write_text("2025-12.notes\n2026-01.notes\n", encoding="utf-8")
     (place / "2026-01.notes").write_text("\n---\n".join(f"note {number} of the month" * 9 for number in range(60)))
     settings = yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))
+    own_models: list[dict[str, Any]] = []
     for block in (block for block in blocks if block.language == "yaml"):
         for section, values in yaml.safe_load(block.text).items():
-            settings[section] = settings.get(section, {}) | values
+            if section == "model" and values.keys() & {"kind", "block"}:
+                own_models.append(values)
+            else:
+                settings[section] = settings.get(section, {}) | values
     outcome = vorox.train(settings, {"run.name": "extended", "log.every_steps": 1, "data.validation.split": "document"})
     run = vorox.open_run(outcome.run_directory)
     metrics = run.metrics()
@@ -298,6 +326,12 @@ def run_with_functions_of_the_page(place: Path) -> None:
     assert [line.split(",")[0] for line in lines if not line.endswith(",")] == [str(step) for step in range(1, 161)]
     assert run.where(7)[0].documents[0].uri.endswith("2026-01.notes")
     assert vorox.load_model(run).tokenizer.vocab_size == 96
+    for model in own_models:
+        few = {"run.name": "own", "train.num_steps": 3, "data.validation.split": "document"}
+        own = vorox.train(settings | {"model": model}, few)
+        losses = [values["loss"] for values in vorox.open_run(own.run_directory).metrics().values()]
+        assert losses[0] == pytest.approx(math.log(96), rel=0.25)
+        assert losses[-1] < losses[0]
     (place / "depot" / "books").mkdir(parents=True)
     (place / "depot" / "books" / "one.notes").write_text("\n---\n".join(f"book {number}" * 40 for number in range(60)))
     settings["data"] = {"sources": [settings["data"]["sources"][-1] | {"paths": ["lake.py:depot://books/*.notes"]}]}
@@ -306,9 +340,7 @@ def run_with_functions_of_the_page(place: Path) -> None:
     assert vorox.open_run(stored.run_directory).where(2)[0].documents[0].uri == "lake.py:depot://books/one.notes"
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in PROSE_IS_GENERATED], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_and_names_in_the_prose_exist(page: Path) -> None:
     """`training/loop.py` and `experiments/sinks.py: Sink` are looked up below src/vorox, the package and the root."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

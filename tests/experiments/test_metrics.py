@@ -61,7 +61,7 @@ def test_names_are_unique_and_units_agree_with_names() -> None:
 
 HIGHER = {
     "accuracy", "eval/accuracy", "tokens_per_second", "mfu_fraction", "ceiling_fraction", "queue_depth",
-    "memory/host_available_bytes", "model_flops_per_second",
+    "memory/host_available_bytes", "model_flops_per_second", "rewards/accuracy", "rewards/margin",
 }  # fmt: skip
 LOWER = {
     "loss", "perplexity", "bits_per_byte", "eval/loss", "eval/perplexity", "eval/bits_per_byte", "step_seconds",
@@ -69,7 +69,10 @@ LOWER = {
     "memory/host_peak_bytes", "memory/device_bytes", "memory/device_peak_bytes", "memory/device_reserved_bytes",
     "mirror/age_seconds", "mirror/waiting_checkpoints", "runtime/compile_seconds",
 }  # fmt: skip
-NEITHER = {"learning_rate", "weight_decay", "grad_norm", "loss_scale", "tokens_total", "epoch", "eval/tokens"}
+NEITHER = {
+    "learning_rate", "weight_decay", "grad_norm", "loss_scale", "tokens_total", "epoch", "eval/tokens", "eval/pairs",
+    "rewards/chosen", "rewards/rejected",
+}  # fmt: skip
 
 
 def test_which_direction_is_better() -> None:

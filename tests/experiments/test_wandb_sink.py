@@ -69,7 +69,7 @@ def records_of(file: bytes) -> Iterator[bytes]:
 def test_the_real_client_records_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value is in the file that the client writes, which its own reader opens."""
     pytest.importorskip("wandb")
-    monkeypatch.setattr("vorox.experiments.wandb_sink.CLOSE_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr("vorox.experiments.background_sink.CLOSE_SECONDS", 10 * PATIENCE_SECONDS)
     run = tmp_path / "a-run"
     run.mkdir()
     sink = WandbSink(run, project="tests", settings={"model.num_layers": 2})
@@ -128,8 +128,8 @@ def test_a_client_that_fails_is_reported_once_and_training_goes_on(
 def test_a_client_that_hangs_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, goes_on = threading.Event(), threading.Event()
     client(monkeypatch, lambda values, step: taken.set() or goes_on.wait())
-    monkeypatch.setattr("vorox.experiments.wandb_sink.CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr("vorox.experiments.wandb_sink.QUEUE_STEPS", 3)
+    monkeypatch.setattr("vorox.experiments.background_sink.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("vorox.experiments.background_sink.QUEUE_STEPS", 3)
     sink = WandbSink(tmp_path, project="tests", settings={})
     sink.write(0, {"loss": 1.0})
     assert taken.wait(PATIENCE_SECONDS)

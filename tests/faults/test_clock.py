@@ -28,7 +28,7 @@ from vorox.data.cache.retention import mark_used
 from vorox.data.plan import Plan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.display import StepView
 from vorox.training.replay_chain import read_chain
 

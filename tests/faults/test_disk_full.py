@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration
-from vorox.training.checkpoint_store import latest_valid, step_directories
+from vorox.training.checkpoints.store import latest_valid, step_directories
 from vorox.training.replay_chain import read_chain
 
 pytestmark = [

@@ -22,7 +22,7 @@ from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.artifacts import list_checkpoints
-from vorox.training.checkpoint_store import latest_valid, quarantine_corrupt, restore_quarantined, step_directories
+from vorox.training.checkpoints.store import latest_valid, quarantine_corrupt, restore_quarantined, step_directories
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.data.cache.gc import find_caches, find_garbage, remove_cache
 from vorox.experiments.artifacts import list_checkpoints, remove_checkpoints, remove_run
-from vorox.training.checkpoint_store import latest_valid, request_save, step_directories
+from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege, modes do not exist")
 

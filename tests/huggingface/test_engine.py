@@ -24,8 +24,8 @@ from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.weights_file import open_directory
-from vorox.training.checkpoint_commit import write_state
-from vorox.training.checkpoint_export import export
+from vorox.training.checkpoints.commit import write_state
+from vorox.training.export.checkpoint import export
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.jax)])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
 from vorox.models.decoder_spec import decoder_spec
-from vorox.models.memory_estimate import (
-    MemoryBudget,
-    MemoryEstimate,
-    check_host_memory,
-    planned_memory,
-    training_memory,
-)
+from vorox.models.memory_advice import COPYING, SAMPLING, MemoryBudget, check_host_memory
+from vorox.models.memory_estimate import MemoryEstimate, planned_memory, training_memory
 
 
 def estimate(overrides: list[str], **changes: object):
@@ -96,6 +93,39 @@ def test_the_remedy_is_of_what_is_too_large() -> None:
     for found in (budget(10, 99, 80), budget(10, 99, None)):
         assert "train.micro_batch_sequences" in found.error("training").hint
         assert "data.sequence_length_tokens" in found.error("training").hint
+
+
+@pytest.mark.parametrize("available_gib", [None, 4])
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
+    available_gib: int | None, device_kind: str
+) -> None:
+    """Each saves half of what grew, because the estimate may be too low."""
+    given = ["model.preset=gpt2-124m", "data.sequence_length_tokens=1024", "train.global_batch_sequences=64",
+             "train.micro_batch_sequences=64"]  # fmt: skip
+
+    def needed_bytes(more: list[str]) -> int:
+        config = load_config("quickstart", [*given, *more])
+        spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+        return planned_memory(spec, config).total_bytes_on(device_kind)
+
+    config = load_config("quickstart", given)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+    available = None if available_gib is None else available_gib << 30
+    found = MemoryBudget.of(config, spec, available, num_devices=1, device_kind=device_kind).error("training")
+    assert "activations grow to" in found.what
+    named = re.findall(r"(\S+=\S+) \(([^)]+)\)", found.hint)
+    assert len(named) == 3 if available is None else named
+    planned = planned_memory(spec, config)
+    limit = planned.total_bytes_on(device_kind) - planned.activation_bytes / 2 if available is None else available
+    for setting, cost in named:
+        assert needed_bytes([setting]) <= limit, (setting, cost)
+    assert ("precision.dtype=bf16" in found.hint) <= (device_kind == "cuda")
+
+
+def test_the_remedy_of_a_copy_and_of_samples_is_their_own() -> None:
+    assert "checkpoint.asynchronous=false" in budget(10, 1, 80).error(COPYING).hint
+    assert "eval.sample_tokens" in budget(10, 1, 80).error(SAMPLING).hint
 
 
 def test_the_mask_of_documents_grows_with_the_square_of_a_row() -> None:

@@ -1,26 +1,55 @@
-"""Commands of several processes, each command a process of its own, in one folder."""
+"""Commands of one or several ranks in one folder.
+
+Ranks of PyTorch that nothing happens to are forked from a process that has imported the engine
+(``warm_children.py``), with the variables that ``vorox train --nproc`` gives them. Commands that are killed, stopped or
+refused are fresh processes, and their ranks are started by ``--nproc``.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from eventually import wait_until
 from tiny_runs import configuration
+from vorox.cli.rank_launcher import environments_of
+from vorox.core.distributed_context import Node
 from vorox.core.staged_directory import read_manifest
-from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_weights
+from vorox.models.stored_spec import spec_from_json
 from vorox.training.replay_chain import ChainEntry, number, read_chain
+from warm_children import WarmChildren
 
 PATIENCE_SECONDS = 600
+FIXED = {"OMP_NUM_THREADS": "1"}
+"""Several threads would keep a process from being forked, and change bits."""
+IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+"""What ranks import besides the engine."""
+
+
+def environment() -> dict[str, str]:
+    """The variables of every command: those of this test, but for the devices of JAX."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | FIXED
+
+
+@functools.cache
+def _children() -> WarmChildren:
+    children = WarmChildren("torch", environment(), IMPORTED)
+    atexit.register(children.close)
+    return children
 
 
 class Runs:
@@ -36,36 +65,80 @@ class Runs:
 
     def start(self, name: str, overrides: Sequence[str], hold: Path | None = None) -> subprocess.Popen[str]:
         """The command as a process; where there is a file ``hold``, no process of the run begins step 9."""
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+        variables = environment()
         if hold is not None:
             hold.touch()
-            environment |= {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": " ".join(self.model)}
-            environment["PYTHONPATH"] = str(Path(__file__).with_name("held"))
+            variables |= {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": " ".join(self.model)}
+            variables["PYTHONPATH"] = str(Path(__file__).with_name("held"))
         return subprocess.Popen(
-            self.command(name, overrides), env=environment, cwd=self.directory, text=True, stdout=subprocess.PIPE,
+            self.command(name, overrides), env=variables, cwd=self.directory, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def train_with_variables(self, name: str, overrides: Sequence[str], variables: dict[str, str]) -> str:
         """Run the command with more environment variables to its end; return what was said on stderr."""
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | variables
         done = subprocess.run(
-            self.command(name, overrides), env=environment, cwd=self.directory, text=True, capture_output=True,
-            timeout=PATIENCE_SECONDS,
+            self.command(name, overrides), env=environment() | variables, cwd=self.directory, text=True,
+            capture_output=True, timeout=PATIENCE_SECONDS,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stderr
 
     def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
-        """The run of that name, and what was said on stderr."""
-        process = self.start(name, overrides)
-        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == code, f"{process.returncode}\n{said[-3000:]}\n{errors[-3000:]}"
-        return self.find(name), errors
+        """Return the run of that name and its output. A command that must fail with ``code`` is a fresh process."""
+        words = self.command(name, overrides)[3:]
+        said = self.vorox(words) if code == 0 else self._run_fresh(words, code)
+        return self.find(name), said
+
+    def _run_fresh(self, words: Sequence[str], code: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "vorox", *words], env=environment(), cwd=self.directory, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_SECONDS,
+        )  # fmt: skip
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout[-6000:]}"
+        return done.stdout
+
+    def vorox(self, words: Sequence[str]) -> str:
+        """Run a command to its end, with as many ranks as ``--nproc`` says; return what the first one said."""
+        if "backend=torch" not in self.model:  # gRPC, which connects the ranks of JAX, hangs after a fork
+            return self._run_fresh(words, 0)
+        words, count = list(words), 1
+        if "--nproc" in words:
+            place = words.index("--nproc")
+            count = int(words[place + 1])
+            del words[place : place + 2]
+        variables: list[dict[str, str]] = [{}]
+        if count > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                node = Node("127.0.0.1", free.getsockname()[1], 0, 1)
+            variables = environments_of(count, node, {})
+        children = _children()
+        with contextlib.ExitStack() as stack:
+            outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in variables]
+            ranks = [
+                children.vorox(words, cwd=self.directory, output=output, variables=environment() | own)
+                for output, own in zip(outputs, variables, strict=True)
+            ]
+            for rank in ranks:
+                stack.callback(rank.kill)
+            wait_until(
+                lambda: any(rank.poll() for rank in ranks) or None not in [rank.poll() for rank in ranks],
+                PATIENCE_SECONDS,
+            )
+            codes, said = [rank.returncode for rank in ranks], list(map(_text, outputs))
+        assert codes == [0] * count, "\n".join([str(codes), *(text[-3000:] for text in said)])
+        return said[0]
 
     def find(self, name: str) -> Path:
-        found = [path for path in (self.directory / "runs").glob(f"{name}-*") if path.is_dir()]
+        digest = "[0-9a-f]" * 8
+        found = [path for path in (self.directory / "runs").glob(f"{name}-{digest}") if path.is_dir()]
+        assert len(found) < 2, f"other settings are another run: {found}"
         return found[0] if found else self.directory / "runs" / name
+
+
+def _text(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode()
 
 
 KILLS = ("1-connect", "0-corpus", "1-step", "0-checkpoint")
@@ -121,7 +194,7 @@ def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int
 def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:
     """The whole arrays of a checkpoint of PyTorch by ``<kind>.<canonical name>``; shards are joined by their index."""
     if not (checkpoint / "shards.json").exists():
-        spec = DecoderSpec(**json.loads((checkpoint / "engine.json").read_bytes())["spec"])
+        spec = spec_from_json(json.loads((checkpoint / "engine.json").read_bytes())["spec"])
         weights = {f"weights.{name}": array for name, array in read_weights(checkpoint, spec)}
         return weights | load_file(checkpoint / "optimizer.safetensors")
     index = json.loads((checkpoint / "shards.json").read_bytes())["arrays"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,37 +21,42 @@ from conformance.engines import LR, POSITIONS, VOCAB, batch, jax_config, rows
 from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, stored_arrays, train_with_kills
 from ranks.resharding import config_of
 from ranks.test_torch_ranks import MODEL
+from servers.shelves import shelf
 from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.staged_directory import StagedDirectory, read_manifest, verify_directory
 from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoint_commit import write_state
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import step_directories
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 TESTS = Path(__file__).parents[1]
 
 
-def on_ranks(data: int, fsdp: int, *words: object) -> str:
-    """Run ``resharding.py`` on that many ranks; return what rank 0 prints."""
+def on_ranks(program: str, count: int, *words: object) -> str:
+    """Run a module on that many ranks; return what rank 0 prints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "ranks.resharding", str(data), str(fsdp), *map(str, words)]
-    shared = {**os.environ, "VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(data * fsdp)}
+    command = [sys.executable, "-m", program, *map(str, words)]
+    shared = {**os.environ, "VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(count)}
     processes = [
         subprocess.Popen(
             command, cwd=TESTS, env={**shared, "VOROX_PROCESS_INDEX": str(rank)}, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for rank in range(data * fsdp)
+        for rank in range(count)
     ]  # fmt: skip
     results = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(
         errors[-2000:] for _, errors in results
     )
     return results[0][0]
+
+
+def resharding(data: int, fsdp: int, *words: object) -> str:
+    return on_ranks("ranks.resharding", data * fsdp, data, fsdp, *words)
 
 
 def one_device(backend: str) -> Engine:
@@ -80,9 +86,9 @@ def test_a_state_is_the_same_in_every_layout(tmp_path: Path) -> None:
     jax_engine.load(alone)
     from_jax = save(jax_engine, tmp_path / "jax")
     paths = {name: tmp_path / name for name in ("alone-fsdp", "jax-fsdp", "alone-hsdp", "fsdp-hsdp", "hsdp-fsdp")}
-    on_ranks(1, 2, "reshard", alone, paths["alone-fsdp"], from_jax, paths["jax-fsdp"])
-    on_ranks(2, 2, "reshard", alone, paths["alone-hsdp"], paths["alone-fsdp"], paths["fsdp-hsdp"])
-    on_ranks(1, 2, "reshard", paths["fsdp-hsdp"], paths["hsdp-fsdp"])
+    resharding(1, 2, "reshard", alone, paths["alone-fsdp"], from_jax, paths["jax-fsdp"])
+    resharding(2, 2, "reshard", alone, paths["alone-hsdp"], paths["alone-fsdp"], paths["fsdp-hsdp"])
+    resharding(1, 2, "reshard", paths["fsdp-hsdp"], paths["hsdp-fsdp"])
     expected = stored_arrays(alone)
     assert any(name.startswith("momentum.") for name in expected)
     assert all(np.abs(array).max() > 0 for name, array in expected.items() if not name.endswith("bias"))
@@ -102,7 +108,7 @@ def test_a_state_is_the_same_in_every_layout(tmp_path: Path) -> None:
 
 def test_a_save_copies_only_the_rows_of_a_rank(tmp_path: Path) -> None:
     """Gathering would take the whole state, four times the rows of a rank."""
-    measured: dict[str, Any] = json.loads(on_ranks(1, 4, "measure", tmp_path / "saved"))
+    measured: dict[str, Any] = json.loads(resharding(1, 4, "measure", tmp_path / "saved"))
     share = measured["state_bytes"] / 4
     assert share > 20e6
     for saving, loading in measured["grown_bytes"]:
@@ -124,3 +130,21 @@ def test_kills_at_every_phase_of_a_save_leave_the_previous_checkpoint(tmp_path: 
     assert fingerprint(run) == fingerprint(pair)
     for path in step_directories(run).values():
         verify_directory(path)
+
+
+def test_a_sharded_run_is_restored_from_its_mirror(tmp_path: Path) -> None:
+    """All files of both ranks are there: the disk is lost, and the same command continues from the last step."""
+    runs = Runs(tmp_path, MODEL)
+    with shelf("s3", tmp_path) as store, store.behind() as (root, _):
+        sharded = [f"checkpoint.mirror={root}/mirror", "parallel.fsdp_size=2", "--nproc", "2"]
+        run, _ = runs.train("mirrored", sharded)
+        chain, state = entries(run), fingerprint(run)
+        shutil.rmtree(run)
+        restored, _ = runs.train("mirrored", sharded)
+        assert restored == run
+        assert (entries(run), fingerprint(run)) == (chain, state)
+        newest = max(step_directories(run).items())
+        assert newest[0] == 12
+        verify_directory(newest[1])
+        runs.vorox(["train", "--resume", str(run), "train.num_steps=14", "--nproc", "2"])
+    assert len(entries(run)) == 14

@@ -23,3 +23,17 @@ def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
         pair, _ = runs.train(placement, [f"parallel.{placement}=2", "--nproc", "2"])
         assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(alone)]
         assert losses(pair) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_two_processes_train_an_adapter_as_one_does(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    model = write_model(tmp_path / "model", "llama", vocab_size=300)
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    settings += ["adapter.kind=dora", "train.global_batch_sequences=8", "train.micro_batch_sequences=1"]
+    runs = Runs(tmp_path, settings)
+    alone, _ = runs.train("alone", [])
+    pair, _ = runs.train("pair", ["parallel.data_parallel_size=2", "--nproc", "2"])
+    assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(alone)]
+    assert losses(pair) == pytest.approx(losses(alone), rel=1e-5)

@@ -30,7 +30,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.experiments.tracking import read_metrics
 from vorox.run import make_workload
-from vorox.training.checkpoint_store import latest_valid, request_save, step_directories, verify
+from vorox.training.checkpoints.store import latest_valid, request_save, step_directories, verify
 from vorox.training.replay import replay
 from vorox.training.replay_chain import read_chain
 

@@ -25,8 +25,8 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
-from vorox.training import resume, session
-from vorox.training.checkpoint_store import step_directories
+from vorox.training import resume, resume_settings, session
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.replay_chain import read_chain
 from vorox.training.workload import Workload
@@ -95,7 +95,7 @@ def mixed(directory: Path, weight: float, overrides: Sequence[str] = ()) -> RunC
 @pytest.mark.parametrize(
     ("name", "owner"),
     [
-        ("quarantine_later_checkpoints", resume), ("add", Plan), ("record_config_change", resume),
+        ("quarantine_later_checkpoints", resume), ("add", Plan), ("record_config_change", resume_settings),
         ("record_config", RunContext),
     ],
 )  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_resume_that_is_killed_while_it_begins_changes_nothing(name: str, owne
 def test_what_an_abandoned_resume_trained_is_void_before_the_plan_changes(tmp_path: Path) -> None:
     """Steps that were done under the old mixture are never beside a plan with the new one."""
     directory = run(mixed(tmp_path, 1.0)).run_directory
-    killed_in("record_config_change", resume, mixed(tmp_path, 9.0), RunLayout(directory).checkpoint(4))
+    killed_in("record_config_change", resume_settings, mixed(tmp_path, 9.0), RunLayout(directory).checkpoint(4))
     assert max(read_chain(directory)) == 4
     assert replayed(directory, 0, 4).is_exact
     outcome = run(mixed(tmp_path, 9.0), resume_from=directory)
@@ -181,9 +181,9 @@ def in_earlier_names(settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("level", ["D2", "bitwise"])
 def test_a_run_of_a_version_with_other_names_resumes(tmp_path: Path, level: str) -> None:
     """Its config.yaml, its checkpoints and their environment say D2: it is the same run, and nothing has changed."""
-    today, environment = resume.settings_for_manifest, NumpyEngine.environment
+    today, environment = resume_settings.settings_for_manifest, NumpyEngine.environment
     with pytest.MonkeyPatch.context() as earlier:
-        earlier.setattr(resume, "settings_for_manifest", lambda config: in_earlier_names(today(config)))
+        earlier.setattr(resume_settings, "settings_for_manifest", lambda config: in_earlier_names(today(config)))
         earlier.setattr(NumpyEngine, "environment", lambda self: environment(self) | {"determinism": "D2"})
         earlier.setitem(session.DETERMINISM, "D2", session.DETERMINISM["bitwise"])
         killed_at(configuration(tmp_path, [KEEP, "runtime.determinism=D2"]), 6)

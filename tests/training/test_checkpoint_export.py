@@ -33,8 +33,8 @@ from vorox.models.huggingface_config import huggingface_config, huggingface_file
 from vorox.models.huggingface_families import huggingface_family
 from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
-from vorox.training import gguf_export
-from vorox.training.checkpoint_export import export
+from vorox.training.export import gguf as gguf_export
+from vorox.training.export.checkpoint import export
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
 LLAMA = SIZES | {"num_kv_heads": 2, "tie_embeddings": False}

@@ -28,7 +28,7 @@ from vorox.core.errors import CheckpointError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import CheckpointConfig
 from vorox.core.staged_directory import read_manifest
-from vorox.training.checkpoint_store import (
+from vorox.training.checkpoints.store import (
     latest_valid,
     quarantine,
     quarantine_corrupt,
@@ -38,7 +38,7 @@ from vorox.training.checkpoint_store import (
     steps_to_keep,
     verify,
 )
-from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
+from vorox.training.checkpoints.writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.pending_steps import PendingSteps
 from vorox.training.replay_chain import ReplayChain
 from vorox.training.schedule import Horizon

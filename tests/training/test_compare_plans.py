@@ -13,7 +13,7 @@ import tiny_runs
 from rank_threads import together
 from vorox.core.errors import ConfigError
 from vorox.data.plan import Plan
-from vorox.training.checkpoint_store import read_state
+from vorox.training.checkpoints.store import read_state
 from vorox.training.startup import TrainingSetup, compare_plans
 
 

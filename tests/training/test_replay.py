@@ -36,7 +36,7 @@ from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.retention import USED_NAME
 from vorox.data.plan import Plan
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.replay_chain import bits, link
 from vorox.training.workload import Workload

@@ -12,12 +12,8 @@ from vorox.core.atomic import write_file
 from vorox.core.config import config_digest, dump_yaml
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.training.resume import (
-    check_config,
-    config_in_force,
-    environment_differences,
-    record_config_change,
-)
+from vorox.training.resume import environment_differences
+from vorox.training.resume_settings import check_config, config_in_force, record_config_change
 
 
 @pytest.mark.parametrize(

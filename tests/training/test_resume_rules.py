@@ -21,7 +21,7 @@ from vorox.data.plan import Plan
 from vorox.experiments.tracking import read_metrics
 from vorox.run import make_workload
 from vorox.training import resume
-from vorox.training.checkpoint_store import Checkpoint, step_directories
+from vorox.training.checkpoints.store import Checkpoint, step_directories
 from vorox.training.replay import replay
 from vorox.training.workload import Workload
 

@@ -14,7 +14,7 @@ from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError
 from vorox.core.run_layout import RunLayout
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.display import NoDisplay
 
 

@@ -20,7 +20,7 @@ from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
-from vorox.training.checkpoint_store import latest_valid, request_save, step_directories
+from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.step_history import read_history
 

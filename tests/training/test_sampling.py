@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy_engine import NumpyEngine
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.training.sampling import SamplingSettings, generate, sample_token
+from vorox.training.evaluation.sampling import SamplingSettings, generate, sample_token
 
 VOCAB = 11
 SETTINGS = SamplingSettings(6, 1.0, None, 42, VOCAB, None, 64)
@@ -103,3 +103,19 @@ def test_refuses_what_cannot_be_continued() -> None:
     with pytest.raises(ConfigError, match="59 tokens; with 6 new ones they are more than the 64 positions"):
         generate(engine, [[1] * 59], SETTINGS)
     assert len(generate(engine, [[1] * 58], SETTINGS)[0]) == 6
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = np.log(np.array([0.15, 0.5, 0.1, 0.25], np.float32))
+
+    def drawn(top_p: float, top_k: int | None = None) -> dict[int, float]:
+        asked = replace(SETTINGS, vocab_size=4, top_p=top_p, top_k=top_k)
+        draws = np.bincount([sample_token(logits, asked, key, 0) for key in range(4_000)], minlength=4) / 4_000
+        return {token: share for token, share in enumerate(draws.tolist()) if share}
+
+    assert drawn(0.4) == {1: 1.0}
+    assert drawn(0.7) == pytest.approx({1: 2 / 3, 3: 1 / 3}, abs=0.03)
+    assert drawn(0.85) == pytest.approx({0: 0.15 / 0.9, 1: 0.5 / 0.9, 3: 0.25 / 0.9}, abs=0.03)
+    assert drawn(0.6, top_k=2) == {1: 1.0}, "of the two, the first has two thirds"
+    assert set(drawn(0.9999)) == {0, 1, 2, 3}
+    assert drawn(0.0) == {1: 1.0}

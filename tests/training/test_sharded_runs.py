@@ -25,7 +25,7 @@ from vorox.core.staged_directory import StagedDirectory, read_manifest
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, read_weights
 from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
-from vorox.training.checkpoint_store import latest_valid, step_directories
+from vorox.training.checkpoints.store import latest_valid, step_directories
 from vorox.training.replay_chain import read_chain
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

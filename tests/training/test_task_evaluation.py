@@ -19,7 +19,7 @@ from vorox.cli import main
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.experiments.task_results import write_task_results
 from vorox.experiments.tracking import read_metrics
-from vorox.training.task_evaluation import OutOfTime, RequestScorer
+from vorox.training.evaluation.task_evaluation import OutOfTime, RequestScorer, time_budget
 
 TASKS = {
     "choices": {
@@ -141,7 +141,7 @@ def test_log_likelihoods_in_batches() -> None:
     pairs += [([1, 2], [token]) for token in range(7)]
     for size in (1, 4, 100):
         model.batches.clear()
-        found = RequestScorer(model, size).log_likelihoods(pairs)
+        found = RequestScorer(model, size, time_budget(None)).log_likelihoods(pairs)
         assert [value for value, _ in found] == pytest.approx([model.expected(*pair)[0] for pair in pairs], rel=1e-12)
         assert [greedy for _, greedy in found] == [model.expected(*pair)[1] for pair in pairs]
         assert {greedy for _, greedy in found} == {True, False}
@@ -152,7 +152,7 @@ def test_log_likelihoods_in_batches() -> None:
 def test_no_batch_starts_after_the_deadline() -> None:
     model: Any = ModelOfBigrams()
     with pytest.raises(OutOfTime):
-        RequestScorer(model, 4, deadline=0.0).log_likelihoods([([1], [2])])
+        RequestScorer(model, 4, time_budget(0.0)).log_likelihoods([([1], [2])])
     assert not model.batches
 
 

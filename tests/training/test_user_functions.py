@@ -209,16 +209,15 @@ def test_a_function_with_a_version_may_be_edited(tmp_path: Path, functions: Path
     assert "was version 3, is version 4" in (directory / "log.txt").read_text()
 
 
-def test_parts_of_the_model_and_the_loss_are_recorded(tmp_path: Path, functions: Path) -> None:
-    keys = (
-        "model.activation",
-        "model.attention_kernel",
-        "model.mlp",
-        "optimizer.name",
-        "train.forward_backward",
-        "loss.name",
-        "schedule.name",
-    )
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model.activation", "model.attention_kernel", "model.mlp", "optimizer.name", "train.forward_backward"),
+        ("model.block", "loss.name", "schedule.name"),
+        ("model.kind",),
+    ],
+)
+def test_parts_of_the_model_and_the_loss_are_recorded(tmp_path: Path, functions: Path, keys: tuple[str, ...]) -> None:
     config = tiny_runs.configuration(tmp_path, [f"{key}={functions}:falling" for key in keys])
     before = identities(config)
     assert set(before) == set(keys)

@@ -13,7 +13,7 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
 from vorox.data.storage import RetryPolicy, stalls
-from vorox.data.storage.range_cache import RangeCache
+from vorox.data.storage.remote import RangeCache
 from vorox.training.display import NoDisplay
 from vorox.training.replay_chain import read_chain
 
@@ -76,9 +76,7 @@ def test_without_a_network_a_run_ends_before_step_1_and_says_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_numpy_engine(monkeypatch)
-    monkeypatch.setattr(
-        "vorox.data.text.sources.retry_policy", lambda config: RetryPolicy(first_connection_seconds=0.5)
-    )
+    monkeypatch.setattr(RetryPolicy, "from_source", lambda config: RetryPolicy(first_connection_seconds=0.5))
     with socket.socket() as nobody:  # a port where nobody listens
         nobody.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{nobody.getsockname()[1]}/text.jsonl"

@@ -27,9 +27,9 @@ from vorox.models.huggingface_config import huggingface_files, spec_from_hugging
 from vorox.models.huggingface_weights import huggingface_entries, to_huggingface
 from vorox.models.weights_file import write_weights
 from vorox.run import train
-from vorox.training import weights_source
-from vorox.training.init_from import init_from_weights
-from vorox.training.weights_source import WeightsDescription, check_weights, load_config_with_weights
+from vorox.training.checkpoints import weights_source
+from vorox.training.checkpoints.init_from import init_from_weights
+from vorox.training.checkpoints.weights_source import WeightsDescription, check_weights, load_config_with_weights
 
 BYTE = tokenizers.train(TokenizerConfig(kind="byte"), [])
 MODEL = ModelConfig(

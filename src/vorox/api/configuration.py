@@ -8,7 +8,7 @@ from typing import Any
 
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.schema import RunConfig
-from vorox.training.weights_source import load_config_with_weights
+from vorox.training.checkpoints.weights_source import load_config_with_weights
 
 Configuration = RunConfig | str | Path | Mapping[str, Any]
 """A loaded configuration, or any argument of ``load_config``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vorox import backends
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import PrepareProgress
+from vorox.data.cache.report import PrepareProgress
 from vorox.data.streaming import RemoteIterableDataset
 from vorox.data.streaming.dataset_config import Sources, Transforms
 

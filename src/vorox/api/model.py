@@ -12,23 +12,31 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox import backends
+from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.config import config_from_record
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import Engine, Tap, TapPoint, attach_taps
+from vorox.core.engine import Engine, Tap, TapPoint, Weights, attach_taps, exchange_average
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.run_lookup import find_run, is_run, run_argument
-from vorox.core.schema import RunConfig
-from vorox.data.corpus import PrepareProgress
+from vorox.core.schema import LossConfig, RunConfig
+from vorox.core.staged_directory import read_manifest
+from vorox.data.cache.report import PrepareProgress
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.adapter_spec import AdapterSpec, base_fingerprint
+from vorox.models.engine_state import read_average, read_weights
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_spec import spec_from_json
 from vorox.run import make_workload
-from vorox.training.checkpoint_store import Checkpoint, latest_valid, verify
-from vorox.training.evaluate import Evaluation
-from vorox.training.language_model import LanguageModel
+from vorox.training.checkpoints.adapter_base import check_base, load_base
+from vorox.training.checkpoints.derived import is_derived
+from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
+from vorox.training.evaluation.evaluate import Evaluation
+from vorox.training.inference.language_model import LanguageModel
+from vorox.training.inference.model_source import weights_directory
 
 if TYPE_CHECKING:
     from vorox.api.runs import Run
@@ -57,22 +65,24 @@ def load_model(
     step: int | None = None,
     root: str | Path = "runs",
     device: str | None = None,
+    weights: Weights = "model",
 ) -> Model:
     """Load the model of a checkpoint.
 
     Args:
-        source: A run returned by ``open_run``; the path of a run directory or of a checkpoint in one; a run id or a
-            unique part of it; or ``latest``.
+        source: A run returned by ``open_run``; the path of a run directory, of a checkpoint in one or of averaged or
+            pruned weights; a run id or a unique part of it; or ``latest``.
         step: Step of the checkpoint. ``None``: the newest valid one.
         root: Directory of the runs, where an id or ``latest`` is looked up.
         device: Replaces the run's ``runtime.device``, for example ``cpu``.
+        weights: ``ema`` for the moving average of the parameters (``train.ema_decay``).
 
     Raises:
         ConfigError: The run or checkpoint does not exist, or the run's backend is not installed.
         CheckpointError: The checkpoint is corrupt.
     """
     name = source if isinstance(source, str | Path) else source.directory
-    return find_model(str(name), step=step, root=root, device=device, on_corrupt=_warn_of_corrupt)
+    return find_model(str(name), step=step, root=root, device=device, weights=weights, on_corrupt=_warn_of_corrupt)
 
 
 def find_model(
@@ -82,17 +92,25 @@ def find_model(
     root: str | Path,
     device: str | None,
     on_corrupt: Callable[[Path, Exception], None],
+    weights: Weights = "model",
 ) -> Model:
     """Load a model like ``load_model``, and call ``on_corrupt`` with each corrupt checkpoint that is skipped."""
-    path = _checkpoint_named(name)
-    directory = find_run(root, name) if path is None else path.parent.parent
+    derived = find_derived(name, step)
+    if derived is not None:
+        config = derived_config(derived)
+        if device is not None:
+            config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"device": device})})
+        engine, spec = open_engine(config, derived), spec_from_json(derived.metadata["spec"])
+        read = read_weights if weights == "model" else read_average  # derived weights have none
+        engine.import_weights(read(derived.path, spec))
+        tokenizer = load_tokenizer(derived.path, end_of_text=config.tokenizer.end_of_text)
+        return Model(config, engine, tokenizer, spec, derived.step)
+    directory, checkpoint = find_checkpoint_named(name, step, root, on_corrupt)
     config = recorded_config(directory, [] if device is None else [f"runtime.device={device}"])
-    if path is not None and step is None:
-        checkpoint = verify(path)
-    else:
-        checkpoint = find_checkpoint(directory, step, on_corrupt=on_corrupt)
     engine = open_engine(config, checkpoint)
     engine.load(checkpoint.path)
+    if weights == "ema":
+        exchange_average(engine, config)
     tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
     spec = spec_from_json(checkpoint.metadata["spec"])
     return Model(config, engine, tokenizer, spec, checkpoint.step, checkpoint.path)
@@ -187,6 +205,36 @@ class Model(LanguageModel):
         self.engine.import_weights(({**self.weights(), **weights}).items())
 
 
+def find_derived(name: str, step: int | None = None) -> Checkpoint | None:
+    """Return the averaged or pruned weights in a directory, verified; ``None`` if ``name`` is not one.
+
+    Raises:
+        ConfigError: A step is named.
+    """
+    path = Path(name)
+    if not (path / MANIFEST_NAME).is_file() or not is_derived(read_manifest(path)["metadata"]):
+        return None
+    if step is not None:
+        raise ConfigError("Averaged or pruned weights have no steps", where=name, hint="leave the step out")
+    return verify(path)
+
+
+def derived_config(derived: Checkpoint) -> RunConfig:
+    """Return the configuration of the run whose checkpoints were averaged or pruned."""
+    return config_from_record(derived.metadata["settings"])
+
+
+def find_checkpoint_named(
+    name: str, step: int | None, root: str | Path, on_corrupt: Callable[[Path, Exception], None]
+) -> tuple[Path, Checkpoint]:
+    """Return a run, by name or by the path of one of its checkpoints, and the checkpoint (see ``find_checkpoint``)."""
+    path = _checkpoint_named(name)
+    if path is not None and step is None:
+        return path.parent.parent, verify(path)
+    directory = find_run(root, name) if path is None else path.parent.parent
+    return directory, find_checkpoint(directory, step, on_corrupt=on_corrupt)
+
+
 def _checkpoint_named(name: str) -> Path | None:
     """Return the path of a checkpoint directory in a run; ``None`` if ``name`` is not one."""
     path = Path(name)
@@ -226,9 +274,20 @@ def find_checkpoint(
 
 
 def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
-    """Create an engine for the model of a checkpoint; the caller loads the weights."""
+    """Create an engine for the model of a checkpoint; the caller loads the weights.
+
+    It runs in this process, also for a run of several. Its loss is the cross entropy, also of a run with DPO, whose
+    reference is not read.
+    """
+    config = backends.config_for_one_process(config)
+    if config.loss.name == "dpo":
+        config = config.model_copy(update={"loss": LossConfig()})
     spec = spec_from_json(checkpoint.metadata["spec"])
-    return backends.load(config.backend).create(config, spec, DistributedContext())
+    if isinstance(spec, AdapterSpec):
+        check_base(config, spec, base_fingerprint(weights_directory(config)))
+    engine = backends.load(config.backend).create(config, spec, DistributedContext())
+    load_base(config, spec, engine)
+    return engine
 
 
 def _warn_of_corrupt(path: Path, error: Exception) -> None:

@@ -21,11 +21,13 @@ from vorox.data.provenance_queries import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
 from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 from vorox.training.dataloading import validation_set
-from vorox.training.resume import config_in_force
+from vorox.training.evaluation.document_losses import DocumentLoss, document_losses
+from vorox.training.inference.language_model import LanguageModel
+from vorox.training.resume_settings import config_in_force
 
-__all__ = ["Occurrence", "RowOrigin", "Run", "open_run"]
+__all__ = ["DocumentLoss", "Occurrence", "RowOrigin", "Run", "open_run"]
 
 
 def open_run(run: str | Path = "latest", *, root: str | Path = "runs") -> Run:
@@ -107,15 +109,41 @@ class Run:
             ConfigError: The plan does not cover one of the steps.
             DataError: A cache is missing or damaged.
         """
+        return self._batches(*self._step_range(first_step, num_steps, "Run.batches"))
+
+    def document_losses(
+        self, model: LanguageModel, first_step: int = 1, num_steps: int | None = None
+    ) -> list[DocumentLoss]:
+        """Return the mean loss of every document in the batches of consecutive steps under a model, highest first.
+
+        Args:
+            model: The model, such as ``load_model(run, step=1000)``.
+            first_step: First step, from 1.
+            num_steps: Number of steps. ``None``: all steps up to the last one that the plan covers.
+
+        Raises:
+            ConfigError: The plan does not cover one of the steps, or the run trains on preference pairs.
+            DataError: A cache is missing or damaged.
+        """
+        if self.config.loss.name == "dpo":
+            raise ConfigError(
+                "A run on preference pairs has no loss of single documents", where=str(RunLayout(self.directory).config)
+            )
+        steps = self._step_range(first_step, num_steps, "Run.document_losses")
+        return document_losses(model.engine, self._batches(*steps, micro_batch_sequences=1), self.where)
+
+    def _step_range(self, first_step: int, num_steps: int | None, where: str) -> tuple[int, int]:
+        """Return first and last step, which the plan covers."""
         data = self._data
         last_step = data.num_steps if num_steps is None else first_step + num_steps - 1
         if last_step < first_step:
-            raise ConfigError(f"num_steps={num_steps} is too small", where="Run.batches", hint="use 1 or more")
-        first_position = data.positions_of_step(first_step)[0]
-        data.positions_of_step(last_step)
-        return self._batches(first_step, last_step, first_position)
+            raise ConfigError(f"num_steps={num_steps} is too small", where=where, hint="use 1 or more")
+        for step in (first_step, last_step):
+            data.positions_of_step(step)
+        return first_step, last_step
 
-    def _batches(self, first_step: int, last_step: int, first_position: int) -> Iterator[Batch]:
+    def _batches(self, first_step: int, last_step: int, micro_batch_sequences: int | None = None) -> Iterator[Batch]:
+        first_position = self._data.positions_of_step(first_step)[0]
         plan, config = self._data.plan, config_in_force(self.directory, first_step - 1)[0]
         cursor = DataCursor(plan.digest, plan.num_events, first_step - 1, first_position, plan.start.seed)
         with open_batches(
@@ -124,7 +152,7 @@ class Run:
             shard=DataShard(),
             cursor=cursor,
             global_batch_sequences=config.train.global_batch_sequences,
-            micro_batch_sequences=config.train.micro_batch_sequences,
+            micro_batch_sequences=micro_batch_sequences or config.train.micro_batch_sequences,
             document_mask=config.data.document_mask,
             num_threads=0,
         ) as batches:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vorox.api.configuration import Configuration, Overrides, as_config
 from vorox.core.engine import Tap
-from vorox.data.corpus import PrepareProgress
+from vorox.data.cache.report import PrepareProgress
 from vorox.run import Outcome
 from vorox.run import train as train_run
 from vorox.training.display import Display

@@ -17,13 +17,14 @@ from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import Engine
 from vorox.core.environment import package_versions
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension
 from vorox.core.installation import install_command
 from vorox.core.rank_comparison import compare_ranks, first_difference, raise_difference
 from vorox.core.redaction import redact_value
 from vorox.core.rendezvous import Rendezvous
-from vorox.core.schema import RunConfig
+from vorox.core.schema import ParallelConfig, RunConfig
 from vorox.core.version import __version__
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import ARCHITECTURES
 from vorox.models.spec import ModelSpec
 
@@ -33,8 +34,16 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
 
+BACKENDS = tuple(sorted(_MODULES))
+
 _TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggingface_settings"}
 """Backends that compute models of transformers, with the module that resolves them."""
+
+_USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.user_model"}
+"""Backends that compute models by import path, with the module that resolves them."""
+
+_ONE_DEVICE_PER_PROCESS = frozenset({"torch"})
+"""Backends of which a process has one device; the others divide a model over all devices of a process."""
 
 _SECTIONS_WITH_COLLECTIVES = ("checkpoint.", "eval.")
 """Sections that are not part of a run's identity, but decide when the ranks exchange arrays."""
@@ -64,7 +73,7 @@ def check_installed(name: str) -> None:
         ConfigError: The backend is unknown, or one of its packages is not installed.
     """
     if name not in _MODULES:
-        raise ConfigError(f"Unknown backend {name!r}; available: {', '.join(sorted(_MODULES))}", where="backend")
+        raise ConfigError(f"Unknown backend {name!r}; available: {', '.join(BACKENDS)}", where="backend")
     missing = [package for package in _MODULES[name][1] if not _is_installed(package)]
     if missing:
         raise ConfigError(
@@ -83,6 +92,13 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(_MODULES[name][0]))
 
 
+def config_for_one_process(config: RunConfig) -> RunConfig:
+    """Return the configuration of an engine that one process creates from a run of several, to infer with its model."""
+    if config.backend not in _ONE_DEVICE_PER_PROCESS:
+        return config
+    return config.model_copy(update={"parallel": ParallelConfig()})
+
+
 def model_spec(
     config: RunConfig, values: Mapping[str, Any] | None, *, revision: str | None, tokenizer_vocab_size: int
 ) -> ModelSpec:
@@ -97,6 +113,15 @@ def model_spec(
     Raises:
         ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
     """
+    if is_extension(config.model.kind):
+        check_installed(config.backend)
+        name = _USER_MODELS.get(config.backend)
+        if name is None:
+            raise ConfigError(
+                f"model.kind={config.model.kind} needs backend={' or '.join(_USER_MODELS)}", where="backend",
+                hint="or train the native decoder (model.kind=decoder)",
+            )  # fmt: skip
+        return importlib.import_module(name).resolve(config, tokenizer_vocab_size=tokenizer_vocab_size)
     if values is None:
         return decoder_spec(
             config.model,
@@ -113,6 +138,23 @@ def model_spec(
         )  # fmt: skip
     module = importlib.import_module(name)
     return module.resolve(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
+
+
+def measured_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the model with measured activations, if it is one of transformers: no formula knows its modules.
+
+    Raises:
+        ConfigError: It is a model of the user.
+    """
+    if isinstance(spec, DecoderSpec):
+        return spec
+    if config.model.kind != "huggingface":
+        raise ConfigError(
+            f"The activations of model.kind={config.model.kind} are not known without running it", where="model.kind",
+            hint="measure them with a run of a few steps",
+        )  # fmt: skip
+    module = importlib.import_module(f"{_TRANSFORMERS[config.backend].rpartition('.')[0]}.activation_memory")
+    return module.measured(spec)
 
 
 def connect(config: RunConfig) -> DistributedContext:

@@ -15,8 +15,12 @@ from typing import Annotated
 import typer
 
 import vorox
-from vorox.cli import checkpoints, config, data, runs
+from vorox.cli import checkpoints, config, data, launch, runs
 from vorox.cli.arguments import OVERRIDES_CONTEXT
+from vorox.cli.chat import chat
+from vorox.cli.compress import compress
+from vorox.cli.dash import dash
+from vorox.cli.doctor import doctor
 from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.evaluate import evaluate
 from vorox.cli.export import export
@@ -24,8 +28,10 @@ from vorox.cli.generate import generate
 from vorox.cli.parity import parity
 from vorox.cli.plan import plan
 from vorox.cli.replay import replay
+from vorox.cli.serve import serve
 from vorox.cli.standard_streams import resilient_streams
 from vorox.cli.train import train
+from vorox.cli.tune import tune
 
 app = typer.Typer(
     name="vorox",
@@ -54,14 +60,21 @@ def _root(
 
 app.command(context_settings=OVERRIDES_CONTEXT)(train)
 app.command(context_settings=OVERRIDES_CONTEXT)(plan)
+app.command(context_settings=OVERRIDES_CONTEXT)(tune)
+app.add_typer(launch.app)
+app.command()(doctor)
 app.add_typer(data.app)
 app.add_typer(runs.app)
 app.add_typer(checkpoints.app)
 app.command()(replay)
 app.command(context_settings=OVERRIDES_CONTEXT)(parity)
 app.command()(generate)
+app.command()(chat)
+app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(compress)
+app.command()(dash)
 app.add_typer(config.app)
 
 

@@ -13,7 +13,9 @@ _EQUIVALENTS = {
     **dict.fromkeys(("text", "texts", "file", "input", "train_data", "train_file", "corpus", "d"), "--data PATH"),
     **dict.fromkeys(("val_data", "validation_file", "eval_data"),
                     "'data.validation.sources=[{name: held-out, format: txt, paths: [PATH]}]'"),
-    **dict.fromkeys(("gpu", "gpus", "cuda"), "--device cuda"),
+    **dict.fromkeys(("gpu", "cuda"), "--device cuda"),
+    **dict.fromkeys(("lora", "use_lora", "peft", "use_peft"), "adapter.kind=lora"),
+    **dict.fromkeys(("qlora", "load_in_4bit"), "adapter.kind=qlora"),
     **dict.fromkeys(("bf16", "amp", "mixed_precision"), "precision.dtype=bf16"),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "train.global_batch_sequences=ROWS (of a step)"),
     **dict.fromkeys(("model_name_or_path", "checkpoint", "pretrained"), "--from-weights DIRECTORY"),
@@ -24,11 +26,15 @@ _EQUIVALENTS = {
     "optimizer": "optimizer.name=adamw",
     "scheduler": "schedule.name=cosine",
     "wandb": "log.wandb=true",
+    "mlflow": "log.mlflow=true",
     "tensorboard": "log.tensorboard=true",
     "jax": "backend=jax",
     "torch": "backend=torch",
 }  # fmt: skip
 """Options of other trainers without a single equivalent setting, and what to write instead."""
+
+_DEVICE_COUNTS = ("gpus", "num_gpus", "n_gpu", "devices", "num_devices", "nproc_per_node", "num_processes")
+"""Options of other trainers for the number of devices."""
 
 OVERRIDES_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Typer context settings of commands that accept overrides."""
@@ -142,7 +148,10 @@ def _unknown_option(name: str, options: Sequence[str]) -> Exception:
     from vorox.core.config.synonyms import SYNONYMS
     from vorox.core.errors import ConfigError
 
-    equivalent = _EQUIVALENTS.get(name.lstrip("-").replace("-", "_"))
+    known = name.lstrip("-").replace("-", "_")
+    equivalent = _EQUIVALENTS.get(known)
+    if known in _DEVICE_COUNTS:
+        equivalent = "--hardware, for example h100x8" if "--hardware" in options else "--nproc N (a process for each)"
     if equivalent is not None:
         return ConfigError(f"Unknown option {name}", where=name, hint=f"write {equivalent}")
     own = (*options, "--config", "--data")

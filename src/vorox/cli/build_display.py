@@ -13,10 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from vorox.cli.humanize import count, duration, eta, percent, printable
 from vorox.core.pluralize import pluralize
+
+if TYPE_CHECKING:
+    from vorox.training.display import Display, Level, StepView
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
@@ -135,3 +138,28 @@ def _figures(rates: Mapping[str, float]) -> list[str]:
         smaller = (percent(rates[f"ratio_to_{name}"]) for name in ("uint32", "uint16"))
         figures.append("size {} of uint32, {} of uint16".format(*smaller))
     return figures
+
+
+class RunScreen:
+    """The display of a run, which closes the build display before it prints."""
+
+    def __init__(self, display: Display, build_display: BuildDisplay) -> None:
+        self._display, self._build_display = display, build_display
+
+    def step(self, view: StepView) -> None:
+        self._build_display.close()
+        self._display.step(view)
+
+    def message(self, text: str, level: Level = "info") -> None:
+        self._build_display.close()
+        self._display.message(text, level)
+
+    def sample(self, prompt: str, completion: str) -> None:
+        self._display.sample(prompt, completion)
+
+    def waiting(self, text: str | None) -> None:
+        self._display.waiting(text)
+
+    def close(self) -> None:
+        self._build_display.close()
+        self._display.close()

@@ -1,4 +1,4 @@
-"""``vorox checkpoints``: list, verify, remove and request checkpoints."""
+"""``vorox checkpoints``: list, verify, sign, remove, average and request checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from vorox.training.mirror import Contents
 
 app = typer.Typer(
-    name="checkpoints", help="List, verify, remove and request checkpoints.", no_args_is_help=True, add_completion=False
+    name="checkpoints",
+    help="List, verify, sign, remove, average and request checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 _POLL_SECONDS = 0.2
@@ -100,6 +103,9 @@ def verify(
         bool,
         typer.Option("--restore", help="First restore quarantined checkpoints that verify successfully."),
     ] = False,
+    public_key: Annotated[
+        Path | None, typer.Option("--public-key", metavar="FILE", help="Also verify signatures by this key (PEM).")
+    ] = None,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
@@ -107,7 +113,7 @@ def verify(
     from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
     from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints, verify_checkpoint
-    from vorox.training.checkpoint_store import none_valid_error
+    from vorox.training.checkpoints.store import none_valid_error
 
     directory = find_run(root, run)
     if restore:
@@ -137,10 +143,49 @@ def verify(
         )
     if not any(entry.state == "valid" for entry in found):
         raise none_valid_error(directory, "all are quarantined", "this run" if step is None else f"step {step:,}")
+    if public_key is not None:
+        _verify_signatures(directory, [entry.step for entry in found if entry.state == "valid"], public_key, as_json)
+
+
+def _verify_signatures(directory: Path, steps: list[int], public_key: Path, as_json: bool) -> None:
+    from vorox.training.checkpoints.signature import load_public_key, verify_signature
+
+    key = load_public_key(public_key)
+    signatures = [verify_signature(directory, step, key) for step in steps]
+    text = f"{pluralize(len(signatures), 'signature')} by key {signatures[0].key_id[:16]} verified."
+    typer.echo(text, err=as_json)
+
+
+@app.command()
+def sign(
+    run: RunName,
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Private key (PEM): Ed25519 or ECDSA P-256.")],
+    step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Sign the checkpoints of a run: all their files, and the replay chain up to their steps."""
+    from vorox.core.errors import ConfigError
+    from vorox.core.run_lookup import find_run, run_argument
+    from vorox.training.checkpoints.signature import load_private_key, sign_checkpoint
+    from vorox.training.checkpoints.store import step_directories
+
+    directory = find_run(root, run)
+    steps = [known for known in step_directories(directory) if step is None or known == step]
+    if not steps:
+        what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
+        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {run_argument(directory)}")
+    private_key = load_private_key(key)
+    signatures = [sign_checkpoint(directory, known, private_key) for known in steps]
+    if as_json:
+        print_json([{"step": one.step, "path": str(one.path), "key_id": one.key_id} for one in signatures])
+        return
+    for one in signatures:
+        typer.echo(f"Signed step {one.step:,} by key {one.key_id[:16]}: {one.path}")
 
 
 def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
-    from vorox.training.checkpoint_store import restore_quarantined
+    from vorox.training.checkpoints.store import restore_quarantined
 
     found = restore_quarantined(directory)
     for entry in found:
@@ -175,6 +220,46 @@ def remove(
 
 
 @app.command()
+def average(
+    run: RunName,
+    to: Annotated[Path, typer.Option("--to", help="New directory.")],
+    steps: Annotated[
+        list[str] | None, typer.Argument(metavar="[STEP ...]", help="Steps, or directory names.", show_default=False)
+    ] = None,
+    last: Annotated[int | None, typer.Option("--last", min=2, help="Average this many of the newest.")] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Average the weights of checkpoints into a directory for --from-weights, export and vorox.load_model."""
+    from vorox.core.atomic import make_directory
+    from vorox.core.errors import ConfigError
+    from vorox.core.run_lookup import find_run
+    from vorox.experiments.artifacts import find_checkpoints
+    from vorox.training.checkpoints.average import average_checkpoints
+    from vorox.training.checkpoints.derived import AVERAGED
+    from vorox.training.checkpoints.store import step_directories
+
+    directory = find_run(root, run)
+    if (last is None) == (not steps):
+        raise ConfigError("Name the steps to average, or set --last, not both", where="checkpoints average")
+    paths = [entry.path for entry in find_checkpoints(directory, steps or [])]
+    if last is not None:
+        paths = list(step_directories(directory).values())[-last:]
+        if len(paths) < last:
+            raise ConfigError(
+                f"Run has {pluralize(len(paths), 'checkpoint')}, not {last}", where=str(directory),
+                hint="average fewer, or train with a larger checkpoint.keep_last",
+            )  # fmt: skip
+    make_directory(to.absolute().parent)
+    found = average_checkpoints(paths, to)
+    if as_json:
+        print_json({"run": directory.name, "path": str(found.path), "steps": found.metadata[AVERAGED]})
+        return
+    averaged = ", ".join(f"{step:,}" for step in found.metadata[AVERAGED])
+    typer.echo(f"{found.path}: the mean of the weights of steps {averaged}")
+
+
+@app.command()
 def save(
     run: RunName,
     wait_seconds: Annotated[
@@ -189,7 +274,7 @@ def save(
     from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints
-    from vorox.training.checkpoint_store import request_save
+    from vorox.training.checkpoints.store import request_save
 
     directory = find_run(root, run)
     layout = RunLayout(directory)
@@ -228,7 +313,12 @@ def save(
 def _print(found: list[CheckpointSummary], as_json: bool) -> None:
     if as_json:
         print_json([_json(entry) for entry in found])
-        return
+    else:
+        print_checkpoints(found)
+
+
+def print_checkpoints(found: list[CheckpointSummary]) -> None:
+    """Print a table of checkpoints."""
     rows = [
         [
             entry.name,

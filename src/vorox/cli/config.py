@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vorox.cli.arguments import OVERRIDES_CONTEXT, ParsedArguments, parse_arguments
+from vorox.cli.output import AsJson, print_wrapped
 
 if TYPE_CHECKING:
     from vorox.core.config import ConfigSource, ResolvedConfig
@@ -22,7 +23,6 @@ app = typer.Typer(
 )
 
 ConfigArguments = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [a.b=v ...]", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
@@ -119,7 +119,7 @@ def source_and_overrides(parsed: ParsedArguments, *, is_quiet: bool = False) -> 
     ]
     text = detect_source(parsed.data, {name: value for name, _, value in (word.partition("=") for word in given)})
     if not is_quiet:
-        typer.echo(text.summary, err=True)
+        print_wrapped(text.summary.split("\n"), err=True)
     is_base = any(word.removeprefix("--").startswith("preset=") for word in overrides)
     if source is not None or is_base:
         return source, [f"data.sources={json.dumps([text.source])}", *overrides]
@@ -141,7 +141,7 @@ def configuration_source(name: str) -> str | Path:
     from vorox.core.run_lookup import find_run
 
     path = Path(name)
-    if name in run_presets() or (path.is_file() and path.suffix.lower() in _CONFIGURATION_ENDINGS):
+    if name in run_presets() or (path.is_file() and path.suffix.lower() in CONFIGURATION_ENDINGS):
         return name
     try:
         return RunLayout(find_run("runs", name)).config
@@ -154,7 +154,7 @@ def configuration_source(name: str) -> str | Path:
         return name  # load_config reports the alternatives
 
 
-_CONFIGURATION_ENDINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".py"})
+CONFIGURATION_ENDINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".py"})
 
 
 def _explanation_lines(explanation: Explanation) -> list[str]:

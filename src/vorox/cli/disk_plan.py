@@ -30,7 +30,7 @@ def disk_lines(
         DoesNotFitError: The free space is not sufficient.
     """
     from vorox.core.errors import DoesNotFitError
-    from vorox.training.checkpoint_store import step_directories
+    from vorox.training.checkpoints.store import step_directories
     from vorox.training.disk_space import checkpoint_space, free_bytes, too_little_space
 
     steps = step_directories(directory)

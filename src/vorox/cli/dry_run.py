@@ -8,18 +8,21 @@ with "about".
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vorox.cli import humanize
 from vorox.cli.disk_plan import disk_lines
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
+    from vorox.cli.data_growth import DataGrowth
     from vorox.core.schema import RunConfig
+    from vorox.data.cache.reader import CacheReader
     from vorox.data.source_listing import ListedSources
     from vorox.data.text.holdout import Split
     from vorox.data.text.sources import Source
@@ -42,11 +45,15 @@ _BYTES_PER_TOKEN = {
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """The cache of one split of one source; ``rows`` is ``None`` until it is built."""
+    """The cache of one split of one source; ``reader`` is ``None`` until it is built."""
 
     name: str
-    rows: int | None
+    reader: CacheReader | None
     text_bytes: int
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.reader is None else self.reader.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,53 +67,99 @@ class _Text:
     exact: bool
 
 
-def describe(config: RunConfig, resume_from: str | Path, named_keys: Collection[str] = ()) -> Iterator[str]:
-    """Yield the lines of a dry run.
+@dataclass(frozen=True)
+class RunPreview:
+    """The plan of a run.
 
-    Raises:
-        VoroxError: The error that would end the run before its first step.
+    Attributes:
+        config: Its configuration.
+        resume_from: As ``run.train`` takes it.
+        named_keys: Settings given with the command.
     """
-    from vorox.core.config import config_digest
-    from vorox.core.run_context import expected_directory
-    from vorox.data.cache_location import cache_root
-    from vorox.run import is_fresh, resolve_model
-    from vorox.training.startup import check_resume
-    from vorox.training.weights_source import check_weights
 
-    yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
-    yield f"run            {_run_line(config, resume_from)}"
-    if config.checkpoint.mirror is not None:
-        yield f"mirror         {_mirror_line(config.checkpoint.mirror)}"
-    fresh = is_fresh(config, resume_from)
-    if fresh:
-        check_weights(config)
-    directory, exists = expected_directory(config, resume_from)
-    if exists:
-        checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
-        check_resume(config, directory, checkpoint, named_keys, config.train.num_steps)
-    text = _inspect_text(config)
-    yield from _text_lines(config, text)
-    if fresh and text.listed.tokenizer is not None:
-        check_weights(config, tokenizer=text.listed.tokenizer)
-    spec = resolve_model(config, text.vocab_size)
-    yield from _model_lines(config, spec)
-    yield from _batch_lines(config)
-    yield from _length_lines(config, text)
-    yield from disk_lines(
-        config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
-        directory=directory, cache_root=cache_root(config.data),
-    )  # fmt: skip
-    engine, facts = _probe_engine(config, spec)
-    yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-    yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
-    yield "Nothing was built or written."
+    config: RunConfig
+    resume_from: Literal["auto", "never"] | Path
+    named_keys: Collection[str] = ()
+
+    @functools.cached_property
+    def text(self) -> _Text:
+        """The text of the run; the sources are listed when it is first needed."""
+        return _inspect_text(self.config)
+
+    @functools.cached_property
+    def growth(self) -> DataGrowth | None:
+        """How the data grew since the run started, if it did and is cached."""
+        from vorox.cli.data_growth import find_growth
+        from vorox.core.run_context import expected_directory
+        from vorox.training.checkpoints.store import step_directories
+
+        directory, exists = expected_directory(self.config, self.resume_from)
+        steps = step_directories(directory) if exists else {}
+        if not steps or self.config.data.mode == "streaming" or not self.text.exact:
+            return None
+        readers = [cache.reader for cache in self.text.caches if cache.reader and cache.name.endswith(" train")]
+        return find_growth(self.config, steps[max(steps)], readers)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a report.
+
+        Raises:
+            VoroxError: The error that would end the run before its first step.
+        """
+        from vorox.core.config import config_digest
+        from vorox.core.run_context import expected_directory
+        from vorox.data.cache_location import cache_root
+        from vorox.run import is_fresh, resolve_model
+        from vorox.training.checkpoints.weights_source import check_weights
+        from vorox.training.evaluation.scheduled_tasks import check_tasks
+        from vorox.training.startup import check_resume
+        from vorox.training.teacher import find_teacher
+
+        config, resume_from = self.config, self.resume_from
+        yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
+        yield f"run            {_run_line(config, resume_from)}"
+        if config.checkpoint.mirror is not None:
+            yield f"mirror         {_mirror_line(config.checkpoint.mirror)}"
+        fresh = is_fresh(config, resume_from)
+        if fresh:
+            check_weights(config)
+            if config.train.from_weights is not None:
+                yield f"weights        {config.train.from_weights}"
+        directory, exists = expected_directory(config, resume_from)
+        if exists:
+            checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
+            check_resume(config, directory, checkpoint, self.named_keys, config.train.num_steps)
+        text = self.text
+        yield from _text_lines(config, text)
+        if fresh and text.listed.tokenizer is not None:
+            check_weights(config, tokenizer=text.listed.tokenizer)
+        spec, tokenizer = resolve_model(config, text.vocab_size), text.listed.tokenizer
+        find_teacher(config, None if tokenizer is None else spec, tokenizer)
+        if config.train.distillation.teacher is not None:
+            yield f"teacher        {config.train.distillation.teacher}"
+        if config.eval.tasks:
+            check_tasks(config)
+            yield f"tasks          {', '.join(config.eval.tasks)}"
+        yield from _model_lines(config, spec)
+        yield from _batch_lines(config)
+        yield from _length_lines(config, text)
+        if self.growth is not None:
+            yield from self.growth.lines()
+        yield from disk_lines(
+            config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
+            directory=directory, cache_root=cache_root(config.data),
+        )  # fmt: skip
+        engine, facts = _probe_engine(config, spec)
+        yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+        yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
+        yield "Nothing was built or written."
 
 
 def _run_line(config: RunConfig, resume_from: str | Path) -> str:
     from vorox.core.lock import lock_holder
     from vorox.core.run_context import expected_directory
     from vorox.core.run_layout import RunLayout
-    from vorox.training.checkpoint_store import step_directories
+    from vorox.training.checkpoints.store import step_directories
 
     directory, exists = expected_directory(config, resume_from)
     if not exists:
@@ -145,17 +198,17 @@ def _inspect_text(config: RunConfig) -> _Text:
     num_tokens, exact = 0.0, True
     for source in listed.train:
         held_out = held_out_bytes(source)
-        rows = _rows_ready(config, source, "train", listed.tokenizer, root)
-        caches.append(_Cache(f"{source.config.name} train", rows, source.size_bytes - held_out))
+        reader = _open_ready(config, source, "train", listed.tokenizer, root)
+        caches.append(_Cache(f"{source.config.name} train", reader, source.size_bytes - held_out))
         guess = (source.size_bytes - held_out) / _bytes_per_token(config, source)
-        num_tokens += guess if rows is None else rows * config.data.sequence_length_tokens
-        exact = exact and rows is not None
+        num_tokens += guess if reader is None else reader.num_rows * config.data.sequence_length_tokens
+        exact = exact and reader is not None
         if held_out and not listed.validation:
-            rows = _rows_ready(config, source, "validation", listed.tokenizer, root)
-            caches.append(_Cache(f"{source.config.name} validation", rows, held_out))
+            reader = _open_ready(config, source, "validation", listed.tokenizer, root)
+            caches.append(_Cache(f"{source.config.name} validation", reader, held_out))
     for source in listed.validation:
-        rows = _rows_ready(config, source, "validation", listed.tokenizer, root)
-        caches.append(_Cache(f"{source.config.name} validation", rows, source.size_bytes))
+        reader = _open_ready(config, source, "validation", listed.tokenizer, root)
+        caches.append(_Cache(f"{source.config.name} validation", reader, source.size_bytes))
     vocab_size = listed.tokenizer.vocab_size if listed.tokenizer is not None else _guessed_vocabulary(config)
     return _Text(listed, tuple(caches), vocab_size, num_tokens, exact)
 
@@ -168,8 +221,10 @@ def _guessed_vocabulary(config: RunConfig) -> int:
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 128
 
 
-def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Tokenizer | None, root: Path) -> int | None:
-    """Return the rows of a complete cache; ``None`` if it is still to be built."""
+def _open_ready(
+    config: RunConfig, source: Source, split: Split, tokenizer: Tokenizer | None, root: Path
+) -> CacheReader | None:
+    """Open a complete cache; ``None`` if it is still to be built."""
     from vorox.data.cache.reader import CacheReader
     from vorox.data.cache.recipe import RECIPE_NAME
     from vorox.data.cache_location import find_location
@@ -186,7 +241,7 @@ def _rows_ready(config: RunConfig, source: Source, split: Split, tokenizer: Toke
     manifest = Manifest.open(directory)
     if manifest.planned_units == 0 or len(manifest.missing_units()):
         return None
-    return CacheReader.open(directory, recipe).num_rows
+    return CacheReader.open(directory, recipe)
 
 
 def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
@@ -296,7 +351,10 @@ def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str,
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.schema.model import ModelConfig
     from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+    from vorox.models.optimizer_groups import optimizer_groups
 
+    optimizer_groups(spec, config.optimizer)  # names that one layer does not have
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"groups": ()})})
     if isinstance(spec, DecoderSpec):
         width = spec.head_dim
     else:  # its own settings were checked when its description was resolved
@@ -305,6 +363,8 @@ def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str,
     small = replace(
         spec, num_layers=1, num_heads=1, num_kv_heads=1, hidden_size=width, intermediate_size=width, vocab_size=256
     )
+    if config.parallel.kind == "native":  # a dry run is one process, and plans for all
+        config = backends.config_for_one_process(config)
     engine = backends.load(config.backend).create(config, small, DistributedContext())
     return engine.name, {name: value for name, value in engine.environment().items() if name != "engine"}
 
@@ -313,7 +373,8 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
     import psutil
 
-    from vorox.models.memory_estimate import check_host_memory, planned_memory
+    from vorox.models.memory_advice import check_host_memory
+    from vorox.models.memory_estimate import planned_memory
 
     estimate = planned_memory(spec, config)
     parts = {

@@ -8,8 +8,11 @@ VARIABLES = (
     "VOROX_CACHE",
     "VOROX_COORDINATOR",
     "VOROX_METADATA_DSN",
+    "VOROX_NODE_COUNT",
+    "VOROX_NODE_INDEX",
     "VOROX_PROCESS_COUNT",
     "VOROX_PROCESS_INDEX",
+    "VOROX_TOKEN",
 )
 """The variables that Vorox reads."""
 

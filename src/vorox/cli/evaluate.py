@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, WeightsOption, print_json, print_table
 
 if TYPE_CHECKING:
-    from vorox.training.task_evaluation import TaskResult
+    from vorox.training.evaluation.task_evaluation import TaskResult
 
 
 def evaluate(
     run: RunName,
-    tasks: Annotated[str, typer.Option("--tasks", "-t", help="Tasks, groups or tags, separated by commas.")],
+    tasks: Annotated[str, typer.Option("--tasks", "-t", help="Tasks, groups, tags or YAML files, by commas.")],
     task_path: Annotated[
         Path | None, typer.Option("--task-path", help="Directory of YAML tasks, besides those of the harness.")
     ] = None,
@@ -24,6 +23,7 @@ def evaluate(
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0, help="Time budget; unfinished tasks have no result.")
     ] = None,
+    weights: WeightsOption = "model",
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences per batch.")] = 16,
     step: Annotated[
         int | None, typer.Option("--step", help="Checkpoint to evaluate. Default: the newest valid one.")
@@ -33,22 +33,24 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint on tasks of lm-evaluation-harness, and record the results in the run."""
-    import hashlib
-
     from vorox.api.model import find_model
     from vorox.cli.generate import report_skipped
-    from vorox.core.atomic import MANIFEST_NAME
     from vorox.core.errors import ConfigError
-    from vorox.experiments.task_results import write_task_results
-    from vorox.training.task_evaluation import evaluate_tasks, load_tasks
+    from vorox.experiments.task_results import checkpoint_sha256, write_task_results
+    from vorox.training.evaluation.task_evaluation import evaluate_tasks, records_of, time_budget
+    from vorox.training.evaluation.task_loading import load_tasks
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise ConfigError("No task is named", where="--tasks", hint="for example --tasks hellaswag,lambada_openai")
     loaded = load_tasks(names, task_path)  # a mistake is reported before the model is loaded
-    model = find_model(run, step=step, root=root, device=device, on_corrupt=report_skipped)
-    assert model.path is not None, "a model that was found has a checkpoint"
-    sha256 = hashlib.sha256((model.path / MANIFEST_NAME).read_bytes()).hexdigest()
+    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    if model.path is None:
+        raise ConfigError(
+            "Results are recorded in a run, and an average belongs to none", where=run,
+            hint="train from it with --from-weights, or evaluate its export with lm-evaluation-harness",
+        )  # fmt: skip
+    sha256 = checkpoint_sha256(model.path)
     if not as_json:
         typer.echo(f"{model.run_directory.name}: step {model.step:,}, checkpoint manifest sha256:{sha256}")
 
@@ -58,9 +60,9 @@ def evaluate(
 
     results, unfinished = evaluate_tasks(
         model, loaded, limit=limit, batch_size=batch_size,
-        seconds=None if minutes is None else minutes * 60, on_result=report,
+        check=time_budget(None if minutes is None else minutes * 60), on_result=report,
     )  # fmt: skip
-    found = {result.task: {**asdict(result), "limit": limit} for result in results}
+    found = records_of(results, limit, weights)
     path, has_metrics = write_task_results(model.run_directory, model.step, sha256, found)
     if as_json:
         print_json({

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, WeightsOption, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +26,15 @@ def generate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: all.")] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this probability together.")
+    ] = 1.0,
     num_samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed. Default: the run's.")] = None,
     step: Annotated[
         int | None, typer.Option("--step", help="Checkpoint to use. Default: the newest valid one.")
     ] = None,
+    weights: WeightsOption = "model",
     device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
@@ -39,14 +43,14 @@ def generate(
     from vorox.api.model import find_model
     from vorox.cli.humanize import printable
     from vorox.core.errors import ConfigError
-    from vorox.training.sampling import complete
+    from vorox.training.evaluation.sampling import complete
 
-    model = find_model(run, step=step, root=root, device=device, on_corrupt=report_skipped)
+    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
     given = [*(texts or ()), *(prompts or ())] or list(model.config.eval.prompts)
     chosen = [text for text in given for _ in range(num_samples)]
     if not chosen:
         raise ConfigError("No prompt is given", where="--prompt", hint='add -p "def main("')
-    settings = model.sampling_settings(num_tokens, temperature, top_k, seed)
+    settings = model.sampling_settings(num_tokens, temperature, top_k, seed, top_p)
     found = complete(model.engine, model.tokenizer, chosen, settings)
     if as_json:
         completions = [{"prompt": prompt, "completion": text} for prompt, text in found]

@@ -7,14 +7,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
+
+from vorox.cli import humanize
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run id or prefix, a path, or 'latest' (with a checkpoint).")
 ]
 Root = Annotated[str, typer.Option("--root", help="Parent directory of runs (run.directory).")]
+WeightsOption = Annotated[
+    Literal["model", "ema"], typer.Option(help="ema: the moving average of the weights (train.ema_decay).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -29,9 +34,9 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(json.loads(encode({"value": value}))["value"], indent=2))
 
 
-def terminal_width() -> int | None:
-    """Return the columns of the terminal, or ``None`` if standard output is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Return the columns of the terminal, or ``None`` if the stream (default: standard output) is not a terminal."""
+    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "", optional: str = "") -> None:
@@ -88,24 +93,37 @@ def _truncate_middle(text: str, size: int) -> str:
     return f"{text[: size - 1 - end]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - end :]}"
 
 
-def print_wrapped(lines: Iterable[str], *, plain_columns: int | None = None, indent_columns: int | None = None) -> None:
+def print_wrapped(
+    lines: Iterable[str], *, plain_columns: int | None = None, indent_columns: int | None = None, err: bool = False
+) -> None:
     """Print lines; long ones are wrapped between words and indented.
 
     Args:
         lines: What to print.
         plain_columns: Width without a terminal; ``None``: do not wrap.
         indent_columns: Indentation of continuation lines; ``None``: four columns more than the first line.
+        err: Print to standard error.
     """
-    width = terminal_width() or plain_columns
+    width = (terminal_width(sys.stderr) if err else terminal_width()) or plain_columns
     for line in lines:
         if width is None or len(line) <= width:
-            typer.echo(line)
+            typer.echo(line, err=err)
             continue
         indent = " " * (len(line) - len(line.lstrip()) + 4 if indent_columns is None else indent_columns)
         for part in textwrap.wrap(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ):
-            typer.echo(part)
+            typer.echo(part, err=err)
+
+
+def print_text(text: str) -> None:
+    """Print the text of a document behind a bar; on a terminal, long lines continue on the next."""
+    indent = "    \N{BOX DRAWINGS LIGHT VERTICAL} "
+    width = terminal_width()
+    for line in humanize.printable(text).split("\n"):
+        size = len(line) if width is None else max(1, width - len(indent))
+        for start in range(0, len(line), size) if line else [0]:
+            typer.echo(indent + line[start : start + size])
 
 
 def confirm(question: str, *, yes: bool) -> None:

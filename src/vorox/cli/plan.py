@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vorox.cli import humanize
 from vorox.cli.arguments import parse_arguments
-from vorox.cli.output import AsJson, print_json
+from vorox.cli.output import AsJson, print_json, print_wrapped
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
@@ -44,21 +45,21 @@ def plan(
     ] = 0.4,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate memory, speed, duration and disk of a run on some hardware; nothing is read, built or written.
+    """Estimate memory, speed, duration and disk of a run on some hardware; nothing is built or written.
 
     Exit code 3 if the run does not fit; settings that do are listed.
     """
     from vorox.cli.config import source_and_overrides
-    from vorox.core.config import load_config
     from vorox.core.errors import ConfigError, DoesNotFitError
     from vorox.runtime.hardware import named_hardware, this_machine
+    from vorox.training.checkpoints.weights_source import load_config_with_weights
     from vorox.training.resource_plan import plan_resources
 
     parsed = parse_arguments(arguments, options=("--hardware", "--mfu", "--json"), max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="plan", hint="for example `vorox plan gpt2-124m`")
-    config = load_config(*source_and_overrides(parsed))
-    spec = _model(config)
+    config = load_config_with_weights(*source_and_overrides(parsed))
+    spec = planned_model(config)
     devices = (
         this_machine(use_gpus=config.runtime.device in {"auto", "cuda"})
         if hardware is None
@@ -74,7 +75,7 @@ def plan(
     if as_json:
         print_json(_as_json(found, mfu))
     else:
-        typer.echo("\n".join(_lines(found, spec, mfu)))
+        print_wrapped(_lines(found, spec, mfu), indent_columns=15)
     if not found.fits:
         raise DoesNotFitError(
             f"A device needs about {humanize.size(found.memory_bytes)} and has "
@@ -85,18 +86,27 @@ def plan(
 
 def _hint(found: ResourcePlan) -> str:
     if not found.alternatives:
+        if found.config.model.kind == "huggingface" and found.config.adapter.kind != "qlora":
+            return "set adapter.kind=qlora, lower data.sequence_length_tokens, or use more or larger devices"
         return "lower model.num_layers, model.hidden_size or data.sequence_length_tokens, or use more or larger devices"
     return f"set {' '.join(found.alternatives[0].settings)}"
 
 
-def _model(config: RunConfig) -> ModelSpec:
-    from vorox.models.decoder_spec import decoder_spec
+def planned_model(config: RunConfig) -> ModelSpec:
+    """Return the model of a configuration, from its settings and the ``config.json`` that they name.
 
-    return decoder_spec(
-        config.model,
-        tokenizer_vocab_size=_vocabulary(config),
-        sequence_length_tokens=config.data.sequence_length_tokens,
-    )
+    Raises:
+        ConfigError: Its size depends on the text, or its activations are not known in advance.
+    """
+    from vorox import backends
+    from vorox.training.inference.model_source import find_model
+
+    values = revision = None
+    if config.model.kind == "huggingface":
+        found = find_model(config)
+        values, revision = found.values, found.commit
+    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=_vocabulary(config))
+    return backends.measured_spec(config, spec)
 
 
 def _vocabulary(config: RunConfig) -> int:
@@ -105,15 +115,17 @@ def _vocabulary(config: RunConfig) -> int:
     from vorox.data.tokenizers.loading import load
 
     tokenizer = config.tokenizer
+    if config.model.kind == "huggingface":
+        return 1  # the embedding of the model has its rows
     if tokenizer.kind in {"bpe", "none"}:
         return tokenizer.vocab_size
     if tokenizer.kind == "byte":
         return 257
-    if tokenizer.kind == "file" and tokenizer.path is not None:
+    if tokenizer.kind == "file" and tokenizer.path is not None and Path(tokenizer.path).exists():
         return load(tokenizer.path, end_of_text=tokenizer.end_of_text).vocab_size
     if config.model.vocab_size is None:
         raise ConfigError(
-            f"The vocabulary of a {tokenizer.kind} tokenizer is not known in advance", where="model.vocab_size",
+            "The vocabulary of the tokenizer is not known in advance", where="model.vocab_size",
             hint="add model.vocab_size=N",
         )  # fmt: skip
     return config.model.vocab_size

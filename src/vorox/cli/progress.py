@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _MIN_BAR_CELLS, _BAR_CELLS = 4, 40
 _LINE_COLUMNS = 119
-_MIN_REDRAW_SECONDS = 0.1
+_MIN_REDRAW_SECONDS = 0.25
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -98,6 +98,7 @@ class LineDisplay:
 
     def step(self, view: StepView) -> None:
         fields = [headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]
+        fields += [view.slow_cause] if view.slow_cause else []
         lines = [fields[0]]
         for field in [*fields[1:], printable(self._waiting)] if self._waiting else fields[1:]:
             if len(lines[-1]) + len(field) + 3 > _LINE_COLUMNS:
@@ -239,6 +240,8 @@ def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = 
         rows.append("  now   " + " | ".join(resource_fields(view)))
     for row in rows:
         block.append("\n" + row)
+    if view.slow_cause and not is_final:
+        block.append(f"\n  slow  {view.slow_cause}", style="yellow")
     if waiting:
         block.append(f"\n  {printable(waiting)}", style="yellow")
     return block

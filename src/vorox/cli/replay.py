@@ -39,10 +39,10 @@ def replay(
     from vorox.training import replay as replaying
 
     if nproc > 1:
-        from vorox.cli.launch import launch
+        from vorox.cli.rank_launcher import launch_ranks
 
         command = ["replay", run, "--from", str(first_step), "--root", str(root), *(["--json"] if as_json else [])]
-        raise typer.Exit(launch(nproc, [*command, *([] if last_step is None else ["--to", str(last_step)])]))
+        raise typer.Exit(launch_ranks(nproc, [*command, *([] if last_step is None else ["--to", str(last_step)])]))
     directory = find_run(root, run)
     display = BuildDisplay()
     try:

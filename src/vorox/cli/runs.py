@@ -1,4 +1,4 @@
-"""``vorox runs``: list, show, compare and remove runs."""
+"""``vorox runs``: list, show, compare, plot, record and remove runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import typer
 
 from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table, print_wrapped
-from vorox.core.pluralize import pluralize
+from vorox.cli.run_report import plot, report
+from vorox.cli.training_record import record
 
 if TYPE_CHECKING:
     from vorox.experiments.artifacts import RunSummary
 
-app = typer.Typer(name="runs", help="List, show, compare and remove runs.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="runs", help="List, show, compare, plot, record and remove runs.", no_args_is_help=True, add_completion=False
+)
 
 _CURVE_POINTS = 12
 
@@ -71,7 +74,7 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
             }
         )
         return
-    print_wrapped(_head_lines(summary))
+    print_wrapped(head_lines(summary))
     typer.echo("\nattempts")
     print_wrapped(line for attempt in attempts for line in _attempt_lines(attempt))
     if metrics:
@@ -83,7 +86,8 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         print_wrapped(["", "checkpoints", f"  steps      {kept or 'none in use'}", f"  verify     {verify}"])
 
 
-def _head_lines(run: RunSummary) -> list[str]:
+def head_lines(run: RunSummary) -> list[str]:
+    """Return state, step, loss and directory of a run, and why its last attempt failed."""
     total = humanize.UNKNOWN if run.total_steps is None else f"{run.total_steps:,}"
     lines = [
         run.run_id,
@@ -154,10 +158,11 @@ def compare(
     from vorox.core.run_lookup import find_run
     from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
     from vorox.experiments.tracking import read_metrics
+    from vorox.training.replay import compare_chains
 
     first, second = find_run(root, run), find_run(root, other)
     settings = differences(recorded_config(first), recorded_config(second))
-    chain = _compare_chains(first, second)
+    chain = compare_chains(first, second)
     rows = compare_metrics(read_metrics(first), read_metrics(second))
     if as_json:
         print_json(
@@ -198,26 +203,9 @@ def _best(name: str, found: tuple[int, float] | None) -> str:
     return humanize.UNKNOWN if found is None else f"{_last(name, found)} @{found[0]:,}"
 
 
-def _compare_chains(first: Path, second: Path) -> dict[str, Any]:
-    from vorox.core.errors import DataError
-    from vorox.training.replay import first_difference
-    from vorox.training.replay_chain import read_chain
-
-    try:
-        chains = read_chain(first), read_chain(second)
-    except DataError as error:
-        return {"num_equal_steps": None, "difference": None, "verdict": f"Chains cannot be compared: {error}"}
-    shared = sorted(set(chains[0]) & set(chains[1]))
-    if not shared:
-        return {"num_equal_steps": None, "difference": None, "verdict": "No step is recorded in both runs"}
-    for number, step in enumerate(shared):
-        found = first_difference(chains[0][step], chains[1][step])
-        if found is not None:
-            verdict = f"Bit-equal for {pluralize(number, 'step')}; {found.quantity} differs at step {step:,}"
-            difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
-            return {"num_equal_steps": number, "difference": difference, "verdict": verdict}
-    verdict = f"Bit-equal for all {pluralize(len(shared), 'shared step')}"
-    return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
+app.command()(plot)
+app.command()(report)
+app.command()(record)
 
 
 @app.command()
@@ -263,14 +251,15 @@ def remove(
     removed: list[str] = []
     for run in chosen.values():
         try:
-            _remove_one(run, keep_metadata=keep_metadata, mirror=mirror)
+            remove_one(run, keep_metadata=keep_metadata, mirror=mirror)
         except VoroxError as error:
             error.saved = f"already removed: {', '.join(removed)}" if removed else error.saved or "nothing was removed"
             raise
         removed.append(run.run_id)
 
 
-def _remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
+def remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
+    """Remove a run and its rows in a shared metadata database, and print what was removed."""
     from vorox.experiments.artifacts import remove_run
     from vorox.training.metadata_database import forget_run
     from vorox.training.mirror import mirror_uri, remove_mirror

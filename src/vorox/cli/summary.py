@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
-from vorox.cli.launch import nproc_option
+from vorox.cli.rank_launcher import nproc_option
 from vorox.core.pluralize import pluralize
 from vorox.core.run_lookup import run_argument, short_path
 
@@ -42,10 +42,11 @@ def summary_lines(outcome: Outcome) -> list[str]:
     if config.eval.sample_tokens > positions // 2:
         prompt += f" --tokens {positions // 2}"
     several = nproc_option()
+    form = "peft" if config.adapter.kind != "none" else "hf" if _has_huggingface_form(directory) else None
     lines += [
         f"  resume    vorox train --resume {run} train.num_steps={2 * step}{several}",
         f"  generate  vorox generate {run} -p {prompt}",
-        *([f"  export    vorox export {run} --to hf --check"] if _has_huggingface_form(directory) else []),
+        *([f"  export    vorox export {run} --to {form} --check"] if form is not None else []),
         f"  replay    vorox replay {run} --from {first} --to {last}{several}",
     ]
     return lines
@@ -64,7 +65,8 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
     lines: list[str] = []
     if outcome.eval_losses:
         at = max(outcome.eval_losses)
-        text = f"  eval      {outcome.eval_losses[at]:.4f} nats/token after step {at:,}"
+        unit = "pair" if config.loss.name == "dpo" else "token"
+        text = f"  eval      {outcome.eval_losses[at]:.4f} nats/{unit} after step {at:,}"
         values = last_values(outcome.run_directory, ["eval/bits_per_byte"])
         if "eval/bits_per_byte" in values:
             text += f", {values['eval/bits_per_byte'][1]:.3f} bits/byte"
@@ -100,7 +102,7 @@ def _xz_bits_per_byte(config: RunConfig) -> float | None:
 
 
 def _checkpoint_steps(directory: Path) -> dict[int, Path]:
-    from vorox.training.checkpoint_store import step_directories
+    from vorox.training.checkpoints.store import step_directories
 
     return step_directories(directory)
 

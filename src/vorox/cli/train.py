@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,30 +10,42 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from vorox.cli.arguments import ParsedArguments, parse_arguments
+from vorox.cli.time_limit import parse_minutes, unfinished_run
 from vorox.cli.train_options import (
     DEFAULT_PRESET,
     Configuration,
     DryRun,
     FromWeights,
     MaxRestarts,
+    Menu,
     Minutes,
     Name,
     NumProcesses,
     Resume,
 )
 from vorox.core.pluralize import pluralize
+from vorox.core.windows_variables import set_windows_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vorox.cli.build_display import BuildDisplay
+    from vorox.cli.dry_run import RunPreview
+    from vorox.cli.menu.start_menu import Command
     from vorox.cli.restarts import Restarts
     from vorox.core.config import ConfigSource
     from vorox.core.schema import RunConfig
-    from vorox.training.display import Display, Level, StepView
 
-_OPTIONS = ("--resume", "--from-weights", "--name", "--minutes", "--nproc", "--max-restarts", "--dry-run", "--help")
-_ENDED = frozenset({"finished"})
+_OPTIONS = (
+    "--resume",
+    "--from-weights",
+    "--name",
+    "--minutes",
+    "--nproc",
+    "--max-restarts",
+    "--dry-run",
+    "--menu",
+    "--help",
+)
 
 
 def train(
@@ -45,30 +57,41 @@ def train(
     nproc: NumProcesses = 1,
     max_restarts: MaxRestarts = 0,
     dry_run: DryRun = False,
+    menu: Menu = False,
 ) -> None:
     """Train a model, or resume an interrupted run.
+
+    Without arguments on a terminal, a menu opens: it lists the checkpoints, and starts or resumes a run.
 
     Write settings as section.key=value, with or without dashes:
     model.num_layers=8 --optimizer.lr=6e-4. Common names work too:
     --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
     `vorox config explain KEY` describes a setting.
     """
-    parsed = parse_arguments(arguments or [], options=_OPTIONS, max_positional=1)
-    overrides = list(parsed.overrides)
-    if from_weights is not None:
-        overrides.append(f"train.from_weights={_quoted(from_weights)}")
+    from vorox.cli.rank_launcher import is_launcher, launch_ranks
+
+    set_windows_variables(os.environ, Path.cwd())
+    given = {
+        "--from-weights": from_weights, "--minutes": minutes, "--nproc": None if nproc == 1 else nproc,
+        "--max-restarts": max_restarts or None,
+    }  # fmt: skip
+    if menu or _opens_menu(bool(arguments or name or dry_run or resume != "auto" or any(given.values()))):
+        chosen = _ask(arguments or [], given, is_alone=resume == "auto" and not name and not dry_run)
+        arguments, resume, name = list(chosen.arguments), chosen.resume, chosen.name
+    parsed = _parse(arguments or [], from_weights)
     if dry_run:
         _check_dry_run(resume, nproc, max_restarts)
     _check_restarts(max_restarts, minutes)
     limit = None if minutes is None else parse_minutes(minutes)
-    is_quiet = nproc > 1 or max_restarts > 0 or not _is_main_rank()  # rank 0 describes the data
-    config, resume_from = _choose(replace(parsed, overrides=tuple(overrides)), resume, name, is_quiet=is_quiet)
+    starts_ranks = is_launcher(nproc, max_restarts)
+    is_quiet = starts_ranks or not _is_main_rank()  # rank 0 describes the data
+    config, resume_from = _choose(parsed, resume, name, is_quiet=is_quiet)
     if dry_run:
-        from vorox.cli.dry_run import describe
+        from vorox.cli.dry_run import RunPreview
         from vorox.cli.output import print_wrapped
 
-        named_keys = _named_keys(parsed, config)
-        print_wrapped(describe(config, resume_from, named_keys), plain_columns=119, indent_columns=15)
+        plan = RunPreview(config, resume_from, _named_keys(parsed, config))
+        print_wrapped(plan.lines(), plain_columns=119, indent_columns=15)
         return
     options = [] if from_weights is None else ["--from-weights", from_weights]
     options += [] if name is None else ["--name", name]
@@ -77,14 +100,64 @@ def train(
     def command_of(resume: str) -> list[str]:
         return ["train", *(arguments or []), "--resume", resume, *options]
 
-    if nproc > 1 or max_restarts:
-        from vorox.cli.launch import launch
-
+    if starts_ranks:
         restarts = _restarts(max_restarts, resume, command_of, config, resume_from)
-        raise typer.Exit(launch(nproc, command_of(resume), restarts))
+        raise typer.Exit(launch_ranks(nproc, command_of(resume), restarts))
     if limit is not None and resume_from == "auto":
-        config, resume_from, limit = _unfinished_run(config, limit)
+        config, resume_from, limit = unfinished_run(config, limit)
     _run(config, resume_from, limit, ["vorox", *command_of(resume)], _named_keys(parsed, config))
+
+
+def _opens_menu(has_arguments: bool) -> bool:
+    """Whether the menu opens by itself: no argument is given, a person can answer, and there is one process."""
+    from vorox.cli.menu.start_menu import has_terminal
+    from vorox.core.distributed_context import membership
+
+    return not has_arguments and has_terminal() and membership() is None
+
+
+def _ask(arguments: list[str], given: dict[str, str | int | None], *, is_alone: bool) -> Command:
+    """Open the menu, and return the command that it leads to.
+
+    Raises:
+        ConfigError: There is no terminal, or an option contradicts the menu.
+        typer.Exit: The user leaves.
+    """
+    from vorox.cli.dry_run import RunPreview
+    from vorox.cli.menu.start_menu import Command, has_terminal, open_menu
+    from vorox.core.errors import ConfigError
+
+    if not is_alone:
+        raise ConfigError(
+            "--menu chooses the run and its name", where="--menu",
+            hint="remove --menu, or --resume, --name and --dry-run",
+        )  # fmt: skip
+    if not has_terminal():
+        raise ConfigError(
+            "The menu needs a terminal", where="--menu",
+            hint="name what to train, as in `vorox train quickstart`, or what to resume, as in "
+            "`vorox train --resume latest`",
+        )  # fmt: skip
+    weights = given["--from-weights"]
+
+    def inspect(command: Command) -> RunPreview:
+        parsed = _parse(list(command.arguments), None if weights is None else str(weights))
+        config, resume_from = _choose(parsed, command.resume, command.name, is_quiet=True)
+        return RunPreview(config, resume_from, _named_keys(parsed, config))
+
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    chosen = open_menu(Command(tuple(arguments), options=tuple(options)), inspect)
+    if chosen is None:
+        raise typer.Exit
+    return chosen
+
+
+def _parse(arguments: list[str], from_weights: str | None) -> ParsedArguments:
+    """Sort the arguments of a command; initial weights become a setting."""
+    parsed = parse_arguments(arguments, options=_OPTIONS, max_positional=1)
+    if from_weights is None:
+        return parsed
+    return replace(parsed, overrides=(*parsed.overrides, f"train.from_weights={_quoted(from_weights)}"))
 
 
 def _restarts(
@@ -167,7 +240,7 @@ def _choose(
             source = _default_preset(overrides)
             if not is_quiet:
                 typer.echo(f"Preset: {source} (default)")
-        from vorox.training.weights_source import load_config_with_weights
+        from vorox.training.checkpoints.weights_source import load_config_with_weights
 
         return load_config_with_weights(source, settings), resume
     if name is not None:
@@ -206,25 +279,6 @@ def _default_preset(overrides: Sequence[str]) -> str:
     return "gpt2-shards"
 
 
-def parse_minutes(text: str) -> float:
-    """Parse a duration in minutes, or with units: 2, 0.5, 90s, 2m, 1h30m.
-
-    Raises:
-        ConfigError: The text is not a duration.
-    """
-    from vorox.core.errors import ConfigError
-
-    bare = text.strip().lower()
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", bare):
-        return float(bare)
-    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)[a-z]*\s*", bare)
-    if not parts or "".join(re.findall(r"\d+(?:\.\d+)?\s*[hms][a-z]*\s*", bare)) != bare:
-        raise ConfigError(
-            f"--minutes {text} is not a duration", where="--minutes", hint="write --minutes=2, 0.5, 90s or 1h30m"
-        )
-    return sum(float(number) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[unit] for number, unit in parts)
-
-
 def _quoted(text: str) -> str:
     """Quote a text as the value of an override, so that it is not parsed as a number or a list."""
     from vorox.core.config.yaml_writer import write_scalar
@@ -259,34 +313,6 @@ def _resumed_path(resume: str, source: ConfigSource | None, overrides: Sequence[
     return find_run(root or "runs", resume)
 
 
-def _unfinished_run(config: RunConfig, minutes: float) -> tuple[RunConfig, Literal["auto"] | Path, float | None]:
-    """Return the unfinished run of the same ``--minutes`` command, whose length was measured when it started."""
-    from vorox.core.config import differences, in_digest
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_context import recorded_config
-    from vorox.core.run_lookup import run_attempts, run_directories
-    from vorox.training.time_budget import with_num_steps
-
-    for directory in reversed(run_directories(Path(config.run.directory))):
-        attempts = run_attempts(directory)
-        argv = [str(word) for word in attempts[0].get("argv", [])] if attempts else []
-        if argv[-2:] != ["--minutes", f"{minutes:g}"] or attempts[-1].get("outcome") in _ENDED:
-            continue
-        try:
-            recorded = recorded_config(directory)
-        except ConfigError:
-            continue  # of a version that cannot be read
-        lengths = {"train.num_steps", "train.num_tokens", "train.num_epochs"}
-        changed = {item.key for item in differences(recorded, config) if in_digest(item.key) or item.key == "run.name"}
-        if changed <= lengths and recorded.train.num_steps is not None:
-            typer.echo(
-                f"Resuming {directory.name} (--minutes {minutes:g}, {pluralize(recorded.train.num_steps, 'step')}). "
-                "`--resume never` starts a new run."
-            )
-            return with_num_steps(config, recorded.train.num_steps), directory, None
-    return config, "auto", minutes
-
-
 def _run(
     config: RunConfig,
     resume_from: Literal["auto", "never"] | Path,
@@ -294,7 +320,8 @@ def _run(
     command: Sequence[str],
     named_keys: Sequence[str],
 ) -> None:
-    from vorox.cli.build_display import BuildDisplay
+    from vorox.cli.build_display import BuildDisplay, RunScreen
+    from vorox.cli.output import print_wrapped
     from vorox.cli.progress import open_display
     from vorox.cli.summary import summary_lines
     from vorox.core.config.config_for_text import expected_ids
@@ -307,10 +334,8 @@ def _run(
         train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
     build_display = BuildDisplay()
-    display = _Screen(open_display(), build_display)
-    typer.echo(_first_line(config))
-    if ids := expected_ids(config.tokenizer):
-        typer.echo(ids)
+    display = RunScreen(open_display(), build_display)
+    print_wrapped(filter(None, [_first_line(config), expected_ids(config.tokenizer)]))
     if minutes is None and config.checkpoint.mirror is None:  # with a mirror, the run reports it later
         directory, exists = expected_directory(config, resume_from)
         typer.echo(f"{'Resuming' if exists else 'Run directory:'} {directory}")
@@ -328,31 +353,6 @@ def _run(
         display.close()
     for line in summary_lines(outcome) if outcome.is_main else ():
         typer.echo(line)
-
-
-class _Screen:
-    """The display of a run, which closes the build display before it prints."""
-
-    def __init__(self, display: Display, build_display: BuildDisplay) -> None:
-        self._display, self._build_display = display, build_display
-
-    def step(self, view: StepView) -> None:
-        self._build_display.close()
-        self._display.step(view)
-
-    def message(self, text: str, level: Level = "info") -> None:
-        self._build_display.close()
-        self._display.message(text, level)
-
-    def sample(self, prompt: str, completion: str) -> None:
-        self._display.sample(prompt, completion)
-
-    def waiting(self, text: str | None) -> None:
-        self._display.waiting(text)
-
-    def close(self) -> None:
-        self._build_display.close()
-        self._display.close()
 
 
 def _first_line(config: RunConfig) -> str:

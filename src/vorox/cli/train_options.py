@@ -51,3 +51,11 @@ MaxRestarts = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the configuration and print the plan; build and write nothing.")
 ]
+Menu = Annotated[
+    bool,
+    typer.Option(
+        "--menu",
+        help="Choose a checkpoint to resume, or a new training, in a menu; needs a terminal. It opens by itself if "
+        "there are no arguments.",
+    ),
+]

@@ -23,6 +23,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError, VoroxError
 
 COORDINATOR, COUNT, INDEX = "VOROX_COORDINATOR", "VOROX_PROCESS_COUNT", "VOROX_PROCESS_INDEX"
+NODE_COUNT, NODE_INDEX = "VOROX_NODE_COUNT", "VOROX_NODE_INDEX"
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
@@ -66,6 +67,41 @@ class Membership:
             return self.coordinator
         host, _, port = self.coordinator.rpartition(":")
         return f"{host}:{int(port) + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of a run whose launchers, one per machine, start the same number of ranks each.
+
+    Attributes:
+        host: Host of rank 0.
+        port: Port that rank 0 listens on.
+        index: Number of this machine, from 0.
+        count: Number of machines.
+    """
+
+    host: str
+    port: int
+    index: int
+    count: int
+
+
+def node_membership(environment: Mapping[str, str]) -> Node | None:
+    """Return the machine that the environment describes; ``None`` for a run on one machine.
+
+    Raises:
+        ConfigError: The variables are incomplete or inconsistent.
+    """
+    if not environment.get(NODE_COUNT) and not environment.get(NODE_INDEX):
+        return None
+    count = _number(environment, NODE_COUNT, 1, None)
+    index = _number(environment, NODE_INDEX, 0, count - 1)
+    if count == 1:
+        return None
+    coordinator = environment.get(COORDINATOR, "")
+    _check_address(coordinator)
+    host, _, port = coordinator.rpartition(":")
+    return Node(host.strip("[]"), int(port), index, count)
 
 
 def membership(environment: Mapping[str, str] | None = None) -> Membership | None:

@@ -7,6 +7,7 @@ Every engine satisfies these rules (tested in ``tests/conformance``):
 
 - The loss is the sum over trained tokens divided by their *global* count, however the step is split.
 - A step with a non-finite loss or gradient leaves parameters and optimizer unchanged and reports it.
+- So does a step whose loss is larger than ``max_loss``; a larger limit changes no bit.
 - Randomness (dropout) is a function of (seed, step, micro-batch), so there is no generator state to save.
 - A step after saving and loading a snapshot gives the same bits as without.
 - No later step changes a bit of a detached snapshot.
@@ -14,8 +15,9 @@ Every engine satisfies these rules (tested in ``tests/conformance``):
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -25,10 +27,14 @@ import numpy.typing as npt
 
 from vorox.core.batch import Batch, DataShard, Int32Array
 from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import StagedDirectory, StagedPart
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
+
+Weights = Literal["model", "ema"]
+"""The parameters of a model, or their moving average (``train.ema_decay``)."""
 
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
 """Points where a function can read or replace the residual stream: before a block, after its attention, after its
@@ -55,16 +61,20 @@ class StepValues:
     """The measurements of one step, on the host.
 
     Attributes:
-        loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms.
+        loss: Mean cross entropy in nats over the trained tokens of the global batch, without auxiliary terms; with DPO,
+            its mean loss over the preference pairs.
         grad_norm: Global L2 norm of the gradient before clipping.
         finite: Whether loss and gradient are finite. If not, no parameter was changed.
         extra: Further metrics by registry name (accuracy, z-loss, activation statistics, ...).
+        gradient_bits: Checksum over the bits of this rank's gradients before clipping, with
+            ``runtime.recompute_every_steps``; otherwise empty. One changed element always changes it.
     """
 
     loss: float
     grad_norm: float
     finite: bool
     extra: Mapping[str, float]
+    gradient_bits: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +130,16 @@ class EvalValues:
     """Sums over one evaluation batch, on the host, so that batches of any size can be added exactly.
 
     Attributes:
-        loss_sum: Cross entropy summed over target tokens, in nats.
-        num_target_tokens: Tokens in the sum.
-        num_correct: Targets that had the highest logit.
+        loss_sum: Cross entropy summed over target tokens, in nats; with DPO, its loss summed over pairs.
+        num_target_tokens: Tokens, or pairs, in the sum.
+        num_correct: Targets that had the highest logit, or pairs whose chosen answer has the higher reward.
+        is_cross_entropy: Whether the loss is the cross entropy of tokens.
     """
 
     loss_sum: float
     num_target_tokens: int
     num_correct: int
+    is_cross_entropy: bool = True
 
 
 class Decoder(Protocol):
@@ -190,13 +202,16 @@ class Engine(Protocol):
         """Optional features of this engine; a configuration that needs others is refused."""
         ...
 
-    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> StepResult:
+    def train_step(self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None) -> StepResult:
         """Run forward, backward and update over all micro-batches of the step.
 
         Args:
             batch: All micro-batches of the step; the engine accumulates their gradients.
             lr: Learning rate of this step, from the stateless schedule.
             weight_decay: Decoupled weight decay of this step, for the parameters marked in the table.
+            max_loss: A step with a larger loss leaves parameters and optimizer unchanged, decided on the device like
+                a non-finite one. Exact in fp32; ``None``: no limit. The values of the step are those without it. With
+                ``-inf``, no bit of the training state changes.
         """
         ...
 
@@ -275,6 +290,37 @@ class Engine(Protocol):
     def synchronize(self) -> None:
         """Wait until the devices are idle; used for timing."""
         ...
+
+
+class _Averaging(Protocol):
+    def exchange_average(self) -> None: ...
+
+
+def exchange_average(engine: Engine, config: RunConfig) -> None:
+    """Exchange the parameters of an engine with their moving average; a second time, every bit is as before.
+
+    Raises:
+        ConfigError: The run keeps no average.
+    """
+    if config.train.ema_decay is None:
+        raise ConfigError(
+            "The run has no moving average of the weights", where="weights=ema",
+            hint="only a run with train.ema_decay has one",
+        )  # fmt: skip
+    cast("_Averaging", engine).exchange_average()
+
+
+@contextlib.contextmanager
+def validated_weights(engine: Engine, config: RunConfig) -> Generator[None]:
+    """Inside the block, evaluation and decoding use the weights that ``eval.weights`` names."""
+    if config.eval.weights == "model":
+        yield
+        return
+    exchange_average(engine, config)
+    try:
+        yield
+    finally:
+        exchange_average(engine, config)
 
 
 class _Taps(Protocol):

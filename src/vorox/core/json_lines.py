@@ -90,12 +90,78 @@ def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[st
             file.seek(start - 1)
             file.readline()  # skip the rest of a line that started before
         for line in file:
-            try:
-                value = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield cast("dict[str, Any]", value)
+            record = _record(line) if line.endswith(b"\n") else None
+            if record is not None:
+                yield record
+
+
+def sample_lines(path: Path, num_lines: int) -> Iterator[dict[str, Any]]:
+    """Yield at most ``num_lines`` records at even distances in a file, in order, reading only those lines."""
+    if not path.exists():
+        return
+    size_bytes, end = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for number in range(num_lines):
+            start = number * size_bytes // num_lines
+            if start < end:
+                continue  # the last line that was read is longer than the distance
+            file.seek(max(0, start - 1))
+            if start:
+                file.readline()  # the rest of a line that started before
+            line = file.readline()
+            end = file.tell()
+            record = _record(line) if line.endswith(b"\n") else None
+            if record is not None:
+                yield record
+
+
+class LineTail:
+    """Reads the records that were appended to a file since the last read. Torn and damaged lines are skipped.
+
+    Args:
+        path: The file; it may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset: int = 0
+        self._inode: int = -1
+
+    def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
+        """Return the new complete records, to be consumed before the next read, and whether the file was replaced:
+        earlier records are then void."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            is_replaced, self._offset, self._inode = self._offset > 0, 0, -1
+            return iter(()), is_replaced
+        is_replaced = self._offset > 0 and (status.st_size < self._offset or status.st_ino != self._inode)
+        self._offset, self._inode = 0 if is_replaced else self._offset, status.st_ino
+        return (self._new_records() if status.st_size > self._offset else iter(())), is_replaced
+
+    @property
+    def unread_bytes(self) -> int:
+        """The size of what a read would read."""
+        return max(0, self.path.stat().st_size - self._offset) if self.path.exists() else 0
+
+    def _new_records(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                record = _record(line)
+                if record is not None:
+                    yield record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def as_number(value: Any) -> float | None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,12 @@ class RunLog:
         distributed: The rank of this process.
         attempt: Number of the attempt, recorded in every event.
         echo: Prints messages; may be replaced later (``log.echo = display.message``).
+
+    Attributes:
+        on_event: Receives every event as it is recorded, from the thread that logs it; may be set later. Never raises.
     """
+
+    on_event: Callable[[Mapping[str, Any]], None] | None = None
 
     def __init__(
         self,
@@ -83,6 +88,8 @@ class RunLog:
             record["fields"] = redact_value(fields)
         self._write(self._events, encode(record))
         self._emit(message, level)
+        if self.on_event is not None:
+            self.on_event(record)
 
     def info(self, message: str) -> None:
         """Log a message without an event."""

@@ -35,6 +35,8 @@ _FORMS = tuple(
         r"(?<![A-Za-z0-9])github_pat_[A-Za-z0-9_]{10,}",
         r"(?<![A-Za-z0-9])AIza[0-9A-Za-z_\-]{30,}",
         r"(?<![A-Za-z0-9])ya29\.[0-9A-Za-z_\-]{10,}",
+        r"(?<=://)hooks\.slack\.com/[^\s\"'<>]+",
+        r"(?<=://)(?:\w+\.)?discord(?:app)?\.com/api/webhooks/[^\s\"'<>]+",
         r"(?<![A-Za-z0-9])eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}(?:\.[A-Za-z0-9_\-]*)?",
     )
 )

@@ -67,7 +67,8 @@ class RunContext:
         directory: ``runs/<run_id>``, absolute.
         layout: The paths of its files.
         config: The configuration of this attempt.
-        attempt: Number of this attempt, from 1; each start or resume is an attempt.
+        attempt: Number of this attempt, from 1; each start, resume or rollback is an attempt.
+        outcome: How the attempt ends if no error does.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RunContext:
         self.directory, self.layout = directory, RunLayout(directory)
         self.config = config
         self.attempt = 1
+        self.outcome = "finished"
         self._is_main = distributed.is_main
         self._lock = lock
         self._record: dict[str, Any] = {}
@@ -277,7 +279,7 @@ class RunContext:
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
 
     def close(self, outcome: str) -> None:
-        """End this attempt: ``finished``, ``stopped``, ``preempted``, ``interrupted`` or ``failed``. Idempotent."""
+        """End this attempt: finished, stopped, preempted, interrupted, failed or rolled_back. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -310,7 +312,7 @@ class RunContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close("finished")
+            self.close(self.outcome)
             return
         outcome = "failed"
         if isinstance(error, Preempted):

@@ -75,13 +75,17 @@ class RunLayout:
     metadata_database = RunFile("metadata.sqlite", "metadata.sqlite*")
     metadata_spool = RunFile("metadata.spool")
     metrics = RunFile("metrics.jsonl", mirrored="metrics.jsonl")
+    mlflow = RunFile("mlflow.db", "mlflow.db*")
     nonfinite = RunFile("nonfinite", mirrored="nonfinite/*")
     plan = RunFile("plan.jsonl", mirrored="plan.jsonl")
+    profile = RunFile("profile")
     record = RunFile("run.json", mirrored="run.json")
+    signatures = RunFile("signatures", mirrored="signatures/*.json")
     tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
     tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
     wandb = RunFile("wandb")
+    watchdog = RunFile("watchdog")
     temporary = RunFile(f"{TEMPORARY_PREFIX}*", f"{TEMPORARY_PREFIX}*")
 
     def __init__(self, directory: Path) -> None:
@@ -99,11 +103,28 @@ class RunLayout:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
 
+    def heartbeat(self, rank: int) -> Path:
+        return self.watchdog / f"rank-{rank:05d}.beat"
+
+    def stacks(self, rank: int) -> Path:
+        """Return the file of the stacks of a stalled rank."""
+        return self.watchdog / f"stacks-{rank:05d}.txt"
+
+    def profile_trace(self, step: int, rank: int) -> Path:
+        """Return the Chrome trace of a rank that starts with a step."""
+        return self.profile / f"step-{step:08d}-rank-{rank:05d}.json.gz"
+
+    def profile_table(self, step: int, rank: int) -> Path:
+        return self.profile / f"step-{step:08d}-rank-{rank:05d}.txt"
+
     def nonfinite_record(self, step: int) -> Path:
         return self.nonfinite / f"step-{step:08d}.json"
 
     def task_results(self, step: int) -> Path:
         return self.tasks / f"step-{step:08d}.json"
+
+    def signature(self, step: int) -> Path:
+        return self.signatures / f"step-{step:08d}.json"
 
     def config_from(self, step: int) -> Path:
         """Return the path of the configuration in force from a step on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -22,7 +22,7 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
 from vorox.data.cache.replacement import replacing
-from vorox.data.cache.report import BuildProgress, BuildReport, build_report
+from vorox.data.cache.report import BuildReport, PrepareProgress, build_report, bytes_reporter
 from vorox.data.cache.retention import mark_used
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
@@ -32,20 +32,13 @@ from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
 from vorox.data.text.holdout import SPLITS, Split
-from vorox.data.text.sources import Source, read_units
-from vorox.data.text.unit_reader import SplitPairReader, UnitReader, splits_share_units
+from vorox.data.text.sources import Source
+from vorox.data.text.unit_reader import SplitPairReader, UnitReader, read_units, splits_share_units
 from vorox.data.text.unit_splitter import UnitSplitter, first_units, reject_empty_source, units_of_both_splits
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms.registry import check_special_tokens, recipe_of, transforms_of
 
 _POLL_SECONDS = 0.1
-
-PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
-"""Callback for progress: (phase, done, total, rates), in bytes of text. Phases: ``list NAME``, ``tokenizer``,
-``check NAME train`` (in bytes of the cache), ``compare NAME train`` (search for duplicates), ``build NAME train``,
-``build NAME validation``, and ``wait NAME train`` while other processes build the rest. Rates while building:
-``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
-``ratio_to_uint32``, ``ratio_to_uint16``."""
 
 
 def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
@@ -239,7 +232,7 @@ class CacheOpener:
             if self.options.build:
                 self._await(location, growth.first_segment_units if growth.mode == "strict" else 1, name)
             manifest = Manifest.open(location.directory)
-            report = existing_cache_report(manifest, recipe)
+            report = build_report(manifest, recipe.row_tokens)
             units = self._locate(location.source, "train", recipe).units or ()
         reader = self._reader(location, recipe, units, name, complete=False)
         if builds and report.units_missing:
@@ -294,7 +287,7 @@ class CacheOpener:
             self._split_first(splitter, units, location)
         reader = self.streams.open(location.directory, builder, units)
         mark_used(location.directory)
-        return reader, existing_cache_report(reader.manifest, recipe)
+        return reader, build_report(reader.manifest, recipe.row_tokens)
 
     def _split_first(self, splitter: UnitSplitter, units: UnitList, location: CacheLocation) -> None:
         """Split the text of a stream until a unit with a record is found."""
@@ -320,41 +313,6 @@ class CacheOpener:
             source.files, read, self.tokenizer, recipe, cache.codec, cache.block_rows, transforms,
             self.data.transform_seed, self.data.pipeline, source.config.bad_record_fraction,
         )  # fmt: skip
-
-
-def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
-    """Return a callback that reports build progress in bytes of text, which is finer than units."""
-    started = time.perf_counter()
-    done = text_bytes = 0
-
-    def on_progress(progress: BuildProgress) -> None:
-        nonlocal done, text_bytes
-        if progress.compared_bytes:
-            report(f"compare {name}", progress.compared_bytes, progress.source_bytes, {})
-            return
-        done = max(progress.source_bytes_done, done + progress.text_bytes - text_bytes)
-        done, text_bytes = min(done, progress.source_bytes), progress.text_bytes
-        seconds = max(time.perf_counter() - started, 1e-9)
-        rates = {
-            "text_mb_per_second": progress.text_bytes / 1e6 / seconds,
-            "tokens_per_second": progress.tokens / seconds,
-            "documents_per_second": progress.documents / seconds,
-        }
-        if progress.chunks:
-            rates["chunks"] = progress.chunks
-            rates["utilisation_fraction"] = progress.utilisation_fraction
-            rates["ratio_to_uint32"] = progress.ratio_to_uint32
-            rates["ratio_to_uint16"] = progress.ratio_to_uint16
-        report(f"wait {name}" if progress.waiting_for else f"build {name}", done, progress.source_bytes, rates)
-
-    return on_progress
-
-
-def existing_cache_report(manifest: Manifest, recipe: Recipe) -> BuildReport:
-    """Return the report of a cache for which no unit was built."""
-    return build_report(
-        manifest, recipe.row_tokens, units_built=0, units_adopted=0, built_text_bytes=0, seconds=0.0
-    )  # fmt: skip
 
 
 def _is_done(directory: Path, num_units: int | None) -> bool:

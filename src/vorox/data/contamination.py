@@ -1,9 +1,9 @@
 """Contamination: records of an evaluation set that share long n-grams with a run's training rows.
 
 A token of a record is *contaminated* if it is part of ``ngram_tokens`` consecutive tokens that also occur, within one
-document, in a row of an executed step (Llama 2, arXiv:2307.09288, appendix A.6, without skipped tokens). Records are
-encoded with the run's tokenizer, so a match does not depend on how text is normalised. N-grams across the border of two
-rows are not found.
+document, in a row of a step whose update the weights hold (Llama 2, arXiv:2307.09288, appendix A.6, without skipped
+tokens). Records are encoded with the run's tokenizer, so a match does not depend on how text is normalised. N-grams
+across the border of two rows are not found.
 
 Shape legend: N rows, T tokens of a row, G n-grams of the evaluation set, L tokens of an n-gram, M matches.
 """
@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.attempts import intervals, read_attempts
 from vorox.core.errors import ConfigError
 from vorox.data.difficulty_buckets import SourceReader
 from vorox.data.rows import real_tokens
@@ -29,7 +28,6 @@ MOSTLY_FRACTION = 0.8
 """From this fraction of contaminated tokens on, Llama 2 calls a record dirty."""
 
 _ROWS_AT_ONCE = 1024
-_POSITIONS_AT_ONCE = 1 << 18
 _PLACES_PER_NGRAM = 16
 _DOCUMENTS_PER_RECORD = 3
 _FILTER_BITS = 22
@@ -56,7 +54,7 @@ class SharedDocument:
         uri: File of the document.
         ordinal: Index of the document in the file, from 0.
         num_ngrams: Shared n-grams that were found in it.
-        steps: Executed steps, from 1, whose rows contain them; steps that were rolled back are left out.
+        steps: Steps, from 1, whose rows contain them; steps that were rolled back or skipped are left out.
     """
 
     uri: str
@@ -87,7 +85,7 @@ class Contamination:
     Attributes:
         num_records: Records of the evaluation set.
         num_short_records: Records with fewer tokens than an n-gram; they are never contaminated.
-        num_steps: Executed steps that were searched.
+        num_steps: Steps that were searched: executed, neither rolled back nor skipped.
         num_rows: Distinct rows of these steps.
         records: The contaminated records.
     """
@@ -157,20 +155,25 @@ class _Places(NamedTuple):
 
 
 def find_contamination(
-    run_data: RunDataIndex, records: Sequence[EvaluationRecord], *, ngram_tokens: int = NGRAM_TOKENS
+    run_data: RunDataIndex,
+    records: Sequence[EvaluationRecord],
+    *,
+    ngram_tokens: int = NGRAM_TOKENS,
+    steps: Int64Array | None = None,
 ) -> Contamination:
-    """Search the rows of all executed steps for n-grams of an evaluation set.
+    """Search the rows that the weights were trained on for n-grams of an evaluation set.
 
     Args:
         run_data: The run. Every row that it was trained on is read once.
         records: The evaluation set, encoded with the run's tokenizer, without special tokens.
         ngram_tokens: Length of an n-gram.
+        steps: Search only these steps, ascending. ``None``: all whose updates the weights hold.
 
     Raises:
         ConfigError: No step of the run is on record, or a row is shorter than an n-gram.
         DataError: A chunk is missing or damaged.
     """
-    steps = _executed_steps(run_data)
+    steps = run_data.applied_steps() if steps is None else steps
     if not len(steps):
         raise ConfigError(
             "No step of this run is on record", where=str(run_data.directory), hint="train at least one step first"
@@ -182,7 +185,7 @@ def find_contamination(
             hint=f"give 1 to {row_tokens:,}",
         )  # fmt: skip
     ngrams = _Ngrams([record for record in records if len(record.ids) >= ngram_tokens], ngram_tokens)
-    trained = _trained_rows(run_data, steps)
+    trained = [uses > 0 for uses in run_data.row_uses(steps)]
     places = _search(run_data, trained, ngrams)
     found = _Report(run_data, set(steps.tolist()), ngrams, places).contaminated(
         [record for record in records if len(record.ids) >= ngram_tokens]
@@ -194,29 +197,6 @@ def find_contamination(
         num_rows=sum(int(np.count_nonzero(rows)) for rows in trained),
         records=tuple(sorted(found, key=lambda record: (-record.fraction, record.uri, record.ordinal))),
     )
-
-
-def _executed_steps(run_data: RunDataIndex) -> Int64Array:
-    """Return the steps that the run's weights have seen, ascending."""
-    history = intervals(read_attempts(run_data.directory))
-    parts = [np.arange(one.first_step, one.last_step + 1) for one in history if one.outcome != "rolled_back"]
-    steps = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-    return steps[steps <= run_data.num_steps]
-
-
-def _trained_rows(run_data: RunDataIndex, steps: Int64Array) -> list[BoolArray]:
-    """Return which rows of each source the steps contain."""
-    trained = [np.zeros(reader.num_rows, np.bool_) for reader in run_data.readers]
-    batch = run_data.plan.start.global_batch_sequences
-    steps_at_once = max(1, _POSITIONS_AT_ONCE // batch)
-    for first in range(0, len(steps), steps_at_once):
-        part = steps[first : first + steps_at_once]
-        positions = ((part[:, None] - 1) * batch + np.arange(batch)).reshape(-1)
-        found = run_data.plan.locate(positions)
-        for index, reader in enumerate(run_data.readers):
-            here = found.source_index == index
-            trained[index][found.row[here] + reader.unit_row_starts[found.unit_start[here]]] = True
-    return trained
 
 
 def _search(run_data: RunDataIndex, trained: Sequence[BoolArray], ngrams: _Ngrams) -> _Places:

@@ -21,10 +21,10 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import BuildReport
+from vorox.data.cache.report import BuildReport, PrepareProgress, build_report, report_nothing
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache_location import cache_root
-from vorox.data.cache_opener import CacheOpener, PrepareProgress, existing_cache_report
+from vorox.data.cache_opener import CacheOpener
 from vorox.data.difficulty_buckets import measure_buckets
 from vorox.data.plan import Plan
 from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
@@ -169,7 +169,7 @@ def prepare(
         DataError: Text is missing or unreadable, a cache is damaged, or something is missing and ``build`` is off.
         Preempted: A stop was requested during the build.
     """
-    report = on_progress or _silent
+    report = on_progress or report_nothing
     options = options or BuildOptions()
     options = replace(options, build=options.build and build, verify="full" if repair else options.verify)
     data = config.data
@@ -225,7 +225,7 @@ def _with_first_segments(
         streams.close()
         raise
     return tuple(
-        replace(source, train=reader, train_report=existing_cache_report(reader.manifest, reader.recipe))
+        replace(source, train=reader, train_report=build_report(reader.manifest, reader.recipe.row_tokens))
         for source, reader in zip(sources, readers, strict=True)
     )
 
@@ -249,10 +249,6 @@ def exact_weights(data: DataConfig) -> tuple[Fraction, ...]:
         except ValueError as error:
             raise ConfigError(str(error), where=f"data.sources.{index}.weight") from error
     return tuple(weight / sum(weights) for weight in weights)
-
-
-def _silent(phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
-    del phase, done, total, rates
 
 
 def _check_writable(root: Path) -> None:

@@ -114,7 +114,14 @@ class BucketReader:
 
     def rows_of_document(self, file_index: int, byte: int | None = None, ordinal: int | None = None) -> Int64Array:
         """Return the bucket's rows with tokens of the documents of a file; arguments as for ``CacheReader``."""
-        base = self.base.rows_of_document(file_index, byte, ordinal)
+        return self._rows_inside(self.base.rows_of_document(file_index, byte, ordinal))
+
+    def rows_of_text(self, text_hashes: Sequence[int]) -> Int64Array:
+        """Return the bucket's rows with tokens of documents with some texts; argument as for ``CacheReader``."""
+        return self._rows_inside(self.base.rows_of_text(text_hashes))
+
+    def _rows_inside(self, base: Int64Array) -> Int64Array:
+        """Return the bucket's numbers of those rows of the cache that are inside it."""
         at = np.searchsorted(self._base_starts_K, base, side="right") - 1
         offset = base - self._base_starts_K[np.maximum(at, 0)]
         here = (at >= 0) & (offset < np.diff(self._starts)[np.maximum(at, 0)])

@@ -17,6 +17,41 @@ import numpy.typing as npt
 BAD_RECORDS_IN_A_ROW = 100
 """After this many consecutive bad records, reading a unit fails: its format is not the configured one."""
 
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges ``[start, end)``, ascending and disjoint."""
+
+
+class UnreadableRecord(ValueError):
+    """A record without readable text; the message is the reason."""
+
+
+class Message(NamedTuple):
+    """One message of a conversation; its role is ``system``, ``user``, ``assistant`` or ``tool``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """A prompt with a chosen and a rejected answer.
+
+    Attributes:
+        prompt: The messages that both conversations start with.
+        chosen: The messages of the better answer.
+        rejected: The messages of the worse answer.
+        is_text: Whether prompt and answers are texts that are joined without a chat template.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    is_text: bool = False
+
+
+Conversation = tuple[Message, ...] | PreferencePair
+"""The messages of a record."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
@@ -82,6 +117,12 @@ class Document:
         metadata: The additional columns or fields that the source requests; ``None`` if it requests none.
         original: The text before a transform changed it, else ``None``.
         copy: Index of this text among the texts that transforms made from the record.
+        messages: The conversation, until a chat template renders it (``chat_template.rendered``).
+        answers: The characters of a rendered conversation that are trained on; empty: the whole text is.
+        target_tokens: The tokens of the answers, once the text is encoded.
+        rejected_start: The first character of the rejected conversation of a preference pair, which follows the chosen
+            one; 0 for other documents.
+        rejected_token: Its first token, once the text is encoded.
     """
 
     file_index: int
@@ -92,6 +133,11 @@ class Document:
     metadata: Mapping[str, str] | None = None
     original: str | None = None
     copy: int = 0
+    messages: Conversation = ()
+    answers: Ranges = ()
+    target_tokens: Ranges = ()
+    rejected_start: int = 0
+    rejected_token: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

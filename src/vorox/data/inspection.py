@@ -7,7 +7,7 @@ every number is counted from the stored rows, not copied from the build report.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,13 @@ from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
+from vorox.data.cache.unit_rows import encode
+from vorox.data.chat_template import rendered
 from vorox.data.corpus import Corpus, CorpusCache
-from vorox.data.documents import BadRecord, SourceFile
+from vorox.data.documents import BadRecord, DocumentSpan, Ranges, SourceFile
+from vorox.data.loss_mask import marked_text, target_ranges
 from vorox.data.prefetch import map_ordered
-from vorox.data.rows import TokenArray
+from vorox.data.rows import RowBlock
 from vorox.data.storage import StoredFile, content_hash
 from vorox.data.text.formats import read_record
 from vorox.data.text.holdout import Split
@@ -50,6 +53,8 @@ class SampleSegment:
         document_token_offset: First token of the fragment within the document.
         num_tokens: Tokens of the fragment.
         text: The decoded tokens.
+        targets: Ranges of its tokens that are trained on; ``None``: all but the first are.
+        marked_text: The text with its targets between brackets; ``None`` like ``targets``.
     """
 
     uri: str
@@ -59,6 +64,8 @@ class SampleSegment:
     document_token_offset: int
     num_tokens: int
     text: str
+    targets: Ranges | None = None
+    marked_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +110,11 @@ def _spaced_rows(reader: CacheReader, count: int) -> npt.NDArray[np.int64]:
     return (np.arange(count, dtype=np.int64) * 2 + 1) * reader.num_rows // (2 * count)
 
 
-def _segments(reader: CacheReader, row: int) -> tuple[TokenArray, list[tuple[int, int]]]:
-    """Return the tokens of a row, and the token range of each segment."""
+def _segments(reader: CacheReader, row: int) -> tuple[RowBlock, list[tuple[int, int]]]:
+    """Return a row, and the token range of each segment."""
     block = reader.read_rows(np.array([row], dtype=np.int64))
     ends = np.cumsum(block.segment_lengths, dtype=np.int64)
-    return block.tokens_NC[0], list(zip((ends - block.segment_lengths).tolist(), ends.tolist(), strict=True))
+    return block, list(zip((ends - block.segment_lengths).tolist(), ends.tolist(), strict=True))
 
 
 def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[SampleRow]:
@@ -116,23 +123,32 @@ def peek(corpus: Corpus, num_rows: int = 3, *, split: Split = "train") -> list[S
     for cache in corpus.caches:
         reader = cache.reader
         for row in _spaced_rows(reader, num_rows).tolist() if cache.split == split else ():
-            tokens, places = _segments(reader, row)
+            block, places = _segments(reader, row)
             documents = reader.documents_of(row)
             segments = tuple(
-                SampleSegment(
-                    document.uri,
-                    document.ordinal,
-                    document.byte_offset,
-                    document.byte_length,
-                    document.document_token_offset,
-                    document.length,
-                    corpus.tokenizer.decode(tokens[start:end]),
-                )
+                _sample_segment(block, document, slice(start, end), corpus.tokenizer)
                 for document, (start, end) in zip(documents, places, strict=True)
             )
             padding = reader.row_tokens - (places[-1][1] if places else 0)
             samples.append(SampleRow(cache.source.config.name, cache.split, row, padding, segments))
     return samples
+
+
+def _sample_segment(block: RowBlock, document: DocumentSpan, part: slice, tokenizer: Tokenizer) -> SampleSegment:
+    tokens = block.tokens_NC[0, part]
+    sample = SampleSegment(
+        document.uri,
+        document.ordinal,
+        document.byte_offset,
+        document.byte_length,
+        document.document_token_offset,
+        document.length,
+        tokenizer.decode(tokens),
+    )
+    if block.loss_mask_NC is None:
+        return sample
+    targets = target_ranges(block.loss_mask_NC[0, part])
+    return replace(sample, targets=targets, marked_text=marked_text(tokens, targets, tokenizer.decode))
 
 
 def stats(corpus: Corpus, *, max_rows: int = 1 << 17) -> list[CacheStatistics]:
@@ -152,7 +168,7 @@ def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStat
         counts += np.bincount(kept, minlength=len(counts))
     stored = int(counts.sum())
     figures = token_stats(counts, tokenizer)
-    sample, _ = _segments(reader, int(_spaced_rows(reader, 1)[0]))
+    sample = _segments(reader, int(_spaced_rows(reader, 1)[0]))[0].tokens_NC[0]
     return CacheStatistics(
         source=cache.source.config.name,
         split=cache.split,
@@ -229,15 +245,16 @@ def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
     applier = Applier(transforms, data.transform_seed, reader.files, tokenizer)
     by_uri = {stored.uri: stored for stored in source.stored}
     for row in _spaced_rows(reader, _TRACED_ROWS).tolist():
-        tokens, places = _segments(reader, row)
+        block, places = _segments(reader, row)
+        tokens = block.tokens_NC[0]
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
             at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
-            record = read_record(source.config, by_uri[document.uri], *at)
+            record = rendered(read_record(source.config, by_uri[document.uri], *at), source.chat_template)
             place = f"{document.uri}, record {document.ordinal:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"The record of row {row} is bad: {record.reason}", where=place)
             first, stored = document.document_token_offset, tokens[start:end].tolist()
-            made = applier.token_sequences(record, tokenizer.encode)
+            made = applier.token_sequences(record, lambda made: encode(made, reader.files, tokenizer)[1])
             ended = ([*ids.tolist(), tokenizer.end_of_text_id] for ids in made)
             if not any(ids[first : first + document.length] == stored for ids in ended):
                 raise DataError(
@@ -254,7 +271,12 @@ def xz_bits_per_byte(corpus: Corpus) -> float | None:
 
 
 def validation_xz_baseline(corpus: Corpus) -> CompressorBaseline | None:
-    """Return the xz baseline of the validation text of all sources; results are stored under the cache root."""
+    """Return the xz baseline of the validation text of all sources; results are stored under the cache root.
+
+    ``None`` for conversations: the loss covers their answers only, so it cannot be compared.
+    """
+    if any(source.config.chat_fields for source in corpus.validation_text):
+        return None
     return xz_baseline(
         corpus.validation_text,
         unit_bytes=corpus.config.cache.unit_bytes,

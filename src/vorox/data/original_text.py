@@ -19,8 +19,11 @@ from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
+from vorox.data.cache.unit_rows import encode
+from vorox.data.chat_template import rendered
 from vorox.data.difficulty_buckets import cache_name, cache_of
-from vorox.data.documents import BadRecord, TokenDocument
+from vorox.data.documents import BadRecord, Ranges, TokenDocument
+from vorox.data.loss_mask import marked_text, target_ranges
 from vorox.data.provenance_queries import DocumentOrigin, RowOrigin, RunDataIndex
 from vorox.data.storage import StoredFile, cache_ranges, list_files
 from vorox.data.text.formats import read_record
@@ -36,11 +39,15 @@ class FoundText:
         text: The text of the tokens in the row.
         origin: ``source``: read from the file, identical to the text trained on. ``cache``: decoded from the tokens.
         why: The reason why it is not from the source; empty if it is.
+        targets: Ranges of its tokens that are trained on; ``None``: all but the first are.
+        marked_text: The decoded tokens with the targets between brackets; ``None`` like ``targets``.
     """
 
     text: str
     origin: Literal["source", "cache"]
     why: str = ""
+    targets: Ranges | None = None
+    marked_text: str | None = None
 
 
 class TextFinder:
@@ -71,7 +78,15 @@ class TextFinder:
             DataError: The row cannot be read, or the run's tokenizer is missing.
         """
         block = cache_of(self._run_data.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
-        tokens = block.tokens_NC[0][document.row_token : document.row_token + document.num_tokens].tolist()
+        part = slice(document.row_token, document.row_token + document.num_tokens)
+        found = self._find(row, document, block.tokens_NC[0, part].tolist())
+        if block.loss_mask_NC is None:
+            return found
+        targets = target_ranges(block.loss_mask_NC[0, part])
+        marked = marked_text(block.tokens_NC[0, part], targets, self._tokenizer.decode)
+        return replace(found, targets=targets, marked_text=marked)
+
+    def _find(self, row: RowOrigin, document: DocumentOrigin, tokens: list[int]) -> FoundText:
         try:
             return FoundText(self._from_source(row, document, tokens), "source")
         except _ChangedError as error:
@@ -93,7 +108,8 @@ class TextFinder:
         if config.has_tokens and config.end_of_text_id is None:
             end = self._run_data.readers[row.source_index].recipe.end_of_text_id
             config = config.model_copy(update={"end_of_text_id": end})
-        record = read_record(config, self._file(document), 0, *place)
+        template = self._tokenizer.chat_template if config.chat_fields else None
+        record = rendered(read_record(config, self._file(document), 0, *place), template)
         if isinstance(record, BadRecord):
             raise _ChangedError(f"the file has changed since it was packed: bad record, {record.reason}")
         if isinstance(record, TokenDocument):
@@ -102,7 +118,7 @@ class TextFinder:
             ids, text = [], record.text
             if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
                 raise _ChangedError("the file has changed since it was packed, or a transform changed the text")
-            ids = self._tokenizer.encode(text).tolist()
+            ids = encode([record], (), self._tokenizer)[1][0].tolist()
         ids.append(self._run_data.readers[row.source_index].recipe.end_of_text_id)
         first = document.first_token
         if ids[first : first + document.num_tokens] != tokens:

@@ -10,6 +10,7 @@ on the events and on the content of the caches, not on when or how far the plan 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Plan:
     def __init__(self, path: Path, state: PlanState, end: LogPosition) -> None:
         self.path, self._state, self._end = path, state, end
         self._log = HashChainedLog(path)
+        self._adding = threading.Lock()
 
     @classmethod
     def create(cls, path: Path, start: PlanStart, readers: Readers) -> Plan:
@@ -175,6 +177,13 @@ class Plan:
         known = [horizon for horizon in self._state.horizons if horizon.start_position <= position]
         return known[-1] if known else None
 
+    def is_skipped(self, position: int) -> bool:
+        """Whether the step that starts at a position is skipped: it reads its rows and changes no parameter."""
+        state = self._state
+        return any(skip.start_position == position for skip in state.skips) or any(
+            one.start_position <= position < one.end_position for one in state.rollbacks
+        )
+
     def row_pieces_at(self, position: int) -> int:
         """Return the number of pieces that the stored row at a position is split into."""
         return self._state.mixture.stage_at(position).row_pieces
@@ -229,22 +238,23 @@ class Plan:
                     )
 
     def add(self, events: Sequence[PlanEvent]) -> None:
-        """Append events. They take effect once they are durable.
+        """Append events. They take effect once they are durable. Threads may call it at the same time.
 
         Raises:
             DataError: They do not fit the plan, or another process changed it; nothing is written.
         """
         if not events:
             return
-        if self._log.read_after(self._end)[0]:
-            raise DataError("Another process changed the plan", where=str(self.path), hint="reopen the plan")
-        bodies = list[dict[str, Any]]()
-        state = self._state
-        for event in events:
-            bodies.append(state.encode(event))
-            state = _applied(state, bodies[-1:], self.path)
-        self._end = self._log.append(bodies, after=self._end)
-        self._state = state
+        with self._adding:
+            if self._log.read_after(self._end)[0]:
+                raise DataError("Another process changed the plan", where=str(self.path), hint="reopen the plan")
+            bodies = list[dict[str, Any]]()
+            state = self._state
+            for event in events:
+                bodies.append(state.encode(event))
+                state = _applied(state, bodies[-1:], self.path)
+            self._end = self._log.append(bodies, after=self._end)
+            self._state = state
 
     def refresh(self, prepare: Callable[[PlanState], None]) -> bool:
         """Apply the events that the deciding rank has appended since; return whether there were any.

@@ -1,7 +1,7 @@
-"""Events that change a plan: more rows, a new mixture or length, an exhausted source, a larger cache.
+"""Which events change a plan: more rows, a new mixture or length, an exhausted source, a larger cache.
 
-Pure functions from the state of a plan to events; ``Plan.add`` makes them durable. An event that changes the mixture
-carries messages for the log.
+Pure functions from the state of a plan to events; ``PlanState.apply`` applies them, ``Plan.add`` makes them durable.
+An event that changes the mixture carries messages for the log.
 """
 
 from __future__ import annotations
@@ -47,13 +47,6 @@ class RequestedStage:
     row_pieces: int = 1
 
 
-def apply_all(state: PlanState, events: Sequence[PlanEvent]) -> PlanState:
-    """Return the state after applying ``events``."""
-    for event in events:
-        state = state.apply(event)
-    return state
-
-
 def mixture_update_events(
     state: PlanState, sources: Sequence[PlanSource], requested: Sequence[RequestedStage], position: int = 0
 ) -> list[PlanEvent]:
@@ -69,7 +62,7 @@ def mixture_update_events(
         ConfigError: A source of the run was redefined under the same name.
     """
     events = _source_events(state, sources, position)
-    after = apply_all(state, events)
+    after = state.apply_all(events)
     recorded = _from_position(position, after.requested_stages)
     wanted = _from_position(position, [_stage(after, stage) for stage in requested])
     same = len(recorded) == len(wanted) and all(
@@ -142,7 +135,7 @@ def covering_events(state: PlanState, position: int, readers: Readers, where: st
         if not added:
             return events
         events += added
-        state = apply_all(state, added)
+        state = state.apply_all(added)
 
 
 def make_segment(

@@ -2,7 +2,9 @@
 
 ``start`` records settings that never change during a run; ``segment`` gives a source more rows; ``source`` adds a
 source or changes its limits; ``stage`` changes the mixture from a position onwards; ``cut`` removes passes that no step
-has reached; ``horizon`` sets the length of the run from a position onwards.
+has reached; ``horizon`` sets the length of the run from a position onwards; ``skip`` names a step whose update
+was not applied, ``rollback`` steps that are skipped after a return to an earlier state. ``PlanState.apply`` applies an
+event.
 
 Invariant: reading an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused,
 because skipping them would silently change the order.
@@ -259,7 +261,47 @@ class Extension:
     kind: Literal["extend"] = "extend"
 
 
-PlanEvent = PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | Extension
+@dataclass(frozen=True, slots=True)
+class SkipEvent:
+    """A step whose rows were read and whose update was not applied; it moves no row.
+
+    Attributes:
+        start_position: Its first position; a multiple of the global batch.
+        reason: ``loss_spike``; ``withdrawn`` if a later attempt repeated the step and applied its update.
+        loss: Its loss.
+        max_loss: The largest loss whose update was applied; ``None`` if there was no limit.
+    """
+
+    start_position: int
+    reason: Literal["loss_spike", "withdrawn"]
+    loss: float
+    max_loss: float | None
+    kind: Literal["skip"] = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackEvent:
+    """Steps whose rows are read and whose updates are not applied, because they led to a loss spike; it moves no row.
+
+    Attributes:
+        start_position: First position of the first step; a multiple of the global batch.
+        end_position: First position after the last step, the spike.
+        loss: Loss of the spike.
+        max_loss: The limit that it was above.
+        state_position: Position of the state that the run returned to.
+    """
+
+    start_position: int
+    end_position: int
+    loss: float
+    max_loss: float
+    state_position: int
+    kind: Literal["rollback"] = "rollback"
+
+
+PlanEvent = (
+    PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | Extension | SkipEvent | RollbackEvent
+)
 _EVENT: TypeAdapter[PlanEvent] = TypeAdapter(Annotated[PlanEvent, Field(discriminator="kind")])
 
 

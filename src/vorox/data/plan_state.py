@@ -28,7 +28,9 @@ from vorox.data.plan_events import (
     PlanEvent,
     PlanSource,
     PlanStart,
+    RollbackEvent,
     Segment,
+    SkipEvent,
     SourceEvent,
     StageEvent,
     encode_event,
@@ -69,6 +71,8 @@ class PlanState:
         digests: Head of the hash chain after each event.
         covered_positions: Number of positions covered after each event.
         effective_from: First existing position whose row each event changes, or ``NEVER``.
+        skips: Steps whose update was not applied, by first position.
+        rollbacks: Steps that are skipped after a return to an earlier state, in the order of the returns.
     """
 
     start: PlanStart
@@ -80,6 +84,8 @@ class PlanState:
     digests: tuple[str, ...]
     covered_positions: tuple[int, ...]
     effective_from: tuple[int, ...]
+    skips: tuple[SkipEvent, ...] = ()
+    rollbacks: tuple[RollbackEvent, ...] = ()
 
     @classmethod
     def initial(cls, start: PlanStart) -> PlanState:
@@ -128,6 +134,15 @@ class PlanState:
             case Extension(position, before, total):
                 first = self if self.horizons else self._with_horizon(HorizonEvent(0, before, None), where)
                 state, effective_from = first._with_horizon(HorizonEvent(position, total, None), where), position
+            case SkipEvent(position):
+                _require(position >= 0 and position % self._batch == 0, event, where)
+                kept = [known for known in self.skips if known.start_position != position]
+                added = [event] if event.reason != "withdrawn" else []
+                state = replace(self, skips=tuple(sorted([*kept, *added], key=lambda one: one.start_position)))
+            case RollbackEvent(start, end):
+                _require(0 <= event.state_position <= start < end, event, where)
+                _require(not any(place % self._batch for place in (event.state_position, start, end)), event, where)
+                state = replace(self, rollbacks=(*self.rollbacks, event))
         digest = hashlib.sha256(self.digests[-1].encode() + canonical_json(self.encode(event))).hexdigest()
         return replace(
             state,
@@ -135,6 +150,18 @@ class PlanState:
             covered_positions=(*self.covered_positions, state.first_missing()[0] // self._batch * self._batch),
             effective_from=(*self.effective_from, effective_from),
         )
+
+    def apply_all(self, events: Sequence[PlanEvent]) -> PlanState:
+        """Return the state after more events."""
+        state = self
+        for event in events:
+            state = state.apply(event)
+        return state
+
+    def skipped_positions(self) -> Positions:
+        """Return the first positions of the steps whose updates are not applied, ascending."""
+        parts = [np.arange(one.start_position, one.end_position, self._batch) for one in self.rollbacks]
+        return np.unique(np.concatenate([np.array([one.start_position for one in self.skips], np.int64), *parts]))
 
     def encode(self, event: PlanEvent) -> dict[str, Any]:
         """Return the JSON of the next event; a stage event records the number of draws per source."""

@@ -88,10 +88,14 @@ class Prefetcher(Generic[Item]):
     def next_error(self) -> Exception | None:
         """Wait until the next item is ready; return the error that ``next`` will raise for it, if any."""
         try:
-            self._await_next()()
+            self.peek()
         except Exception as error:
             return error
         return None
+
+    def peek(self) -> Item:
+        """Return the next item, which stays the next one; raises as ``next``, without closing the iterator."""
+        return self._await_next()()
 
     def close(self) -> None:
         """Stop prefetching. Thread-safe and idempotent."""

@@ -29,15 +29,17 @@ from vorox.data.storage import canonical_uri
 from vorox.data.text.formats import has_row_groups
 from vorox.data.tokenizers.loading import load
 
-__all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "RunDataIndex", "rows_at", "when", "where"]
+__all__ = ["DocumentOrigin", "Occurrence", "RowOrigin", "RunDataIndex", "rows_at", "when", "when_text", "where"]
 
 _MAX_NAMES = 8
 
-State = Literal["kept", "rolled_back", "open", "planned", "beyond"]
+State = Literal["kept", "skipped", "rolled_back", "open", "planned", "beyond"]
 Granularity = Literal["byte", "record", "row group", "file"]
 """What a row is known to contain: the byte itself; tokens of its record or (Parquet) row group; tokens of the file."""
 
 Positions = npt.NDArray[np.int64]
+_Place = tuple[int, str, str, int, Granularity]
+"""Position, file, source, row of the cache, and how precisely it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,9 @@ class Occurrence:
         position: Index in the run's data order, from 0.
         epoch: Epoch of the source, from 0.
         row: Row number in the source's cache.
-        state: ``kept``; ``rolled_back`` (executed by an attempt whose later steps were lost); ``open`` (executed, not
-            in a checkpoint yet); ``planned`` (not executed); ``beyond`` (in the plan, after the end of the run).
+        state: ``kept``; ``skipped`` (executed, but the update was not applied); ``rolled_back`` (executed by an
+            attempt whose later steps were lost); ``open`` (executed, not in a checkpoint yet); ``planned`` (not
+            executed); ``beyond`` (in the plan, after the end of the run).
         attempt: The attempt that executed the step; ``None`` if none did.
         granularity: How precisely the row is known to match the query.
     """
@@ -217,10 +220,7 @@ def when(
         ConfigError: No file matches, or several do.
         DataError: A chunk is missing or damaged.
     """
-    history = intervals(read_attempts(run_data.directory))
-    lengths = attempt_notes(run_data.directory, "total_steps")
-    total_steps = next((steps for steps in lengths if type(steps) is int), None)
-    places: list[tuple[int, str, str, int, Granularity]] = []
+    places: list[_Place] = []
     for index, file_index in _files(run_data, uri):
         reader, source = run_data.readers[index], run_data.plan.sources[index].name
         rows = [(row, _cache_row(reader, row)) for row in reader.rows_of_document(file_index, byte, ordinal).tolist()]
@@ -233,13 +233,37 @@ def when(
                 positions, file = run_data.plan.positions_of(index, row, reader), reader.files[file_index]
                 known = granularity[cache_row]
                 places.extend((position, file.uri, source, cache_row, known) for position in positions.tolist())
+    return _occurrences(run_data, places)
+
+
+def when_text(run_data: RunDataIndex, text_hashes: Sequence[int]) -> tuple[Occurrence, ...]:
+    """Return every step that trains on documents with some texts, from any file, by step and slot.
+
+    Args:
+        run_data: The run.
+        text_hashes: The xxh3-64 of the whole texts, as packed: after transforms and chat templates.
+    """
+    places: list[_Place] = []
+    for index, reader in enumerate(run_data.readers):
+        source = run_data.plan.sources[index].name
+        for row in reader.rows_of_text(text_hashes).tolist():
+            uris = {span.uri: None for span in reader.documents_of(row) if span.text_xxh3 in text_hashes}
+            positions, cache_row = run_data.plan.positions_of(index, row, reader).tolist(), _cache_row(reader, row)
+            places.extend((position, uri, source, cache_row, "record") for position in positions for uri in uris)
+    return _occurrences(run_data, places)
+
+
+def _occurrences(run_data: RunDataIndex, places: Sequence[_Place]) -> tuple[Occurrence, ...]:
+    history = intervals(read_attempts(run_data.directory))
+    lengths = attempt_notes(run_data.directory, "total_steps")
+    total_steps = next((steps for steps in lengths if type(steps) is int), None)
     epochs = run_data.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
     found: list[Occurrence] = []
     for (position, full_uri, source, cache_row, known), epoch in zip(places, epochs.tolist(), strict=True):
         step, slot = run_data.step_and_slot(position)
         found += [
             Occurrence(full_uri, source, step, slot, position, epoch, cache_row, state, attempt, known)
-            for state, attempt in _executions(history, step, total_steps)
+            for state, attempt in _executions(history, step, total_steps, run_data.is_skipped(step))
         ]
     return tuple(sorted(found, key=lambda one: (one.position, one.attempt or 0)))
 
@@ -250,7 +274,8 @@ def _rows_with_byte(run_data: RunDataIndex, cache: CacheReader, file_index: int,
     No row with the byte is omitted: if the byte cannot be traced to a token, all rows of its record are returned.
     """
     rows = cache.rows_of_document(file_index, byte).tolist()
-    if has_row_groups(cache.recipe.source.get("format")):
+    format_name = cache.recipe.source.get("format")
+    if format_name is not None and has_row_groups(format_name):
         return dict.fromkeys(rows, "row group")
     pieces: list[tuple[int, int, DocumentSpan]] = []
     for row in rows:
@@ -297,10 +322,14 @@ def _token_with_byte(
     return int(np.searchsorted(ends, byte - document.byte_offset, side="right"))
 
 
-def _executions(history: Sequence[StepInterval], step: int, total_steps: int | None) -> list[tuple[State, int | None]]:
+def _executions(
+    history: Sequence[StepInterval], step: int, total_steps: int | None, is_skipped: bool
+) -> list[tuple[State, int | None]]:
     """Return the state of a step for each attempt that executed it."""
     done: list[tuple[State, int | None]] = [
-        (part.outcome, part.attempt) for part in history if part.first_step <= step <= part.last_step
+        ("skipped" if is_skipped and part.outcome != "rolled_back" else part.outcome, part.attempt)
+        for part in history
+        if part.first_step <= step <= part.last_step
     ]
     if any(state != "rolled_back" for state, _ in done):
         return done
@@ -313,16 +342,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
     Raises:
         ConfigError: No file matches, or files with different URIs do.
     """
-    names = {name, canonical_uri(name)} if "://" not in name else {name}
-    listed = [
-        (index, number, file.uri)
-        for index, reader in enumerate(run_data.readers)
-        for number, file in enumerate(reader.files)
-    ]  # fmt: skip
-    found = [entry for entry in listed if entry[2] in names]
-    if not found:
-        ends = "/" + name.lstrip("./").replace("\\", "/")
-        found = [entry for entry in listed if ("/" + entry[2].replace("\\", "/").replace(":", "/")).endswith(ends)]
+    found = matching_files(run_data, name)
     uris = sorted({uri for _, _, uri in found})
     if len(uris) == 1:
         return [(index, number) for index, number, _ in found]
@@ -334,11 +354,25 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
         )  # fmt: skip
     if is_held_out(run_data, name):
         return []
-    near = _nearest(name, sorted({uri for _, _, uri in listed}))
+    listed = {uri for _, _, uri in _listed(run_data)}
+    near = _nearest(name, sorted(listed))
     hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows the names of files"
-    raise ConfigError(
-        f"No file matches {name} among the {len(listed):,} files of this run", where="--source", hint=hint
-    )
+    what = f"No file matches {name} among the {len(listed):,} files of this run"
+    raise ConfigError(what, where="--source", hint=hint)
+
+
+def matching_files(run_data: RunDataIndex, name: str) -> list[tuple[int, int, str]]:
+    """Return source index, file index and URI of every file with a name, or else of those whose names end with it."""
+    names, listed = {name, canonical_uri(name)} if "://" not in name else {name}, _listed(run_data)
+    ends = "/" + name.lstrip("./").replace("\\", "/")
+    return [entry for entry in listed if entry[2] in names] or [
+        entry for entry in listed if ("/" + entry[2].replace("\\", "/").replace(":", "/")).endswith(ends)
+    ]
+
+
+def _listed(run_data: RunDataIndex) -> list[tuple[int, int, str]]:
+    places = ((index, number) for index, reader in enumerate(run_data.readers) for number in range(len(reader.files)))
+    return [(index, number, run_data.readers[index].files[number].uri) for index, number in places]
 
 
 def is_held_out(run_data: RunDataIndex, name: str) -> bool:

@@ -39,12 +39,14 @@ class RowBlock:
         row_ptr: Index of each row's first segment, int64 ``[N + 1]``.
         segment_lengths: Tokens per segment, int32, at least 1.
         segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
+        loss_mask_NC: Whether each token is trained on, ``[N, row_tokens]``; ``None``: all are.
     """
 
     tokens_NC: TokenArray
     row_ptr: npt.NDArray[np.int64]
     segment_lengths: npt.NDArray[np.int32]
     segment_document_offsets: npt.NDArray[np.int32]
+    loss_mask_NC: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -183,6 +185,9 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
         num_target_tokens = int(np.maximum(real_N - 1, 0).sum())
     for row in np.flatnonzero(real_N < block.row_tokens).tolist():  # few rows have padding
         labels_NT[row, max(int(real_N[row]) - 1, 0) :] = IGNORED_LABEL
+    if block.loss_mask_NC is not None:
+        labels_NT[~block.loss_mask_NC[:, 1:]] = IGNORED_LABEL
+        num_target_tokens = int(np.count_nonzero(labels_NT != IGNORED_LABEL))
     return num_target_tokens
 
 
@@ -212,7 +217,10 @@ def _piece_digests(digests: npt.NDArray[np.uint64], pieces: int) -> npt.NDArray[
 
 
 def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
-    """Return the digest of each row: xxh3-64 of its stored token bytes followed by its segment lengths as int32."""
+    """Return the digest of each row: xxh3-64 of its stored token bytes, its segment lengths as int32, its loss mask.
+
+    A row without a masked token has the digest of a row without a mask.
+    """
     tokens = np.ascontiguousarray(block.tokens_NC).reshape(-1).data.cast("B")
     lengths = np.ascontiguousarray(block.segment_lengths, np.int32).data.cast("B")
     row_bytes = block.row_tokens * block.tokens_NC.dtype.itemsize
@@ -221,6 +229,8 @@ def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
     for row in range(block.num_rows):
         digest = xxhash.xxh3_64(tokens[row * row_bytes : (row + 1) * row_bytes])
         digest.update(lengths[bounds[row] : bounds[row + 1]])
+        if block.loss_mask_NC is not None and not block.loss_mask_NC[row].all():
+            digest.update(np.packbits(block.loss_mask_NC[row]).tobytes())
         digests[row] = digest.intdigest()
     return digests
 
@@ -241,11 +251,19 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
     row_ptr = np.zeros(len(order) + 1, np.int64)
     np.cumsum(counts, out=row_ptr[1:])
     segments = np.arange(int(row_ptr[-1])) + np.repeat(first - row_ptr[:-1], counts)
+    loss_mask_NC = None
+    if any(block.loss_mask_NC is not None for block in blocks):
+        masks = [
+            np.ones(block.tokens_NC.shape, np.bool_) if block.loss_mask_NC is None else block.loss_mask_NC
+            for block in blocks
+        ]
+        loss_mask_NC = np.concatenate(masks)[inverse]
     return RowBlock(
         tokens_NC=cast("TokenArray", np.concatenate([block.tokens_NC for block in blocks])[inverse]),
         row_ptr=row_ptr,
         segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[segments],
         segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[segments],
+        loss_mask_NC=loss_mask_NC,
     )
 
 

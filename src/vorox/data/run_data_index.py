@@ -14,6 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.attempts import intervals, read_attempts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
@@ -23,6 +27,7 @@ from vorox.data.difficulty_buckets import SourceReader, cache_name, reader_of, r
 from vorox.data.plan import Plan
 
 _MAX_CANDIDATES = 64
+_POSITIONS_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,34 @@ class RunDataIndex:
             )  # fmt: skip
         batch = self.plan.start.global_batch_sequences
         return range((step - 1) * batch, step * batch)
+
+    def is_skipped(self, step: int) -> bool:
+        """Whether the update of a step was skipped."""
+        return self.plan.is_skipped((step - 1) * self.plan.start.global_batch_sequences)
+
+    def applied_steps(self) -> npt.NDArray[np.int64]:
+        """Return the steps whose updates the weights hold, ascending: executed, neither rolled back nor skipped."""
+        history = intervals(read_attempts(self.directory))
+        parts = [np.arange(one.first_step, one.last_step + 1) for one in history if one.outcome != "rolled_back"]
+        steps = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        return np.setdiff1d(steps[steps <= self.num_steps], self.skipped_steps())
+
+    def skipped_steps(self) -> npt.NDArray[np.int64]:
+        """Return the steps whose update is skipped because of a loss spike, ascending."""
+        return self.plan.state.skipped_positions() // self.plan.start.global_batch_sequences + 1
+
+    def row_uses(self, steps: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+        """Return how often some steps read each row of each source."""
+        uses = [np.zeros(reader.num_rows, np.int64) for reader in self.readers]
+        batch = self.plan.start.global_batch_sequences
+        steps_at_once = max(1, _POSITIONS_AT_ONCE // batch)
+        for first in range(0, len(steps), steps_at_once):
+            part = steps[first : first + steps_at_once]
+            found = self.plan.locate(((part[:, None] - 1) * batch + np.arange(batch)).reshape(-1))
+            for index, reader in enumerate(self.readers):
+                here = found.source_index == index
+                np.add.at(uses[index], found.row[here] + reader.unit_row_starts[found.unit_start[here]], 1)
+        return uses
 
     def step_and_slot(self, position: int) -> tuple[int, int]:
         """Return the step (from 1) and the slot (from 0) of a position."""

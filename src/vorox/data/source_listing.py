@@ -21,13 +21,14 @@ from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
-from vorox.data.cache_opener import PrepareProgress
+from vorox.data.cache.report import PrepareProgress
+from vorox.data.chat_template import BUILT_IN
 from vorox.data.storage import ContentVersions, cache_ranges
 from vorox.data.text.holdout import ALL_HELD_OUT
 from vorox.data.text.holdout_selection import describe_holdout, select_holdout
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, list_source, with_tokenizer, without_files
-from vorox.data.tokenizers.store import resolve_tokenizer
+from vorox.data.tokenizers.store import resolve_tokenizer, with_chat_template
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 VERSIONS_NAME = "versions"
@@ -113,12 +114,30 @@ def list_sources(
             for source in sources
         ]
         validation = [with_tokenizer(source, *identity) for source in validation]
+        if config.tokenizer.chat_template is not None or any(s.config.chat_fields for s in (*sources, *validation)):
+            tokenizer = with_chat_template(tokenizer, config.tokenizer)
+        sources, validation = (
+            [replace(s, chat_template=tokenizer.chat_template) if s.config.chat_fields else s for s in listed]
+            for listed in (sources, validation)
+        )
     notes = [note for source in (*sources, *validation) for note in source.notes]
+    notes += _chat_notes((*sources, *validation))
     section = config.tokenizer
     if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
         text = f"the vocabulary has {tokenizer.vocab_size:,} tokens, not tokenizer.vocab_size={section.vocab_size:,}"
         notes.append(Note("vocabulary", f"{text}: the text has no further pairs to merge"))
     return ListedSources(tuple(sources), tuple(validation), tokenizer, tuple(notes))
+
+
+def _chat_notes(sources: Sequence[Source]) -> list[Note]:
+    names = ", ".join(source.config.name for source in sources if source.chat_template is not None)
+    template = next((source.chat_template for source in sources if source.chat_template is not None), None)
+    if template is None:
+        return []
+    name = next((name for name, source in BUILT_IN.items() if source == template.source), "of the tokenizer or a file")
+    is_text = name == "chatml" and "<|im_end|>" not in template.special_tokens
+    text = "; its tokens are text, not special tokens of this tokenizer" if is_text else ""
+    return [Note("conversations", f"trains on the answers of {names}; chat template {name}{text}")]
 
 
 def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, is_dry: bool) -> Source:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.data.documents import Document
-from vorox.data.text.sources import Source, read_units
+from vorox.data.text.sources import Source
+from vorox.data.text.unit_reader import read_units
 from vorox.data.text.unit_splitter import split_into_units
 
 DEFAULT_MAX_BYTES = 16 << 20

@@ -69,6 +69,7 @@ class RunSummary:
         loss: Newest training loss.
         eval_loss: Newest validation loss.
         checkpoint_step: Step of the newest checkpoint.
+        num_checkpoints: Number of checkpoints, without quarantined ones.
         size_bytes: Size of the directory.
         attempts: Number of starts and resumes.
         created_at: Start of the first attempt, as an ISO time.
@@ -85,6 +86,7 @@ class RunSummary:
     loss: float | None
     eval_loss: float | None
     checkpoint_step: int | None
+    num_checkpoints: int
     size_bytes: int
     attempts: int
     created_at: str | None
@@ -108,7 +110,8 @@ def inspect_run(directory: Path) -> RunSummary:
     attempts = run_attempts(directory)
     layout = RunLayout(directory)
     holder = lock_holder(layout.lock)
-    values = last_values(directory, ("loss", "eval/loss"))
+    values = last_values(directory, ("loss",))
+    validations = eval_losses(directory)
     found = _checkpoint_directories(directory)
     steps = [step for step, aside, _ in found if not aside]
     size_bytes, changed_at = _measure(directory)
@@ -117,11 +120,12 @@ def inspect_run(directory: Path) -> RunSummary:
         directory=directory,
         state=_state(attempts, holder),
         holder=holder,
-        step=max(_last_chain_step(directory), *steps, *(step for step, _ in values.values()), 0),
+        step=max(_last_chain_step(directory), *steps, *validations, *(step for step, _ in values.values()), 0),
         total_steps=_total_steps(directory, attempts),
         loss=values["loss"][1] if "loss" in values else None,
-        eval_loss=values["eval/loss"][1] if "eval/loss" in values else None,
+        eval_loss=validations[max(validations)] if validations else None,
         checkpoint_step=max(steps, default=None),
+        num_checkpoints=len(steps),
         size_bytes=size_bytes,
         attempts=len(attempts),
         created_at=str(attempts[0].get("started_at")) if attempts else None,
@@ -136,7 +140,7 @@ def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
     match attempts[-1].get("outcome") if attempts else None:
         case "finished" | "stopped" | "preempted" | "interrupted" | "failed" as outcome:
             return outcome
-        case "running" | "killed":
+        case "running" | "killed" | "rolled_back":
             return "killed"  # recorded as running, but no process holds the lock
         case _:
             return "unknown"
@@ -148,6 +152,11 @@ def _last_chain_step(directory: Path) -> int:
         value = record.get("step", record.get("resume"))
         step = value if type(value) is int else step
     return step
+
+
+def recorded_length(directory: Path) -> int | None:
+    """Return the length of a run in steps, if known."""
+    return _total_steps(directory, run_attempts(directory))
 
 
 def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | None:
@@ -196,14 +205,14 @@ def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[Check
         run_directory: The run.
         verify: Read and check every byte.
     """
-    losses = _eval_losses(run_directory)
+    losses = eval_losses(run_directory)
     summaries = [
         _summary(step, aside, path, losses.get(step)) for step, aside, path in _checkpoint_directories(run_directory)
     ]
     return [verify_checkpoint(summary) for summary in summaries] if verify else summaries
 
 
-def _eval_losses(run_directory: Path) -> dict[int, float]:
+def eval_losses(run_directory: Path) -> dict[int, float]:
     """Return the validation loss by step, without steps that were rolled back by a resume."""
     losses: dict[int, float] = {}
     for record in read_lines(RunLayout(run_directory).evaluations):

@@ -50,7 +50,10 @@ class Family:
     metric: Metric
 
 
-_LOSS = "Mean cross entropy in nats over the target tokens, without auxiliary terms."
+_LOSS = (
+    "Mean cross entropy in nats over the target tokens, without auxiliary terms; with loss.name=dpo, the mean loss of "
+    "preference pairs."
+)
 _BITS = "Bits per byte of the original text: cross entropy in bits over all targets, divided by the bytes they encode."
 _METRICS = (
     Metric("loss", "nats/token", "mean", f"{_LOSS} Of one step, over the global batch.", "lower"),
@@ -67,9 +70,22 @@ _METRICS = (
         "mean",
         "Contribution of the z-loss to the loss: its weight x the mean squared log of the softmax denominator.",
     ),
-    Metric("objective", "1/token", "mean", "User loss (loss.name): its mean over the target tokens.", "lower"),
+    Metric(
+        "objective",
+        "1/token",
+        "mean",
+        "User loss (loss.name) or distillation: mean over the targets.",
+        "lower",
+    ),
+    Metric("rewards/accuracy", "fraction", "mean", "DPO: pairs whose chosen answer has the higher reward.", "higher"),
+    Metric("rewards/margin", "nats", "mean", "DPO: reward of the chosen answer minus that of the rejected.", "higher"),
+    Metric("rewards/chosen", "nats", "mean", "DPO: beta x (log p - log p of the reference) of the chosen answer."),
+    Metric("rewards/rejected", "nats", "mean", "DPO: the same of the rejected answer."),
     Metric("loss_scale", "1", "last", "Loss scale of fp16, which prevents gradient underflow."),
     Metric("nonfinite_steps", "steps", "sum", "Steps with a non-finite loss or gradient; they were skipped.", "lower"),
+    Metric(
+        "spike_steps", "steps", "sum", "Steps that were skipped because of a loss spike (train.spike_policy).", "lower"
+    ),
     Metric("tokens_total", "tokens", "last", "Positions processed since the start of the run, over all ranks."),
     Metric("epoch", "epochs", "last", "Rows sampled since the start of the run, divided by the rows of one pass."),
     Metric(
@@ -91,7 +107,7 @@ _METRICS = (
         "Share of wall time that training was blocked by checkpoints.",
         "lower",
     ),
-    Metric("time/eval_fraction", "fraction", "mean", "Share of wall time spent on validation and samples.", "lower"),
+    Metric("time/eval_fraction", "fraction", "mean", "Share of wall time spent on validation and tasks.", "lower"),
     Metric(
         "model_flops_per_second",
         "FLOP/s",
@@ -110,9 +126,11 @@ _METRICS = (
     Metric("eval/loss", "nats/token", "last", f"{_LOSS} Over the fixed validation rows.", "lower"),
     Metric("eval/perplexity", "1", "last", "exp(eval/loss).", "lower"),
     Metric("eval/bits_per_byte", "bits/byte", "last", f"{_BITS} Over the fixed validation rows.", "lower"),
-    Metric("eval/accuracy", "fraction", "last", "Share of validation targets with the highest logit.", "higher"),
+    Metric("eval/accuracy", "fraction", "last", "accuracy, or rewards/accuracy, of the validation rows.", "higher"),
+    Metric("eval/pairs", "pairs", "last", "Preference pairs of the validation."),
     Metric("eval/tokens", "tokens", "last", "Target tokens of the validation."),
     Metric("eval_seconds", "s", "sum", "Duration of validation and its samples.", "lower"),
+    Metric("tasks_seconds", "s", "sum", "Duration of an evaluation of tasks.", "lower"),
     Metric("checkpoint_seconds", "s", "sum", "Time that training was blocked by a checkpoint.", "lower"),
     Metric(
         "checkpoint_write_seconds",
@@ -211,7 +229,7 @@ _FAMILIES = (
     ),
     Family(
         re.compile(r"eval/tasks/[\w.-]+/[\w.-]+"),
-        Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness (vorox eval)."),
+        Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness."),
     ),
 )
 

@@ -6,6 +6,7 @@ A repeated task replaces its earlier result; other tasks of the file are kept. M
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core import atomic
+from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import ConfigError
 from vorox.core.json_lines import LineFile, encode, finite_json, read_lines
 from vorox.core.run_layout import RunLayout, lock_run
@@ -25,7 +27,7 @@ FORMAT = "vorox-tasks/1"
 def write_task_results(
     run_directory: Path, step: int, checkpoint_sha256: str, tasks: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Path, bool]:
-    """Record results of tasks.
+    """Record results of tasks, with their metrics if no live process writes the run.
 
     Args:
         run_directory: The run.
@@ -36,6 +38,30 @@ def write_task_results(
     Returns:
         The file, and whether the metrics were appended as well.
     """
+    path = record_task_results(run_directory, step, checkpoint_sha256, tasks)
+    try:
+        with lock_run(run_directory):
+            _append_metrics(run_directory, step, task_metrics(tasks))
+    except ConfigError:  # a live process writes the run
+        return path, False
+    return path, True
+
+
+def checkpoint_sha256(checkpoint: Path) -> str:
+    """Return the digest that identifies a checkpoint: the SHA-256 of its manifest."""
+    return hashlib.sha256((checkpoint / MANIFEST_NAME).read_bytes()).hexdigest()
+
+
+def recorded_steps(run_directory: Path) -> list[int]:
+    """Return the steps with recorded results."""
+    names = [path.stem.removeprefix("step-") for path in RunLayout(run_directory).tasks.glob("step-*.json")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def record_task_results(
+    run_directory: Path, step: int, checkpoint_sha256: str, tasks: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """Record results of tasks in their file, and return it; arguments as in ``write_task_results``."""
     path = RunLayout(run_directory).task_results(step)
     atomic.make_directory(path.parent)
     record: dict[str, Any] = {"format": FORMAT, "step": step, "checkpoint_sha256": checkpoint_sha256, "tasks": {}}
@@ -45,12 +71,7 @@ def write_task_results(
             record["tasks"] = stored["tasks"]
     record["tasks"] |= {name: finite_json(dict(result)) for name, result in tasks.items()}
     atomic.write_file(path, atomic.pretty_json(record))
-    try:
-        with lock_run(run_directory):
-            _append_metrics(run_directory, step, task_metrics(tasks))
-    except ConfigError:  # a live process writes the run
-        return path, False
-    return path, True
+    return path
 
 
 def task_metrics(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

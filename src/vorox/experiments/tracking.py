@@ -18,6 +18,7 @@ from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import MetricFunctions, metric, reduce
+from vorox.experiments.mlflow_sink import MlflowSink
 from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink
 from vorox.experiments.wandb_sink import WandbSink
 
@@ -73,6 +74,8 @@ class Tracker:
                 sinks.append(TensorBoardSink(run_directory, resume_step=resume_step))
             if config.wandb:
                 sinks.append(WandbSink(run_directory, project=config.wandb_project, settings=settings or {}))
+            if config.mlflow:
+                sinks.append(MlflowSink(run_directory, experiment=config.mlflow_experiment, settings=settings or {}))
             for number, path in enumerate(config.sinks):
                 sinks.append(open_custom_sink(path, f"log.sinks.{number}", run_directory, resume_step, settings or {}))
         log = log or RunLog(None)
@@ -163,7 +166,7 @@ def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[in
     """Return the newest value of each metric, with its step. Reads only as much of the file as needed."""
     found: dict[str, tuple[int, float]] = {}
     path = RunLayout(run_directory).metrics
-    for last_bytes in (1 << 16, 1 << 21, None):
+    for last_bytes in (1 << 13, 1 << 16, 1 << 21, None):
         for step, values in read_metrics(run_directory, last_bytes=last_bytes).items():
             found.update((name, (step, values[name])) for name in names if name in values)
         if len(found) == len(set(names)) or not path.exists() or path.stat().st_size <= (last_bytes or 0):

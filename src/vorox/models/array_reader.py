@@ -5,7 +5,7 @@ An array is named ``<kind>.<canonical name>``; kinds are ``weights`` and the opt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import EllipsisType
 from typing import Protocol
 
@@ -23,6 +23,11 @@ Index = tuple[slice, ...] | EllipsisType
 
 class ArrayReader(Protocol):
     """The arrays of a verified checkpoint; data is read lazily."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all arrays."""
+        ...
 
     def check_entries(self, expected: Iterable[TensorEntry]) -> None:
         """Check names, shapes and types of the arrays that the caller needs.

@@ -21,7 +21,7 @@ from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScal
 from vorox.core.schema.section import ImportPath
 from vorox.models.rotary import RopeScaling
 from vorox.models.spec import Init, ModelSpec, ParameterSpec
-from vorox.models.user_layer import layer_parameters
+from vorox.models.user_layer import block_parameters, layer_parameters
 
 GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu", "geglu_tanh"})
 GATED_WIDTH_MULTIPLE = 64
@@ -70,6 +70,7 @@ class DecoderSpec(ModelSpec):
     sliding_rope_theta: float | None = None
     query_pre_attn_scalar: int | None = None
     mlp: ImportPath | None = None
+    block: ImportPath | None = None
 
     free_to_change = FREE_TO_CHANGE
 
@@ -259,6 +260,8 @@ def _parameter_table(spec: DecoderSpec) -> tuple[ParameterSpec, ...]:
 def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     width, inner = spec.hidden_size, spec.intermediate_size
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.block is not None:
+        return block_parameters(spec.block, spec, prefix)
     residual_std = spec.init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else spec.init_std
 
     def linear(name: str, out: tuple[int, str], into: tuple[int, str], std: float, bias: bool) -> list[ParameterSpec]:

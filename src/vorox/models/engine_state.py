@@ -5,7 +5,8 @@ under canonical names; ``optimizer.safetensors`` the optimizer moments of each c
 ``engine.json`` the counters, the model spec and the array format. With ``checkpoint.format=orbax`` the folder ``orbax``
 (``models/orbax_arrays.py``) replaces the first two; a state that is sharded over ranks of PyTorch is written as shards
 (``models/sharded_snapshot.py``). Either engine reads all three forms, and can resume a run of the other if its
-optimizer has the same moments. The caller hashes and commits the files.
+optimizer has the same moments. A moving average of the weights is stored as a moment. The caller hashes and commits
+the files.
 
 Invariant: a loaded state has the fingerprint of the saved one.
 """
@@ -35,6 +36,8 @@ from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
 
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
+AVERAGE = "weights_ema"
+"""Kind of the moving average of the weights (``train.ema_decay``) among the moments."""
 _PIECE_ELEMENTS = 1 << 20
 
 ArrayForm = Literal["safetensors", "orbax", "shards"]
@@ -180,7 +183,7 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
             f"The optimizer state holds {', '.join(body['kinds'])} and {', '.join(body['counters'])}; expected "
             f"{', '.join(sorted(like.moments))} and {', '.join(like.counters)}",
             where=str(directory),
-            hint="optimizer.name and precision.dtype must be those of the run",
+            hint="optimizer.name, precision.dtype and whether train.ema_decay is set must be those of the run",
         )
     wanted = moment_entries(spec, like.moment_names)
     pieces = _array_reader(directory, body)
@@ -207,6 +210,24 @@ def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
     body = _read_body(directory / ENGINE_FILE)
     _check_spec(spec, body["spec"], where=str(directory))
     return _open_weights(directory, spec, body)
+
+
+def read_average(directory: Path, spec: ModelSpec) -> Iterator[NamedArray]:
+    """Read the moving average of the parameters; frozen ones have none and are those of the model.
+
+    Raises:
+        CheckpointError: The state has no average, or as ``read_weights``.
+    """
+    body = _read_body(directory / ENGINE_FILE)
+    if AVERAGE not in body["kinds"]:
+        raise CheckpointError(
+            "Checkpoint has no moving average of the weights", where=str(directory),
+            hint="only a run with train.ema_decay has one",
+        )  # fmt: skip
+    moments = _array_reader(directory, body) or WeightsFile(directory / OPTIMIZER_FILE)
+    for name, array in read_weights(directory, spec):
+        key = f"{AVERAGE}.{name}"
+        yield name, moments.read(key) if key in moments.names else array
 
 
 def _open_weights(directory: Path, spec: ModelSpec, body: Mapping[str, Any]) -> Iterable[NamedArray]:

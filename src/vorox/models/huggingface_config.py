@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from vorox.core.atomic import pretty_json
 from vorox.core.schema.model import ModelConfig
+from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import ARCHITECTURES, Architecture, Family, huggingface_family, require_family
 from vorox.models.huggingface_rope import read_rope, refuse, write_rope
@@ -87,7 +88,9 @@ def generation_config(*, end_of_text_id: int | None, begin_of_text_id: int | Non
 
 
 def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[str, bytes]:
-    """Return the files that make a checkpoint a transformers model; empty if the spec has no family."""
+    """Return the files that make a checkpoint a transformers model; empty for an adapter, and without a family."""
+    if isinstance(spec, AdapterSpec):
+        return {}
     if isinstance(spec, HuggingFaceSpec):
         begin = spec.config.get("bos_token_id")
         ids = generation_config(end_of_text_id=end_of_text_id, begin_of_text_id=begin)

@@ -7,10 +7,13 @@ allocators, kernels and the framework is not included.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.optimizer_groups import optimizer_groups
+from vorox.models.pipeline_stages import parameters_of, stages_of_device
 from vorox.models.spec import ModelSpec
 
 FP32_BYTES = 4
@@ -21,11 +24,11 @@ class MemoryEstimate:
     """Peak memory of a step on one device, and of checkpoints on the host.
 
     Attributes:
-        parameter_bytes: Parameters.
+        parameter_bytes: Parameters, with the frozen model under an adapter, or the reference of DPO.
         gradient_bytes: Gradients, with the partial sums of ``determinism=bitwise-any-world``.
         optimizer_bytes: Optimizer moments.
         activation_bytes: Activations saved for the backward pass.
-        logits_bytes: Logits of a chunk and their gradient.
+        logits_bytes: Logits of a chunk, or of the micro-batch, and their gradient.
         mask_bytes: Dense attention masks, with ``data.document_mask`` or sliding windows.
         saved_moment_bytes: Optimizer moments in a checkpoint, fp32.
         snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
@@ -61,7 +64,20 @@ class MemoryEstimate:
 
 
 def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
-    """Estimate the peak memory of a run's training step while a checkpoint is being written."""
+    """Estimate the peak memory of a run's training step while a checkpoint is being written.
+
+    State and activations are those of one device, except that FSDP and tensor parallelism are not counted; see
+    ``memory_per_device``. Of a pipeline, it is the device that needs most.
+    """
+    whole, size = undivided_memory(spec, config), config.parallel.pipeline_parallel_size
+    if size == 1:
+        return whole
+    devices = [_pipeline_device(spec, config, whole, index) for index in range(size)]
+    return max(devices, key=lambda device: device.total_bytes)
+
+
+def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+    """Estimate ``planned_memory`` without a pipeline; checkpoints have the state of all its devices."""
     step = training_memory(
         spec,
         micro_batch_sequences=config.train.micro_batch_sequences,
@@ -71,11 +87,63 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         recompute_blocks=config.train.activation_checkpointing == "block",
         loss_chunk_tokens=config.loss.chunk_tokens,
         dense_masks=_dense_masks(spec, config),
+        frozen={name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen},
+        has_average=config.train.ema_decay is not None,
     )
+    saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
+    reference = config.loss.name == "dpo" and config.adapter.kind == "none"
     return replace(
         step,
+        parameter_bytes=step.parameter_bytes * (1 + reference),
         gradient_bytes=step.gradient_bytes * (1 + _num_partial_sums(config)),
-        snapshot_bytes=step.parameter_bytes + step.saved_moment_bytes if config.checkpoint.asynchronous else 0,
+        snapshot_bytes=saved if config.checkpoint.asynchronous else 0,
+    )
+
+
+def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, index: int) -> MemoryEstimate:
+    """Return the memory of a device of a pipeline.
+
+    It keeps the activations of the micro-batches whose backward pass has not come: as many as there are devices from
+    this one on. Interleaved stages keep more (Narayanan et al., arXiv 2104.04473). It also has a buffer for every
+    micro-batch, for what it receives from other stages.
+
+    Args:
+        spec: The model.
+        config: The run.
+        whole: The memory without a pipeline.
+        index: Index of the device in the pipeline.
+    """
+    parallel, train, length = config.parallel, config.train, config.data.sequence_length_tokens
+    size, per_device = parallel.pipeline_parallel_size, parallel.pipeline_stages_per_device
+    stages = stages_of_device(spec.num_layers, size, per_device, index)
+    table = parameters_of(spec, stages, tied=isinstance(spec, DecoderSpec) and spec.tie_embeddings)
+    share = sum(row.num_elements for row in table) / spec.num_parameters
+    count = parallel.num_micro_batches(
+        train.micro_batch_sequences, train.global_batch_sequences, parallel.num_row_parts
+    )
+    kept = min(count, size - index)  # micro-batches, or passes through one stage
+    if per_device > 1:
+        kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1)
+    layers = max(len(stage.layers) for stage in stages)
+    dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
+    row = spec.saved_activations(length, dtype_bytes)
+    if train.activation_checkpointing == "block":
+        blocks = kept * layers * row.block_input_bytes + row.largest_block_bytes
+    else:
+        blocks = kept * layers * row.all_blocks_bytes / spec.num_layers
+    received = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    stream = FP32_BYTES * length * spec.hidden_size
+    return replace(
+        whole,
+        parameter_bytes=round(whole.parameter_bytes * share),
+        gradient_bytes=round(whole.gradient_bytes * share),
+        optimizer_bytes=round(whole.optimizer_bytes * share),
+        snapshot_bytes=round(whole.snapshot_bytes * share),
+        activation_bytes=round(
+            train.micro_batch_sequences * (blocks + 2 * row.block_input_bytes + received * count * stream)
+        ),
+        logits_bytes=whole.logits_bytes if stages[-1].is_last else 0,
+        mask_bytes=whole.mask_bytes * kept,
     )
 
 
@@ -90,20 +158,24 @@ def _num_partial_sums(config: RunConfig) -> int:
 def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
     """Estimate the peak memory of one of the run's devices, with ``parallel.*`` counted.
 
-    FSDP shards parameters, gradients and optimizer state. It gathers two blocks (one computes while the next arrives)
-    and the embedding and head, or all blocks without ``reshard_after_forward``; a block's gradients exist whole until
-    they are summed.
+    FSDP and tensor parallelism shard parameters, gradients and optimizer state. FSDP gathers two blocks (one computes
+    while the next arrives) and the embedding and head, or all blocks without ``reshard_after_forward``; a block's
+    gradients exist whole until they are summed.
     """
     parallel, planned = config.parallel, planned_memory(spec, config)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
     shards = parallel.fsdp_size * parallel.tensor_parallel_size
     if parallel.fsdp_size > 1:
-        blocks = sum(row.num_elements for row in spec.parameters if row.name.startswith("blocks."))
-        block, rest = blocks // max(1, spec.num_layers), spec.num_parameters - blocks
+        tensor = parallel.tensor_parallel_size
+        blocks = sum(row.num_elements for row in spec.parameters if _is_in_a_block(row.name)) // tensor
+        block, rest = blocks // max(1, spec.num_layers), spec.num_parameters // tensor - blocks
         gathered = (2 * block if parallel.reshard_after_forward else blocks) + rest
         copies = dtype_bytes * gathered + FP32_BYTES * max(block, rest)
     else:
-        copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * spec.num_matmul_weights // shards
+        converted = spec.num_matmul_weights - spec.num_frozen_matmul_weights
+        if parallel.pipeline_parallel_size > 1:
+            converted = min(converted, planned.parameter_bytes // FP32_BYTES)
+        copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * converted // shards
     return replace(
         planned,
         parameter_bytes=planned.parameter_bytes // shards,
@@ -112,6 +184,11 @@ def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         snapshot_bytes=planned.snapshot_bytes // shards,
         copy_bytes=copies,
     )
+
+
+def _is_in_a_block(name: str) -> bool:
+    """Whether a parameter belongs to a repeated block: its canonical name contains the number of the block."""
+    return any(part.isdigit() for part in name.split("."))
 
 
 def training_memory(
@@ -124,6 +201,8 @@ def training_memory(
     recompute_blocks: bool,
     loss_chunk_tokens: int,
     dense_masks: int = 0,
+    frozen: Container[str] = (),
+    has_average: bool = False,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one training step.
 
@@ -137,26 +216,32 @@ def training_memory(
         recompute_blocks: Activation checkpointing: only block inputs are saved, and blocks are recomputed one by one.
         loss_chunk_tokens: Positions per chunk of logits.
         dense_masks: Number of dense attention masks, each as booleans and as additive floats.
+        frozen: Parameters without gradient and optimizer state.
+        has_average: Whether a moving average of the trained parameters is kept.
     """
-    weights = FP32_BYTES * spec.num_parameters
-    state = 2 * weights
+    trained = [row for row in spec.parameters if row.name not in frozen]
+    gradients = FP32_BYTES * sum(row.num_elements for row in trained)
+    state = (3 if has_average else 2) * gradients
     if optimizer == "muon":
-        state -= FP32_BYTES * sum(row.num_elements for row in spec.parameters if row.kind == "matrix")
+        state -= FP32_BYTES * sum(row.num_elements for row in trained if row.kind == "matrix")
     saved = state
     if optimizer == "adamw_8bit":
-        state -= 6 * sum(row.num_elements for row in spec.parameters if row.decay)
+        state -= 6 * sum(row.num_elements for row in trained if row.decay)
     positions = micro_batch_sequences * sequence_length_tokens
-    block = positions * spec.saved_per_position * dtype_bytes
-    stream = positions * spec.hidden_size * dtype_bytes
-    blocks = stream * spec.num_layers + block if recompute_blocks else block * spec.num_layers
-    chunk = min(loss_chunk_tokens, positions)
+    row = spec.saved_activations(sequence_length_tokens, dtype_bytes)
+    stream = row.block_input_bytes
+    blocks = stream * spec.num_layers + row.largest_block_bytes if recompute_blocks else row.all_blocks_bytes
+    if spec.has_whole_logits:  # in the compute precision; in fp32 and twice as gradients
+        logits = positions * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))
+    else:
+        logits = 2 * FP32_BYTES * min(loss_chunk_tokens, positions) * spec.vocab_size
     return MemoryEstimate(
-        parameter_bytes=weights,
-        gradient_bytes=weights,
+        parameter_bytes=FP32_BYTES * spec.num_parameters + spec.frozen_bytes(dtype_bytes),
+        gradient_bytes=gradients,
         optimizer_bytes=state,
         saved_moment_bytes=saved,
-        activation_bytes=blocks + 2 * stream,
-        logits_bytes=2 * FP32_BYTES * chunk * spec.vocab_size,
+        activation_bytes=round(micro_batch_sequences * (blocks + 2 * stream)),
+        logits_bytes=logits,
         mask_bytes=dense_masks * positions * sequence_length_tokens * (1 + dtype_bytes),
     )
 
@@ -166,90 +251,3 @@ def _dense_masks(spec: ModelSpec, config: RunConfig) -> int:
     length = config.data.sequence_length_tokens
     windows = {None if window is None or window >= length else window for window in spec.layer_windows}
     return len(windows) if config.data.document_mask else len(windows - {None})
-
-
-def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
-    """Check before step 1 that a run on the CPU fits into the machine's memory.
-
-    Raises:
-        DoesNotFitError: It does not; the hint names settings that fit.
-    """
-    needed_bytes = planned_memory(spec, config).total_bytes_on("cpu")
-    if needed_bytes > available_bytes:
-        fitting = _fitting_settings(spec, config, available_bytes)
-        tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
-        raise DoesNotFitError(
-            f"A micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
-            f"{available_bytes / 2**30:,.1f} GiB",
-            where="memory",
-            hint=f"set {' or '.join(fitting)}" if fitting else "lower model.num_layers or model.hidden_size",
-        )  # fmt: skip
-
-
-def _fitting_settings(spec: ModelSpec, config: RunConfig, available_bytes: int) -> list[str]:
-    """Return the single settings that make a run fit, each with its largest value that does."""
-
-    def fits(section: str, **values: object) -> bool:
-        changed = getattr(config, section).model_copy(update=values)
-        return (
-            planned_memory(spec, config.model_copy(update={section: changed})).total_bytes_on("cpu") <= available_bytes
-        )
-
-    rows, length = config.train.micro_batch_sequences, config.data.sequence_length_tokens
-    lengths = [1 << power for power in range(length.bit_length() - 1, 4, -1)]
-    choices: list[tuple[str, str, list[object]]] = [
-        ("train", "micro_batch_sequences", [part for part in range(rows - 1, 0, -1) if rows % part == 0]),
-        ("train", "activation_checkpointing", ["block"]),
-        ("checkpoint", "asynchronous", [False]),
-        ("data", "sequence_length_tokens", [shorter for shorter in lengths if shorter < length]),
-    ]
-    found = [
-        (section, name, next((value for value in values if fits(section, **{name: value})), None))
-        for section, name, values in choices
-    ]
-    return [f"{section}.{name}={str(value).lower()}" for section, name, value in found if value is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """The estimated peak memory of a run and the memory of its device.
-
-    Attributes:
-        planned: The estimate.
-        available_bytes: Memory of the device; ``None`` if unknown.
-        state_parts: Number of devices over which parameters and optimizer state are sharded.
-    """
-
-    planned: MemoryEstimate
-    available_bytes: int | None
-    state_parts: int = 1
-
-    @property
-    def _state_bytes(self) -> int:
-        whole = self.planned.parameter_bytes + self.planned.gradient_bytes + self.planned.optimizer_bytes
-        return whole // self.state_parts
-
-    def check_state(self) -> None:
-        """Check, before allocating, that parameters, gradients and optimizer state fit into the device.
-
-        Raises:
-            DoesNotFitError: They do not.
-        """
-        if self.available_bytes is not None and self._state_bytes > self.available_bytes:
-            raise self.error("creating the model")
-
-    def error(self, doing: str) -> DoesNotFitError:
-        """Return the error for a device or host that ran out of memory."""
-        rest_bytes = self.planned.activation_bytes + self.planned.logits_bytes + self.planned.mask_bytes
-        has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
-        what = (
-            f"Out of memory while {doing}: parameters, gradients and optimizer state take about "
-            f"{self._state_bytes / 2**30:,.2f} GiB, activations and logits {rest_bytes / 2**30:,.2f} GiB{has}"
-        )
-        if self.available_bytes is not None and self._state_bytes > 0.9 * self.available_bytes:
-            return DoesNotFitError(what, where="model", hint="lower model.num_layers or model.hidden_size")
-        return DoesNotFitError(
-            what, where="train.micro_batch_sequences",
-            hint="lower train.micro_batch_sequences or data.sequence_length_tokens, or set "
-            "train.activation_checkpointing=block",
-        )  # fmt: skip

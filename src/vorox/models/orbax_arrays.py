@@ -6,7 +6,7 @@ Orbax stores a tree of arrays as a key-value store (OCDBT) in a folder, with one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class OrbaxArrays:
             keys: list[bytes] = tensorstore.KvStore.open(self._store).result().list().result()
         except (ValueError, OSError) as error:
             raise self._broken(error) from error
-        self.names = sorted({key.decode().rpartition("/")[0] for key in keys})
+        self.names: Collection[str] = sorted({key.decode().rpartition("/")[0] for key in keys})
 
     def _broken(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"The arrays cannot be read: {str(error).splitlines()[0]}", where=str(self.path))

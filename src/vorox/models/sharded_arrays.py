@@ -12,7 +12,7 @@ Invariant: the slices of an array cover each of its rows exactly once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,10 @@ class ShardedArrays:
             raise CheckpointError(f"Shards have format {version}; expected {FORMAT}", where=str(self.path))
         for name, array in self.arrays.items():
             array.check_coverage(name, self.path)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.arrays.keys()
 
     def check_entries(self, expected: Iterable[TensorEntry]) -> None:
         for entry in expected:

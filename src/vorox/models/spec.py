@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 Kind = Literal["embedding", "matrix", "head", "norm", "bias", "tensor"]
-Init = Literal["normal", "ones", "zeros"]
+Init = Literal["normal", "uniform", "ones", "zeros"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ParameterSpec:
         name: Canonical name.
         shape: Stored shape; matrices are ``[out, in]``.
         init: Initial distribution.
-        std: Standard deviation of a normal initialisation, else 0.
+        std: Standard deviation of a normal or uniform initialisation around 0, else 0.
         decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
         kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``tensor`` any other weight.
         axes: Logical axis of each dimension, for sharding.
@@ -44,6 +44,21 @@ class ParameterSpec:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedActivations:
+    """Bytes for each row of a micro-batch that the blocks save for the backward pass.
+
+    Attributes:
+        all_blocks_bytes: By all blocks together.
+        largest_block_bytes: By the block that saves most.
+        block_input_bytes: Input of one block.
+    """
+
+    all_blocks_bytes: float
+    largest_block_bytes: float
+    block_input_bytes: float
 
 
 class ModelSpec(ABC):
@@ -83,6 +98,21 @@ class ModelSpec(ABC):
     def saved_per_position(self) -> int:
         """Elements per position that a block saves for its backward pass, without T x T matrices."""
 
+    @property
+    def has_whole_logits(self) -> bool:
+        """Whether the logits of a micro-batch are computed together, not in chunks of the loss."""
+        return False
+
+    def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
+        """Estimate what the blocks save for each row.
+
+        Args:
+            sequence_length_tokens: Positions of a row.
+            dtype_bytes: Bytes per element of the compute precision.
+        """
+        block = sequence_length_tokens * self.saved_per_position * dtype_bytes
+        return SavedActivations(block * self.num_layers, block, sequence_length_tokens * self.hidden_size * dtype_bytes)
+
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return the spec for manifests; two models are the same if and only if it is equal."""
@@ -95,6 +125,21 @@ class ModelSpec(ABC):
     def num_parameters(self) -> int:
         """Number of elements of all parameters; a tied head counts once."""
         return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def num_frozen_parameters(self) -> int:
+        """Number of elements of the frozen model that an adapter changes; it is not part of the training state."""
+        return 0
+
+    @property
+    def num_frozen_matmul_weights(self) -> int:
+        """The part of ``num_matmul_weights`` that is frozen and gets no gradient."""
+        return 0
+
+    def frozen_bytes(self, dtype_bytes: int) -> int:
+        """Return the device memory of frozen parameters; adapted layers are stored in the compute precision."""
+        del dtype_bytes
+        return 0
 
     @property
     def num_matmul_weights(self) -> int:

@@ -5,11 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.huggingface_spec import KIND, HuggingFaceSpec
+from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.module_spec import UserSpec
 from vorox.models.spec import ModelSpec
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ModelSpec:
     """Return the spec that ``ModelSpec.to_json`` described."""
-    return HuggingFaceSpec.from_json(values) if values.get("kind") == KIND else DecoderSpec(**values)
+    if "adapter" in values:
+        return AdapterSpec.from_json(values)
+    for kind in (HuggingFaceSpec, UserSpec):
+        if values.get("kind") == kind.kind:
+            return kind.from_json(values)
+    return DecoderSpec(**values)
+
+
+def spec_differences(recorded: Mapping[str, Any], configured: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two specs in JSON, one text per field or, for modules, per setting and parameter."""
+    if recorded.get("kind") == configured.get("kind") is not None:
+        return spec_from_json(configured).differences(recorded)
+    return [
+        f"{key} = {recorded.get(key)}, configured is {configured.get(key)}"
+        for key in sorted({*recorded, *configured})
+        if recorded.get(key) != configured.get(key)
+    ]

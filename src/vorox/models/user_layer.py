@@ -1,9 +1,10 @@
-"""A user function in the place of the MLP (``model.mlp``): its parameters, as rows of the parameter table.
+"""User functions in the place of MLP or block: their parameters, as rows of the parameter table.
 
-The function ``f(x, weights)`` acts on each position alone. Its attribute ``parameters``, a function of the model
-specification, returns the shape of each weight by name, or a pair of shape and initial values: ``ones``, ``zeros`` or
-the standard deviation of a normal distribution. By default, vectors start at zero and all others with ``init_std``;
-vectors are never decayed.
+An MLP (``model.mlp``), the function ``f(x, weights)``, acts on each position alone. Its attribute ``parameters``, a
+function of the model specification, returns the shape of each weight by name, or a pair of shape and initial values:
+``ones``, ``zeros`` or the standard deviation of a normal distribution. By default, vectors start at zero and all others
+with ``init_std``; vectors are never decayed. A block (``model.block``) is a module that ``f(spec, layer)`` returns; the
+table has its parameters, and the engine takes the initial values from it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.extensions import load_function
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 _KEY = "model.mlp"
+_BLOCK_KEY = "model.block"
 Initial = str | float
 
 
@@ -48,6 +50,48 @@ def layer_parameters(path: str, spec: ModelSpec, prefix: str, init_std: float) -
         for name, value in cast("Mapping[str, object]", declared).items()
         if _is_name(path, name)
     ]
+
+
+def load_block(path: str) -> Callable[[ModelSpec, int], Any]:
+    """Return the function of ``model.block``."""
+    return load_function(path, kind="block", where=_BLOCK_KEY)
+
+
+def block_parameters(path: str, spec: ModelSpec, prefix: str) -> list[ParameterSpec]:
+    """Return the rows of one layer, in the order of its module.
+
+    Args:
+        path: The import path.
+        spec: The model.
+        prefix: Start of the canonical names, ``blocks.<layer>.``.
+
+    Raises:
+        ConfigError: The function fails, or returns no module with parameters.
+    """
+    try:
+        module = load_block(path)(spec, int(prefix.split(".")[1]))
+    except VoroxError:
+        raise
+    except Exception as error:  # a user's function can raise anything
+        raise ConfigError(f"{path} failed with {type(error).__name__}: {error}", where=_BLOCK_KEY) from error
+    named = list(module.named_parameters()) if hasattr(module, "named_parameters") else []
+    if not named:
+        raise ConfigError(
+            f"{path} returned {type(module).__name__}, not a torch.nn.Module with parameters", where=_BLOCK_KEY,
+            hint="it is called as f(spec, layer)",
+        )  # fmt: skip
+    if module.state_dict().keys() - {name for name, _ in named}:
+        raise ConfigError(
+            f"{path} has buffers that checkpoints would have to store, or parameters with two names", where=_BLOCK_KEY,
+            hint="register buffers with persistent=False, and tie no weights inside of a block",
+        )  # fmt: skip
+    return [_module_row(f"{prefix}module.{name}", tuple(parameter.shape)) for name, parameter in named]
+
+
+def _module_row(name: str, shape: tuple[int, ...]) -> ParameterSpec:
+    is_vector = len(shape) < 2
+    kind = "bias" if is_vector else "matrix" if len(shape) == 2 else "tensor"
+    return ParameterSpec(name, shape, "zeros", 0.0, not is_vector, kind, ("layer",) * len(shape))
 
 
 def _is_name(path: str, name: object) -> bool:

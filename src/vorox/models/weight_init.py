@@ -29,6 +29,11 @@ def _sample(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], 
         return np.zeros(parameter.shape, np.float32)
     key = xxhash.xxh3_128_intdigest(canonical_json(["initial weights", 1, seed, parameter.name]))
     generator = np.random.Generator(np.random.Philox(key=key))
+    if parameter.init == "uniform":
+        values = generator.random(parameter.shape, dtype=np.float32)
+        values -= np.float32(0.5)
+        values *= np.float32(parameter.std * 12**0.5)
+        return values
     values = generator.standard_normal(parameter.shape, dtype=np.float32)
     values *= np.float32(parameter.std)
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -165,6 +165,10 @@ class WeightsFile:
             raise self._broken("__metadata__ is not a table of strings")
         self._offsets: dict[str, int] = {}
         self.entries = self._check_tensors(header)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.entries.keys()
 
     def _broken(self, what: str) -> CheckpointError:
         return CheckpointError(f"Not a valid safetensors file: {what}", where=str(self.path))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
-from vorox.models.memory_estimate import planned_memory
+from vorox.models.memory_estimate import undivided_memory
 from vorox.models.spec import ModelSpec
-from vorox.training.checkpoint_store import step_directories
+from vorox.training.checkpoints.store import step_directories
 
 _DESCRIPTION_BYTES = 16 << 10
 _BYTES_PER_ARRAY = 256
@@ -58,7 +58,7 @@ def checkpoint_space(
         done_steps: Finished steps.
         present: Checkpoints already on disk.
     """
-    memory = planned_memory(spec, config)
+    memory = undivided_memory(spec, config)
     size_bytes = memory.parameter_bytes + memory.saved_moment_bytes
     size_bytes += _DESCRIPTION_BYTES + 3 * _BYTES_PER_ARRAY * len(spec.parameters)
     rules = config.checkpoint

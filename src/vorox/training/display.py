@@ -37,6 +37,7 @@ class StepView:
         queue_depth: Prefetched batches.
         queue_capacity: Largest number of prefetched batches.
         seconds_since_save: Age of the newest checkpoint of this process.
+        slow_cause: What slows the run down most, and the setting to change; ``None`` if little does.
     """
 
     step: int
@@ -57,6 +58,7 @@ class StepView:
     queue_depth: int | None = None
     queue_capacity: int | None = None
     seconds_since_save: float | None = None
+    slow_cause: str | None = None
 
 
 class Display(Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vorox.core.batch import Progress
 from vorox.core.pluralize import pluralize
+from vorox.experiments.task_results import task_metrics
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops
 from vorox.models.memory_estimate import planned_memory
@@ -25,9 +26,11 @@ from vorox.runtime.host_memory import HostMemory
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds
 from vorox.training.display import Display, StepView
-from vorox.training.evaluate import Evaluation
+from vorox.training.evaluation.evaluate import Evaluation
+from vorox.training.evaluation.scheduled_tasks import TasksReport, log_report
 from vorox.training.pending_steps import SettledStep
 from vorox.training.run_plan import dataset_size
+from vorox.training.slow_causes import slow_cause
 from vorox.training.startup import TrainingSetup
 from vorox.training.workload import Workload
 
@@ -50,8 +53,9 @@ class Observer:
 
     def __init__(self, setup: TrainingSetup, tracker: Tracker, display: Display, speed: SpeedMeter) -> None:
         workload = setup.workload
-        config = workload.config
+        self._config = config = workload.config
         self._log, self._tracker, self._display, self._speed = workload.log, tracker, display, speed
+        self._is_dpo = config.loss.name == "dpo"
         self._horizon, self._every_steps = setup.state.horizon, config.log.every_steps
         num_rows = dataset_size(config, workload.corpus).rows * config.train.epoch_dataset_fraction
         self._rows_per_epoch, self._vocab_size = max(1, round(num_rows)), workload.spec.vocab_size
@@ -67,13 +71,24 @@ class Observer:
     def settled(self, settled: SettledStep) -> None:
         """Report the first loss, and steps that are not finite."""
         values = settled.values
-        self._tracker.observe({**values.extra, "nonfinite_steps": float(not values.finite)})
+        spikes = {"spike_steps": float(settled.is_spike)} if self._config.train.spike_policy != "off" else {}
+        self._tracker.observe({**values.extra, "nonfinite_steps": float(not values.finite), **spikes})
         if settled.number == 1:
-            entropy = math.log(self._vocab_size)
-            text = f"Step 1 loss {values.loss:.3f} (ln vocab = {entropy:.3f})"
-            self._log.event("first_step", text, loss=values.loss, ln_vocabulary=entropy)
+            self._report_first_loss(values.loss)
         if not values.finite:
             self._log.event("nonfinite_step", settled.skipped, level="warning", step=settled.number)
+        if settled.is_spike:
+            limit = settled.step.max_loss
+            self._log.event("loss_spike", settled.skipped, level="warning", step=settled.number, max_loss=limit)
+
+    def _report_first_loss(self, loss: float) -> None:
+        """Report the first loss beside that of an untrained model; of DPO, beside that of its reference."""
+        if self._is_dpo:
+            self._log.event("first_step", f"Step 1 loss {loss:.3f} (ln 2 = {math.log(2):.3f})", loss=loss)
+            return
+        entropy = math.log(self._vocab_size)
+        text = f"Step 1 loss {loss:.3f} (ln vocab = {entropy:.3f})"
+        self._log.event("first_step", text, loss=loss, ln_vocabulary=entropy)
 
     def is_logged(self, step: int) -> bool:
         """Whether the metrics of a step are recorded: the first, the last, and every ``log.every_steps``."""
@@ -91,7 +106,7 @@ class Observer:
         epoch = step.progress.cursor.position / self._rows_per_epoch
         numbers = {
             "loss": values.loss,
-            "perplexity": math.exp(values.loss) if values.loss < 700 else math.inf,
+            **({} if self._is_dpo else {"perplexity": math.exp(values.loss) if values.loss < 700 else math.inf}),
             "grad_norm": values.grad_norm,
             "learning_rate": step.lr,
             "weight_decay": step.weight_decay,
@@ -126,6 +141,7 @@ class Observer:
             queue_depth=int(status["queue_depth"]),
             queue_capacity=self._queue_capacity,
             seconds_since_save=status.get("seconds_since_save"),
+            slow_cause=slow_cause(reading.seconds, self._config),
         )
 
     @contextlib.contextmanager
@@ -154,10 +170,11 @@ class Observer:
         """Count the time inside as validation; yield a function that reports the result and the completions."""
 
         def report(found: Evaluation, completions: Sequence[tuple[str, str]]) -> None:
+            unit = "pair" if self._is_dpo else "token"
             bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
             text = (
                 f"Validation at step {progress.step:,}: loss {found.loss:.4f}{bits}, "
-                f"accuracy {found.accuracy:.1%} of {pluralize(found.num_target_tokens, 'token')}"
+                f"accuracy {found.accuracy:.1%} of {pluralize(found.num_target_tokens, unit)}"
             )
             self._log.event("validation", text + _losses_by_source(found), step=progress.step, loss=found.loss)
             for prompt, completion in completions:
@@ -168,11 +185,24 @@ class Observer:
                 "eval/perplexity": found.perplexity,
                 "eval/bits_per_byte": found.bits_per_byte,
                 "eval/accuracy": found.accuracy,
-                "eval/tokens": float(found.num_target_tokens),
+                f"eval/{unit}s": float(found.num_target_tokens),
                 "eval_seconds": time.perf_counter() - started,
                 **found.custom,
             }
             self._tracker.log(progress.step, {name: value for name, value in numbers.items() if value is not None})
+
+        started = time.perf_counter()
+        with self._speed.pause("eval"):
+            yield report
+
+    @contextlib.contextmanager
+    def evaluating_tasks(self, progress: Progress) -> Generator[Callable[[TasksReport], None]]:
+        """Count the time inside as validation; yield a function that reports the results."""
+
+        def report(found: TasksReport) -> None:
+            seconds = time.perf_counter() - started
+            log_report(found, progress, seconds, self._log)
+            self._tracker.log(progress.step, {"tasks_seconds": seconds, **task_metrics(found.results)})
 
         started = time.perf_counter()
         with self._speed.pause("eval"):

@@ -1,4 +1,4 @@
-"""Settle steps one step late: append to the replay chain and count non-finite steps.
+"""Settle steps one step late: append to the replay chain, count non-finite steps and loss spikes.
 
 In: submitted steps. Out: the same steps, settled, one step later: the numbers of step N are fetched while step N+1
 runs, so the device never waits for the host. A save drains first, so the chain holds every step of the checkpoint.
@@ -13,6 +13,7 @@ from vorox.core.batch import Batch, Progress
 from vorox.core.engine import StepResult, StepValues
 from vorox.core.errors import NumericalError
 from vorox.core.pluralize import pluralize
+from vorox.training.loss_spikes import SKIP_STEP, LossSpikes
 from vorox.training.replay_chain import ReplayChain
 
 
@@ -28,6 +29,7 @@ class InFlightStep:
         weight_decay: Weight decay.
         row_tokens: Positions per row.
         batch: This rank's batch.
+        max_loss: The largest loss whose update is applied; ``None``: no limit.
     """
 
     progress: Progress
@@ -37,6 +39,7 @@ class InFlightStep:
     weight_decay: float
     row_tokens: int
     batch: Batch | None = None
+    max_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,17 @@ class SettledStep:
         step: The step.
         values: Its numbers.
         nonfinite_in_a_row: Consecutive steps up to this one that were not finite.
-        ends_run: Whether that is more than the run skips.
+        ends_run: Whether that, or the number of loss spikes, is more than the run skips.
+        is_spike: Whether its loss is above the limit, so that its update was not applied.
+        rolls_back: Whether the run returns to an earlier state because of it.
     """
 
     step: InFlightStep
     values: StepValues
     nonfinite_in_a_row: int
     ends_run: bool
+    is_spike: bool = False
+    rolls_back: bool = False
 
     @property
     def number(self) -> int:
@@ -66,8 +73,18 @@ class SettledStep:
         return not self.values.finite and not _is_adapting(self.values)
 
     @property
+    def is_planned_skip(self) -> bool:
+        """Whether the plan skips the step, which led to a loss spike before a rollback."""
+        return self.values.finite and self.step.max_loss == SKIP_STEP
+
+    @property
     def skipped(self) -> str:
         """The log line of a step without an update."""
+        if self.is_planned_skip:
+            return f"Skipped step {self.number:,}: it led to a loss spike before the rollback"
+        if self.is_spike:
+            what = f"Loss spike at step {self.number:,}" if self.rolls_back else f"Skipped step {self.number:,}"
+            return f"{what}: loss {self.values.loss:.4g} is above {self.step.max_loss:.4g}"
         return f"Skipped step {self.number:,}: loss {self.values.loss}, gradient norm {self.values.grad_norm}"
 
     def error(self, record: str) -> NumericalError:
@@ -76,6 +93,14 @@ class SettledStep:
         Args:
             record: Path of the step's record; empty if there is none.
         """
+        if self.is_spike:
+            return NumericalError(
+                f"Loss spike: {self.values.loss:.4g} is above {self.step.max_loss:.4g}, the limit of the last losses",
+                where=f"step {self.number:,}",
+                hint="lower optimizer.lr, or let train.spike_policy skip such steps (train.max_spike_steps) or roll "
+                "back (train.max_spike_rollbacks); "
+                f"`vorox data where --step {self.number}` shows its documents",
+            )
         return NumericalError(
             f"Loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
             f"(loss {self.values.loss}, gradient norm {self.values.grad_norm})",
@@ -91,9 +116,13 @@ class PendingSteps:
         chain: Records every step.
         max_nonfinite_steps: Consecutive non-finite steps that are skipped before the run stops.
         nonfinite_in_a_row: Consecutive non-finite steps at the end of the checkpoint.
+        spikes: Receives the losses.
     """
 
-    def __init__(self, chain: ReplayChain, *, max_nonfinite_steps: int, nonfinite_in_a_row: int) -> None:
+    def __init__(
+        self, chain: ReplayChain, *, max_nonfinite_steps: int, nonfinite_in_a_row: int, spikes: LossSpikes | None = None
+    ) -> None:
+        self._spikes = spikes
         self._chain, self._max_nonfinite_steps = chain, max_nonfinite_steps
         self._in_flight: InFlightStep | None = None
         self.nonfinite_in_a_row = nonfinite_in_a_row
@@ -123,7 +152,11 @@ class PendingSteps:
         if not _is_adapting(values):
             self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
         ends_run = self.nonfinite_in_a_row > self._max_nonfinite_steps
-        return SettledStep(step, values, self.nonfinite_in_a_row, ends_run)
+        spikes = self._spikes
+        is_spike = spikes is not None and spikes.record(step.progress.step, values, step.max_loss)
+        ends_run = ends_run or (spikes is not None and is_spike and spikes.ends_run)
+        rolls_back = spikes is not None and is_spike and spikes.rolls_back
+        return SettledStep(step, values, self.nonfinite_in_a_row, ends_run, is_spike, rolls_back)
 
 
 def _is_adapting(values: StepValues) -> bool:

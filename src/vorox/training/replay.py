@@ -27,11 +27,12 @@ from vorox.data.corpus import plan_start
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
 from vorox.data.plan_events import encode_event
-from vorox.training import resume
-from vorox.training.checkpoint_store import Checkpoint, latest_valid, read_state, step_directories
+from vorox.training import resume, resume_settings
+from vorox.training.checkpoints.init_from import init_from_weights
+from vorox.training.checkpoints.store import Checkpoint, latest_valid, read_state, step_directories
 from vorox.training.dataloading import training_batches
-from vorox.training.init_from import init_from_weights
-from vorox.training.replay_chain import ChainEntry, RecordedChain, examine_chain, number
+from vorox.training.loss_spikes import LossSpikes, losses_before
+from vorox.training.replay_chain import ChainEntry, RecordedChain, examine_chain, number, read_chain
 from vorox.training.run_plan import plan_readers
 from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.step_sync import batch_digest
@@ -120,7 +121,7 @@ def replay(
     checkpoint = latest_valid(run_directory, at_or_before=first_step)
     start = 0 if checkpoint is None else checkpoint.step
     _check_start(recorded, start, first_step, last_step, run_directory)
-    config, _ = resume.config_in_force(run_directory, start)
+    config, _ = resume_settings.config_in_force(run_directory, start)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"Checkpoint of step {checkpoint.step:,} was written under another configuration",
@@ -138,8 +139,8 @@ def replay(
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint was written under the configuration in force at its step, or under the previous one."""
-    in_force = (resume.config_in_force(run_directory, at)[0] for at in (checkpoint.step, checkpoint.step - 1))
-    return any(resume.is_made_with(checkpoint, config) for config in in_force)
+    in_force = (resume_settings.config_in_force(run_directory, at)[0] for at in (checkpoint.step, checkpoint.step - 1))
+    return any(resume_settings.is_made_with(checkpoint, config) for config in in_force)
 
 
 def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None, run_directory: Path) -> int:
@@ -154,7 +155,7 @@ def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None
             where=str(recorded.path),
             hint=_possible_replays(run_directory, known),
         )
-    changed_at = resume.next_change(run_directory, first_step)
+    changed_at = resume_settings.next_change(run_directory, first_step)
     if changed_at is not None and changed_at < last_step:
         raise ConfigError(
             f"Settings of this run changed at step {changed_at:,}; a replay of steps {first_step:,} to {last_step:,} "
@@ -169,7 +170,7 @@ def _possible_replays(run_directory: Path, known: int) -> str:
     """Return a hint with the commands that replay as many steps as possible, each under one configuration."""
     starts: dict[int, int] = {}
     for start in (0, *step_directories(run_directory)):
-        end = min(known, resume.next_change(run_directory, start) or known)
+        end = min(known, resume_settings.next_change(run_directory, start) or known)
         if start < end:
             starts.setdefault(end, start)
     run = run_argument(run_directory)
@@ -179,7 +180,7 @@ def _possible_replays(run_directory: Path, known: int) -> str:
 def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
     """Check that all steps from the checkpoint on are recorded, under one configuration."""
     kept = list(step_directories(run_directory))
-    changed_at = resume.next_change(run_directory, start)
+    changed_at = resume_settings.next_change(run_directory, start)
     if changed_at is not None and changed_at <= first_step:
         raise ConfigError(
             f"Step {first_step:,} has no checkpoint; the way from step {start:,} leads through step {changed_at:,}, at "
@@ -224,7 +225,7 @@ def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Pro
     if checkpoint is None:
         init_from_weights(workload.config, workload.spec, workload.engine)
         return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
-    resume.load(workload.engine, checkpoint, workload.spec.to_json())
+    resume.load_run(workload, checkpoint)
     progress = read_state(checkpoint.path).progress
     resume.check_plan(plan, progress.cursor)
     return progress
@@ -236,7 +237,7 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan, start: int) 
     Plans of earlier versions lack the warm-up or the length; up to a change of the length, these come from a checkpoint
     of the same configuration.
     """
-    config, changed_at = workload.config, resume.config_in_force(run_directory, start)[1]
+    config, changed_at = workload.config, resume_settings.config_in_force(run_directory, start)[1]
 
     def unrecorded_error() -> DataError:
         return DataError(
@@ -298,6 +299,8 @@ def _compare(
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
     changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
     head, num_states = progress.chain, 0
+    known, batch_rows = losses_before(recorded, start, config.train), plan.start.global_batch_sequences
+    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, batch_rows)
     if start in recorded and start not in chain.changed and recorded[start].chain != head:
         raise DataError(
             f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {head}",
@@ -314,7 +317,9 @@ def _compare(
             batch = next(batches)
             schedule = schedule_of(step)
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
-            values = engine.train_step(batch, lr=lr, weight_decay=weight_decay).fetch()
+            max_loss = spikes.max_loss(step)
+            values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
+            spikes.record(step, values, max_loss)
             digest = batch_digest(workload.distributed, engine.data_shard, batch)
             entry = ChainEntry.following(head, step, digest, values)
             difference = first_difference(recorded[step], entry)
@@ -341,6 +346,25 @@ def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifferenc
     if recorded.chain != found.chain:
         return ReplayDifference(step, "chain", recorded.chain, found.chain)
     return None
+
+
+def compare_chains(first: Path, second: Path) -> dict[str, Any]:
+    """Return the verdict on two runs' replay chains: bit-equal steps, and the first difference."""
+    try:
+        chains = read_chain(first), read_chain(second)
+    except DataError as error:
+        return {"num_equal_steps": None, "difference": None, "verdict": f"Chains cannot be compared: {error}"}
+    shared = sorted(set(chains[0]) & set(chains[1]))
+    if not shared:
+        return {"num_equal_steps": None, "difference": None, "verdict": "No step is recorded in both runs"}
+    for num_equal, step in enumerate(shared):
+        found = first_difference(chains[0][step], chains[1][step])
+        if found is not None:
+            verdict = f"Bit-equal for {pluralize(num_equal, 'step')}; {found.quantity} differs at step {step:,}"
+            difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
+            return {"num_equal_steps": num_equal, "difference": difference, "verdict": verdict}
+    verdict = f"Bit-equal for all {pluralize(len(shared), 'shared step')}"
+    return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
 
 
 def _state_difference(step: int, recorded: str, found: str) -> ReplayDifference | None:

@@ -6,13 +6,15 @@ Shapes and data-sheet figures go in; nothing is measured, loaded or built. Memor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 
+from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.flops import flops_per_token
-from vorox.models.memory_estimate import MemoryEstimate, memory_per_device
+from vorox.models.memory_advice import Alternative, Devices, alternatives, largest_micro_batch, on_devices
+from vorox.models.memory_estimate import MemoryEstimate
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import Arithmetic
 from vorox.runtime.hardware import Hardware
@@ -24,15 +26,6 @@ FAILURE_INTERVAL_DEVICE_HOURS = 16_384 * 54 * 24 / 419
 RESTART_SECONDS = 300.0
 _STAGING_BYTES_PER_SECOND = 10e9  # from a device into host memory
 _WRITING_BYTES_PER_SECOND = 1e9  # a local disk
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Settings that fit, with the memory of a device and their cost."""
-
-    settings: tuple[str, ...]
-    memory_bytes: int
-    cost: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +95,17 @@ def plan_resources(
         spec: Its model.
         hardware: The devices.
         mfu_fraction: Assumed share of the data-sheet peak.
+
+    Raises:
+        ConfigError: The micro-batches of a step do not fill the pipeline.
     """
-    resolved = _on_devices(config, hardware.num_devices)
-    memory, used = _memory(resolved, spec, hardware)
+    resolved = on_devices(config, hardware.num_devices)
+    fault = micro_batches_fault(resolved, resolved.parallel.num_row_parts)
+    if fault:
+        raise ConfigError(fault, where=SIZE)
+    has_bf16 = hardware.peak_flops_per_second("bf16") is not None
+    devices = Devices(hardware.num_devices, hardware.memory_bytes, hardware.is_cpu, has_bf16)
+    memory, used = devices.memory(resolved, spec)
     per_token = flops_per_token(spec, config.data.sequence_length_tokens)
     peak = hardware.peak_flops_per_second(_arithmetic(config))
     busy = min(1.0, resolved.parallel.num_devices / hardware.num_devices)
@@ -114,30 +115,13 @@ def plan_resources(
         hardware=hardware,
         memory=memory,
         memory_bytes=used,
-        alternatives=() if fits else tuple(_alternatives(config, spec, hardware)),
-        largest_micro_batch_sequences=_largest_micro_batch(resolved, spec, hardware),
+        alternatives=() if fits else tuple(alternatives(config, spec, devices)),
+        largest_micro_batch_sequences=largest_micro_batch(resolved, spec, devices),
         flops_per_token=per_token,
         tokens_per_second=None if peak is None else peak * busy * mfu_fraction / per_token,
         total_tokens=_total_tokens(config),
         checkpoint_bytes=4 * spec.num_parameters + memory.saved_moment_bytes,
     )
-
-
-def _on_devices(config: RunConfig, num_devices: int) -> RunConfig:
-    """Return the configuration with replicas on all devices, and the micro-batch that the run would use."""
-    parallel = config.parallel.model_copy(
-        update={"data_parallel_size": config.parallel.data_parallel_size_on(num_devices)}
-    )
-    rows = config.parallel.micro_batch_sequences(
-        config.train.micro_batch_sequences, config.train.global_batch_sequences, parallel.num_row_parts
-    )
-    train = config.train.model_copy(update={"micro_batch_sequences": rows})
-    return config.model_copy(update={"parallel": parallel, "train": train})
-
-
-def _memory(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> tuple[MemoryEstimate, int]:
-    memory = memory_per_device(spec, config)
-    return memory, memory.total_bytes_on("cpu" if hardware.is_cpu else "cuda")
 
 
 def _arithmetic(config: RunConfig) -> Arithmetic:
@@ -151,59 +135,3 @@ def _total_tokens(config: RunConfig) -> int | None:
     if config.train.num_steps is None:
         return None
     return config.train.num_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
-
-
-def _largest_micro_batch(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> int:
-    rows = -(-config.train.global_batch_sequences // config.parallel.num_row_parts)
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0]
-    return next((size for size in sizes if _fits(_changed(config, _micro_batch(size)), spec, hardware)), 0)
-
-
-Change = tuple[str, str, object]
-"""Section, setting and value."""
-
-
-def _micro_batch(size: int) -> Change:
-    return ("train", "micro_batch_sequences", size)
-
-
-def _changed(config: RunConfig, *changes: Change) -> RunConfig:
-    for section, name, value in changes:
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-    return config
-
-
-def _fits(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> bool:
-    return _memory(config, spec, hardware)[1] <= hardware.memory_bytes
-
-
-def _alternatives(config: RunConfig, spec: ModelSpec, hardware: Hardware) -> Iterator[Alternative]:
-    """Yield changes that fit, alone or together, each with the largest micro-batch that fits beside it."""
-    recompute: Change = ("train", "activation_checkpointing", "block")
-    lower: Change = ("precision", "dtype", "bf16")
-    shard: Change = ("parallel", "fsdp_size", hardware.num_devices)
-    steps: list[tuple[tuple[Change, ...], str]] = [((), "more accumulation")]
-    can_recompute = config.train.activation_checkpointing != "block"
-    can_lower = config.precision.dtype == "fp32" and hardware.peak_flops_per_second("bf16") is not None
-    can_shard = hardware.num_devices > config.parallel.fsdp_size == 1 and config.parallel.tensor_parallel_size == 1
-    if can_lower:
-        steps.append(((lower,), "faster, less precise"))
-    if can_recompute:
-        steps.append(((recompute,), "about a third more compute"))
-    if can_shard:
-        steps.append(((shard,), "communication of all parameters in every pass"))
-    if can_shard and can_recompute:
-        steps.append(((shard, recompute), "communication, and about a third more compute"))
-    if can_lower and can_recompute:
-        steps.append(((lower, recompute), "less precise, and about a third more compute"))
-    if can_lower and can_shard and can_recompute:
-        steps.append(((lower, shard, recompute), "less precise, communication, and about a third more compute"))
-    for changes, cost in steps:
-        changed = _on_devices(_changed(config, *changes), hardware.num_devices)
-        size = _largest_micro_batch(changed, spec, hardware)
-        if not size:
-            continue
-        needed = changes if size >= changed.train.micro_batch_sequences else (*changes, _micro_batch(size))
-        final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_sequences)))
-        settings = tuple(f"{section}.{name}={value}" for section, name, value in needed)
-        yield Alternative(settings, _memory(final, spec, hardware)[1], cost)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.config.cross_checks import exact_weight
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, plan_start
@@ -19,7 +20,6 @@ from vorox.data.growth import PlanReporter, await_planned_units
 from vorox.data.plan import Plan
 from vorox.data.plan_changes import (
     RequestedStage,
-    apply_all,
     cache_growth_events,
     covering_events,
     horizon_update_events,
@@ -111,15 +111,20 @@ def update_plan(
         plan = Plan.create(path, start, readers)
     else:
         plan.check_start(start, readers)
+        if plan.state.rollbacks and config.parallel.kind == "deepspeed":
+            raise ConfigError(
+                "The plan skips steps because of a loss spike, which DeepSpeed does not support", where="parallel.kind",
+                hint="resume with parallel.kind=native",
+            )  # fmt: skip
     events = mixture_update_events(plan.state, start.sources, requested_stages(config, start), position)
-    events += horizon_update_events(apply_all(plan.state, events), position, length.total_steps, length.warmup_steps)
+    events += horizon_update_events(plan.state.apply_all(events), position, length.total_steps, length.warmup_steps)
     if plan.start.growth is None:
-        state = apply_all(plan.state, events)
+        state = plan.state.apply_all(events)
         readers = readers_of(state.sources, caches)
         cuts = cache_growth_events(state, readers, max(position, reached)) if position or reached else []
         events += cuts
         end = length.total_steps * config.train.global_batch_sequences
-        events += covering_events(apply_all(state, cuts), end, readers, str(path))
+        events += covering_events(state.apply_all(cuts), end, readers, str(path))
     return plan, events
 
 

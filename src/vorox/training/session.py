@@ -8,7 +8,7 @@ after a failure between two steps without keeping a copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,27 +24,35 @@ from vorox.core.redaction import redact_value
 from vorox.core.run_context import RunContext
 from vorox.data.growth import DataNotReady
 from vorox.data.loader import BatchStream
-from vorox.data.storage.stalls import observe_stalls
+from vorox.data.plan_events import SkipEvent
+from vorox.data.storage.stalls import observe_stalls, waiting_for_data
 from vorox.experiments.tracking import Tracker
+from vorox.experiments.webhook import posting_events
 from vorox.models.huggingface_config import huggingface_files
-from vorox.training import resume, user_functions
-from vorox.training.checkpoint_writer import CheckpointWriter, SavedCheckpoint
+from vorox.runtime.heartbeat import Heartbeat
+from vorox.training import resume, resume_settings, user_functions
+from vorox.training.checkpoints.writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.dataloading import training_batches, validation_set, validation_sets_by_source
 from vorox.training.disk_space import check_disk_space
 from vorox.training.display import Display
-from vorox.training.evaluate import Evaluations
-from vorox.training.next_batch import MissingBatch, NextBatch
+from vorox.training.dpo_reference import describe_reference
+from vorox.training.evaluation.evaluate import Evaluations
+from vorox.training.evaluation.sampling import PromptSampler
+from vorox.training.evaluation.scheduled_tasks import ScheduledTasks
+from vorox.training.loss_spikes import LossSpikes, RollbackRequested, losses_before
 from vorox.training.nonfinite_recorder import NonfiniteRecorder
 from vorox.training.observer import Observer, SpeedMeter
 from vorox.training.pending_steps import PendingSteps, SettledStep
 from vorox.training.provenance_recorder import ProvenanceRecorder, open_provenance
-from vorox.training.replay_chain import ReplayChain
+from vorox.training.recomputation import StepRecomputation
+from vorox.training.replay_chain import ReplayChain, examine_chain
 from vorox.training.run_plan import plan_readers
-from vorox.training.sampling import PromptSampler
 from vorox.training.schedule import Schedule
 from vorox.training.startup import TrainingSetup, plan_reporter
-from vorox.training.step_sync import StepSync
+from vorox.training.step_profiler import StepProfiler
+from vorox.training.step_sync import MissingBatch, NextBatch, StepSync
 from vorox.training.stop import StopRequest
+from vorox.training.teacher import describe_teacher
 from vorox.training.workload import Workload
 
 DETERMINISM = {
@@ -68,27 +76,55 @@ class Session:
     pending: PendingSteps
     checkpoints: CheckpointWriter
     evaluations: Evaluations
+    tasks: ScheduledTasks
     sampler: PromptSampler
     observer: Observer
     provenance: ProvenanceRecorder
     nonfinite: NonfiniteRecorder
+    spikes: LossSpikes
+    recomputation: StepRecomputation
+    heartbeat: Heartbeat
+    profiler: StepProfiler
 
     def record(self, settled: SettledStep | None) -> None:
         """Pass a settled step to everything that records steps.
 
         Raises:
-            NumericalError: More consecutive steps were not finite than ``train.max_nonfinite_steps`` allows.
+            NumericalError: More consecutive steps were not finite than ``train.max_nonfinite_steps`` allows, or the
+                policy of loss spikes ends the run.
+            RollbackRequested: The policy of loss spikes returns to an earlier state.
         """
         if settled is None:
             return
         self.observer.settled(settled)
         if not settled.values.finite:
             self.provenance.skipped(settled.step.progress, "nonfinite_step", settled.skipped)
+        if settled.is_spike or settled.is_planned_skip:
+            self.provenance.skipped(settled.step.progress, "loss_spike", settled.skipped)
+        self._plan_skip(settled)
         if self.observer.is_logged(settled.number):
             self.observer.log(settled, self._status())
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
         if settled.ends_run:
             raise settled.error(path)
+        if settled.rolls_back:
+            assert settled.step.max_loss is not None
+            raise RollbackRequested(self.spikes.rollback(settled.number, settled.values.loss, settled.step.max_loss))
+
+    def _plan_skip(self, settled: SettledStep) -> None:
+        """Record in the plan that a spike was skipped, or that a step skipped by an earlier attempt was not."""
+        plan = self.setup.plan
+        position = (settled.number - 1) * plan.start.global_batch_sequences
+        is_skipped = settled.is_spike and not settled.ends_run and not settled.rolls_back
+        if (
+            not settled.is_planned_skip
+            and not settled.rolls_back
+            and self.setup.workload.distributed.is_main
+            and is_skipped != plan.is_skipped(position)
+            and settled.values.finite
+        ):
+            reason, max_loss = "loss_spike" if is_skipped else "withdrawn", settled.step.max_loss
+            plan.add([SkipEvent(position, reason, settled.values.loss, max_loss)])
 
     def _status(self) -> dict[str, float]:
         """Return the current metrics of loader, device, checkpoints and mirror."""
@@ -107,13 +143,14 @@ class Session:
         Raises:
             NumericalError: Too many steps in a row were not finite.
         """
+        self.heartbeat.enter("settle")
         self.record(self.pending.drain())
         return replace(progress, chain=self.pending.head)
 
     def save(self, progress: Progress, *, is_last: bool = False) -> Progress:
         """Settle the step in flight and take a checkpoint, if there is anything new to save."""
         progress = self.settle(progress)
-        with self.observer.saving():
+        with self.heartbeat.during("save"), self.observer.saving():
             self.checkpoints.save(self.engine, progress, self.pending, self._publish, is_last=is_last)
         return progress
 
@@ -128,7 +165,7 @@ class Session:
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written is committed."""
         if self.checkpoints.is_writing:
-            with self.observer.waiting_for_save():
+            with self.heartbeat.during("save"), self.observer.waiting_for_save():
                 self.checkpoints.wait()
 
     def save_and_preempt(self, progress: Progress, *, reason: str = "", where: str = "", hint: str) -> Preempted:
@@ -191,7 +228,11 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
     """
     log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, echo=display.message)
     try:
-        with log.capture(), observe_stalls(lambda wait: display.waiting(None if wait is None else str(wait))):
+        with (
+            posting_events(run, log),
+            log.capture(),
+            observe_stalls(lambda wait: display.waiting(None if wait is None else str(wait))),
+        ):
             yield log
     except BaseException as error:
         log.exception(error)
@@ -201,8 +242,10 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
 
 
 @contextlib.contextmanager
-def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> Generator[Session]:
-    """Open the parts of the loop; the loop starts from ``setup.state``."""
+def open_session(
+    setup: TrainingSetup, display: Display, stop: StopRequest, tasks: Mapping[str, Any] | None = None
+) -> Generator[Session]:
+    """Open the parts of the loop; the loop starts from ``setup.state``. ``tasks`` are those of ``open_tasks``."""
     workload, run, plan, state = setup.workload, setup.run, setup.plan, setup.state
     config, corpus, engine, log = workload.config, workload.corpus, workload.engine, workload.log
     progress, total_steps, is_main = state.progress, state.horizon.total_steps, workload.distributed.is_main
@@ -219,12 +262,15 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
     if is_main:
         corpus.tokenizer.save(run.layout.tokenizer)
     _report_engine(workload, total_steps)
-    next_batch = NextBatch(workload.distributed, stop)
+    heartbeat = _heartbeat(setup)
+    recomputation = StepRecomputation.open(config.runtime, engine, heartbeat)
+    next_batch = NextBatch(workload.distributed, stop, heartbeat)
     tracker = Tracker.open(
         run.directory, config.log, attempt=run.attempt, resume_step=progress.step, distributed=workload.distributed,
         log=log, settings=redact_value(flat_values(config)),
     )  # fmt: skip
     with (
+        heartbeat,
         contextlib.closing(tracker),
         setup.mirror.uploading(run.directory, progress.step, evaluations.losses, log),
         open_provenance(run, config.log, progress, plan, plan_readers(plan, corpus), log) as provenance,
@@ -233,36 +279,85 @@ def open_session(setup: TrainingSetup, display: Display, stop: StopRequest) -> G
             stop=next_batch.ends_wait, report=plan_reporter(log), decides=is_main,
         ) as batches,
     ):  # fmt: skip
+        heartbeat.observe = lambda: (batches.queue_depth, waiting_for_data() is not None)
         sampler = PromptSampler(config, corpus.tokenizer, workload.spec)
         chain = ReplayChain(run.directory, progress, writes=is_main)
+        spikes = _loss_spikes(setup)
         pending = PendingSteps(
-            chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row
-        )
+            chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row,
+            spikes=spikes,
+        )  # fmt: skip
+        sync = StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch)
+        profiler = _step_profiler(setup, heartbeat, lambda: bool(sync.stop.requested))
         alone = engine if workload.distributed.world_size == 1 else None
         session = Session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),
-            StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch),
-            next_batch,
-            pending, checkpoints, evaluations, sampler,
-            Observer(setup, tracker, display, SpeedMeter(workload)),
-            provenance,
+            sync, next_batch, pending, checkpoints, evaluations, ScheduledTasks.of(setup, tasks or {}), sampler,
+            Observer(setup, tracker, display, SpeedMeter(workload)), provenance,
             NonfiniteRecorder(run.directory, alone, log, writes=is_main),
+            spikes, recomputation, heartbeat, profiler,
         )  # fmt: skip
         try:
-            with translate_machine_errors(run.directory), checkpoints:
+            with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler):
                 yield session
         except VoroxError as error:
             error.saved = error.saved or checkpoints.safe()
             raise
+        finally:
+            heartbeat.enter("end")
+
+
+def _heartbeat(setup: TrainingSetup) -> Heartbeat:
+    run, dist = setup.run, setup.workload.distributed
+    return Heartbeat(
+        run.directory, rank=dist.rank, local_rank=dist.local_rank, attempt=run.attempt,
+        timeout_seconds=setup.workload.config.runtime.stall_timeout_seconds,
+    )  # fmt: skip
+
+
+def _step_profiler(setup: TrainingSetup, heartbeat: Heartbeat, is_stopping: Callable[[], bool]) -> StepProfiler:
+    """Return the profiler, which follows the phases of the heartbeat."""
+    workload, total_steps = setup.workload, setup.state.horizon.total_steps
+    steps, log = workload.config.runtime.profile_steps, workload.log
+    if any(step > total_steps for step in steps):
+        text = f"Profiler: steps after the last one, {total_steps:,}, are ignored"
+        log.event("profile_steps", text, level="warning")
+    scheduled = [step for step in steps if step <= total_steps]
+    profiler = StepProfiler(setup.run.directory, scheduled, workload.engine, workload.distributed, log, is_stopping)
+    heartbeat.listen = profiler.enter
+    return profiler
+
+
+def _loss_spikes(setup: TrainingSetup) -> LossSpikes:
+    """Return the limit of losses, from the replay chain and the plan up to the step that the run starts from."""
+    config, progress = setup.workload.config.train, setup.state.progress
+    rollbacks, batch = setup.plan.state.rollbacks, setup.plan.start.global_batch_sequences
+    if config.spike_policy == "off":
+        return LossSpikes(config, {}, 0, rollbacks, batch)
+
+    def recorded() -> tuple[list[tuple[int, float]], int]:
+        losses = losses_before(examine_chain(setup.run.directory).entries, progress.step, config)
+        skips = setup.plan.state.skips
+        return list(losses.items()), sum(skip.start_position < progress.cursor.position for skip in skips)
+
+    losses, num_skipped = setup.workload.distributed.decide("loss spikes", recorded)
+    known = {int(step): float(loss) for step, loss in losses}
+    return LossSpikes(config, known, num_skipped, rollbacks, batch)
 
 
 def _report_engine(workload: Workload, total_steps: int) -> None:
     facts = resume.environment(workload.engine)
     determinism = str(facts["determinism"])
+    num_frozen = workload.spec.num_frozen_parameters
+    frozen = f" and {num_frozen:,} frozen ones" if num_frozen else ""
+    names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size")
+    sizes = [(name, int(facts.get(name, 1))) for name in names]
+    layout = ", ".join(f"{name} = {size}" for name, size in sizes if size > 1)
+    device = f"{facts.get('device', workload.engine.name)}{f' ({layout})' if layout else ''}"
     workload.log.event(
         "engine",
-        f"Model: {workload.spec.num_parameters:,} parameters on {facts.get('device', workload.engine.name)}, "
+        f"Model: {workload.spec.num_parameters:,} parameters{frozen} on {device}, "
         f"{pluralize(total_steps, 'step')}; determinism {determinism}: {DETERMINISM[determinism]}",
         environment=facts,
     )
@@ -293,8 +388,10 @@ def _description(workload: Workload) -> dict[str, Any]:
         "backend": workload.config.backend,
         "spec": workload.spec.to_json(),
         "config_digest": config_digest(workload.config),
-        "settings": resume.settings_for_manifest(workload.config),
+        "settings": resume_settings.settings_for_manifest(workload.config),
         "tokenizer": workload.corpus.tokenizer.fingerprint,
         "environment": resume.environment(workload.engine),
+        **describe_reference(workload.config, workload.engine),
+        **describe_teacher(workload.engine),
         user_functions.MANIFEST_KEY: user_functions.identities(workload.config),
     }

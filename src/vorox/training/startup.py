@@ -27,14 +27,15 @@ from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import Plan
-from vorox.data.plan_events import PlanEvent
-from vorox.training import resume, run_plan
-from vorox.training.checkpoint_store import Checkpoint, RunState, step_directories
-from vorox.training.init_from import init_from_weights
+from vorox.data.plan_events import PlanEvent, RollbackEvent
+from vorox.training import resume, resume_settings, run_plan
+from vorox.training.checkpoints.init_from import init_from_weights
+from vorox.training.checkpoints.store import Checkpoint, RunState, step_directories
+from vorox.training.checkpoints.weights_source import check_tokenizer
+from vorox.training.loss_spikes import Rollback
 from vorox.training.mirror import Mirror
 from vorox.training.replay_chain import examine_chain, void_later_steps
 from vorox.training.schedule import Horizon, horizon
-from vorox.training.weights_source import check_tokenizer
 from vorox.training.workload import Workload
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
@@ -61,7 +62,12 @@ class TrainingSetup:
 
 
 def initialize_or_resume(
-    workload: Workload, run: RunContext, mirror: Mirror, checkpoint: Path | None, named_keys: Collection[str] = ()
+    workload: Workload,
+    run: RunContext,
+    mirror: Mirror,
+    checkpoint: Path | None,
+    named_keys: Collection[str] = (),
+    rollback: Rollback | None = None,
 ) -> TrainingSetup:
     """Initialise or restore the engine, and update plan and records; on the main rank.
 
@@ -71,6 +77,7 @@ def initialize_or_resume(
         mirror: Its copy in a store.
         checkpoint: Resume from this one instead of the newest.
         named_keys: Settings and sections given with the command.
+        rollback: Resume from a checkpoint before a loss spike, and skip the steps that led to it.
 
     Raises:
         ConfigError: The configuration differs from the recorded one in a way that a resume does not allow.
@@ -79,10 +86,14 @@ def initialize_or_resume(
     """
     directory, config, log = run.directory, workload.config, workload.log
     recorded = recorded_config(directory)
-    found = resume.choose(directory, log, checkpoint)
+    found = (
+        resume.choose(directory, log, checkpoint)
+        if rollback is None
+        else resume.choose_before(directory, log, rollback)
+    )
     if found is not None:
-        recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
-    changes = resume.check_config(recorded, config)
+        recorded = resume_settings.check_unedited(directory, found, recorded, config, named_keys)
+    changes = resume_settings.check_config(recorded, config)
     workload.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
     length = _length(workload)
     if found is None:
@@ -99,6 +110,8 @@ def initialize_or_resume(
         reached=last_step * config.train.global_batch_sequences,
         report=plan_reporter(log),
     )  # fmt: skip
+    if rollback is not None:
+        events.append(_rollback_event(rollback, found, config, log))
     if state is None:
         _initialize_weights(workload, run)
     else:
@@ -128,7 +141,7 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
         init_from_weights(workload.config, workload.spec, workload.engine)
     else:
         manifest = read_manifest(Path(path))
-        resume.load(workload.engine, Checkpoint(Path(path), manifest["metadata"]), workload.spec.to_json())
+        resume.load_run(workload, Checkpoint(Path(path), manifest["metadata"]))
     state = RunState.from_json(workload.distributed.broadcast(_STATE))
     plan = Plan.open(run.layout.plan)
     resume.check_plan(plan, state.progress.cursor)
@@ -167,10 +180,10 @@ def check_resume(
     path = checkpoint or (steps[max(steps)] if steps else None)
     if path is not None:
         found = Checkpoint(path, read_manifest(path)["metadata"])
-        recorded = resume.check_unedited(directory, found, recorded, config, named_keys)
+        recorded = resume_settings.check_unedited(directory, found, recorded, config, named_keys)
         if total_steps is not None:
             _check_length(directory, total_steps, found.step)
-    resume.check_config(recorded, config)
+    resume_settings.check_config(recorded, config)
 
 
 def _commit(
@@ -185,13 +198,30 @@ def _commit(
     void_later_steps(run.directory, step)
     plan.add(events)
     run_plan.report_events(events, plan_reporter(log))
-    resume.record_config_change(run.directory, recorded, config, step)
+    resume_settings.record_config_change(run.directory, recorded, config, step)
     changes = differences(recorded, config)
     if changes:
         text = f"Configuration changed: {_listed(changes)}"
         log.event("config_changed", text, level="warning")
     if recorded_config(run.directory) != config:
         run.record_config()
+
+
+def _rollback_event(rollback: Rollback, found: Checkpoint | None, config: RunConfig, log: RunLog) -> RollbackEvent:
+    """Return the plan event of a rollback to a checkpoint, and log it."""
+    batch, state = config.train.global_batch_sequences, 0 if found is None else found.step
+    event = rollback.event(state, batch)
+    first = event.start_position // batch + 1
+    steps = f"step {rollback.step:,}" if first == rollback.step else f"steps {first:,} to {rollback.step:,}"
+    text = (
+        f"Rollback {rollback.number} of {config.train.max_spike_rollbacks}: loss {rollback.loss:.4g} at step "
+        f"{rollback.step:,} is above {rollback.max_loss:.4g}; back to the state after step {state:,}, skipping {steps} "
+        f"(`vorox data where --step {rollback.step}` shows documents)"
+    )
+    log.event(
+        "loss_spike_rollback", text, level="warning", step=rollback.step, first_skipped_step=first, state_step=state
+    )
+    return event
 
 
 def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> None:
@@ -236,8 +266,8 @@ def _listed(changes: Sequence[Difference]) -> str:
 
 def _is_length_changed(directory: Path, config: RunConfig, step: int) -> bool:
     """Whether the configured length has changed since the checkpoint of a step."""
-    before, _ = resume.config_in_force(directory, step - 1)
-    return any(resume.decides_length(change.key) for change in differences(before, config))
+    before, _ = resume_settings.config_in_force(directory, step - 1)
+    return any(resume_settings.decides_length(change.key) for change in differences(before, config))
 
 
 def _length(workload: Workload) -> Horizon:

@@ -2,24 +2,86 @@
 
 In: what each rank knows by itself: the rows that it read, whether it can read the next ones, a signal that it got, and
 on the main rank the clock and a request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none
-saves or stops alone. A single process decides without communication. The exchange runs while the devices compute.
+saves or stops alone. A single process decides without communication. The exchange runs while the devices compute. A
+step is a collective of the devices, so a rank without a batch must report it before the others start the step.
+Invariant: a rank that gives up ends the wait for rows on all ranks, so the exchange never waits for a batch that does
+not come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vorox.core.batch import Batch, DataShard, Progress, rows_digest
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.distributed_context import DistributedContext, reported_error
 from vorox.core.errors import NumericalError
+from vorox.data.growth import DataNotReady
 from vorox.data.loader import BatchStream
-from vorox.training.next_batch import MissingBatch, NextBatch
+from vorox.runtime.heartbeat import Heartbeat
 from vorox.training.replay_chain import ReplayChain
 from vorox.training.stop import Stop, StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class MissingBatch:
+    """Why the next step cannot start.
+
+    Attributes:
+        error: The error of the rank that cannot read its batch; on that rank the original one.
+        is_awaited: Whether its rows are not built yet, so that the run can continue later.
+    """
+
+    error: BaseException
+    is_awaited: bool
+
+
+class NextBatch:
+    """The next batch of all ranks, as one rank sees it. With a single rank, nothing is exchanged.
+
+    Args:
+        dist: This process's rank and its communication.
+        stop: Stop request of this process.
+        heartbeat: Records that rows are awaited.
+    """
+
+    def __init__(self, dist: DistributedContext, stop: Stop, heartbeat: Heartbeat) -> None:
+        self._dist, self._stop, self.heartbeat = dist, stop, heartbeat
+        self._given_up = dist.flag("waits for rows")
+        self._error: Exception | None = None
+
+    def ends_wait(self) -> bool:
+        """Whether this rank must no longer wait for rows: of a stop request, or because another rank gave up."""
+        self.heartbeat.progressed()  # polled while rows are not built yet
+        return bool(self._stop.requested) or self._given_up.is_set()
+
+    def report(self, batches: BatchStream) -> dict[str, Any] | None:
+        """Wait for this rank's next batch; return what prevents it, as plain JSON for ``find``."""
+        self._error = batches.next_error()
+        if self._error is None:
+            return None
+        self._given_up.set()
+        return {**self._dist.report(self._error), "is_awaited": isinstance(self._error, DataNotReady)}
+
+    def find(self, reports: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """Return the report that decides: a failure, else a wait that ended, else ``None``."""
+        return min(filter(None, reports), key=lambda report: bool(report["is_awaited"]), default=None)
+
+    def missing(self, report: Mapping[str, Any] | None) -> MissingBatch | None:
+        """Return the agreed reason on this rank; ``None`` if every rank has its batch."""
+        if report is None:
+            return None
+        own = self._error if report["rank"] == self._dist.rank else None
+        return MissingBatch(own or reported_error(report), bool(report["is_awaited"]))
+
+    def agree(self, batches: BatchStream) -> MissingBatch | None:
+        """Return why the first step cannot start, on all ranks."""
+        if self._dist.world_size == 1:
+            return None
+        return self.missing(self._dist.agree("first batch", self.report(batches), self.find))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +149,10 @@ class StepSync:
                 "batch_digest": digest_of(reports), "save": self._due(progress), "stop": stop, "missing": missing
             }  # fmt: skip
 
+        heartbeat = self._next_batch.heartbeat
+        heartbeat.enter("data", progress.step + 1)
         missing = None if batches is None else self._next_batch.report(batches)
+        heartbeat.enter("sync", progress.step)
         report = {
             "stop": self._local_stop.requested, "chain": self._chain.head, "missing": missing,
             **rows_of(batch, self._shard),

@@ -1,8 +1,9 @@
 """Stop requests: how SIGTERM and SIGINT end a run.
 
 While data and engine are prepared, a signal ends the run immediately; what is built so far stays. Inside ``deferred``,
-between the first and the last step, it sets a flag that the loop checks after each step; the state is saved and the run
-ends with exit code 75. A second SIGINT ends the process like a kill; unfinished writes stay invisible.
+between the first and the last step, it sets a flag that the loop checks after each step, once all ranks have agreed on
+it (``step_sync``); the state is saved and the run ends with exit code 75. A second SIGINT ends the process like a kill;
+unfinished writes stay invisible.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from vorox.core.staged_directory import read_manifest
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.experiments.metrics import MetricFunctions
 from vorox.models.spec import ModelSpec
-from vorox.training.language_model import LanguageModel
+from vorox.training.inference.language_model import LanguageModel
 
 MANIFEST_KEY = "functions"
 _TAPS_NOTE = "taps"
@@ -41,6 +41,8 @@ def identities(config: RunConfig) -> dict[str, str]:
     named = {
         "model.activation": config.model.activation,
         "model.attention_kernel": config.model.attention_kernel,
+        "model.kind": config.model.kind,
+        "model.block": config.model.block,
         "model.mlp": config.model.mlp,
         "optimizer.name": config.optimizer.name,
         "loss.name": config.loss.name,
@@ -62,6 +64,8 @@ def _kind(key: str) -> str:
     kinds = {
         "model.activation": "activation",
         "model.attention_kernel": "attention",
+        "model.kind": "model",
+        "model.block": "block",
         "model.mlp": "MLP",
         "optimizer": "optimizer",
         "loss": "loss",

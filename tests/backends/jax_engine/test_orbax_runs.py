@@ -17,7 +17,7 @@ from vorox.core.errors import Preempted
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER
-from vorox.training.checkpoint_store import latest_valid, step_directories
+from vorox.training.checkpoints.store import latest_valid, step_directories
 from vorox.training.replay_chain import read_chain
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]

@@ -65,3 +65,6 @@ def test_parts_of_torch_are_refused() -> None:
     for key in ("model__mlp", "train__forward_backward"):
         with pytest.raises(ConfigError, match="is not supported by the jax engine"):
             make(None, **{key: "torch:nothing"})
+    for key, value in (("loss__name", "dpo"), ("parallel__kind", "deepspeed"), ("train__embedding_noise", 5.0)):
+        with pytest.raises(ConfigError, match=f"{value} is not supported by the jax engine"):
+            make(LLAMA, **{key: value})

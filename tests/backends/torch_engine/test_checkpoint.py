@@ -16,7 +16,8 @@ from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.models.huggingface_families import huggingface_family
-from vorox.training.checkpoint_commit import write_state
+from vorox.models.optimizer_groups import DECAYED
+from vorox.training.checkpoints.commit import write_state
 
 pytestmark = pytest.mark.torch
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -104,7 +105,7 @@ def test_fingerprint_sees_every_bit() -> None:
 def test_fingerprint_is_the_same_in_another_layout() -> None:
     """Of names and bytes, not of where they lie: other decay groups, same fingerprint."""
     first, second = make(GPT2), make(GPT2, optimizer__decay_embeddings=False)
-    assert first.parameters.values["decayed"][0].numel() != second.parameters.values["decayed"][0].numel()
+    assert first.parameters.values[DECAYED][0].numel() != second.parameters.values[DECAYED][0].numel()
     assert first.fingerprint() == second.fingerprint()
 
 

@@ -7,13 +7,15 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, engine_of, make, random_rows, train
+from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows, train
+from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError
 
 pytestmark = pytest.mark.torch
@@ -71,14 +73,42 @@ def test_nothing_compiles_again_after_the_first_step() -> None:
     torch._dynamo.reset()
 
 
-def test_statistics_and_compiling_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="Activation statistics need an uncompiled model"):
-        engine_of(configuration(runtime__compile=True, log__activation_statistics=True))
+def train_with_taps(*, is_compiled: bool) -> tuple[list[float], list[dict[str, float]], list[np.ndarray]]:
+    """Losses, statistics and observed activations; step 1 has a tap that observes, steps 1 and 2 one that adds."""
+    engine = make(
+        LLAMA | {"num_layers": 3}, runtime__compile=is_compiled, log__activation_statistics=True,
+        train__activation_checkpointing="block",
+    )  # fmt: skip
+    direction_D = torch.linspace(-0.1, 0.1, engine._spec.hidden_size)
+    seen: list[np.ndarray] = []
+    detach = list[Callable[[], None]]()
+    found: list[StepValues] = []
+    for step in range(3):
+        if step == 1:
+            engine.taps.attach("after_attention", 1, lambda x_BTD: x_BTD + direction_D)
+            detach.append(engine.taps.attach("after_mlp", 2, lambda x_BTD: seen.append(x_BTD.detach().numpy().copy())))
+        if step == 2:
+            detach.pop()()
+        batch = batch_of(random_rows(8, step), step=step)
+        found.append(engine.train_step(batch, lr=0.01, weight_decay=0.1).fetch())
+    return [values.loss for values in found], [dict(values.extra) for values in found], seen
 
 
-def test_taps_and_compiling_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="Taps need an uncompiled model"):
-        make(runtime__compile=True).taps.attach("after_mlp", 0, lambda x: None)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_taps_and_statistics_see_and_change_what_they_do_uncompiled() -> None:
+    """A tap that observes, one that replaces, and statistics at all points, with recomputed blocks."""
+    torch._dynamo.reset()
+    losses, activations, seen = train_with_taps(is_compiled=False)
+    compiled_losses, compiled_activations, compiled_seen = train_with_taps(is_compiled=True)
+    assert compiled_losses == pytest.approx(losses, rel=2e-6)
+    assert len(compiled_seen) == len(seen) > 0
+    for here, there in zip(compiled_seen, seen, strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-5)
+    for here, there in zip(compiled_activations, activations, strict=True):
+        assert sum(name.startswith("activation/") for name in here) == 3 * 3 * 3
+        assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
+    torch._dynamo.reset()
 
 
 def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

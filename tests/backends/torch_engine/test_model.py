@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.torch_engine.small_models import (
     GPT2,
@@ -102,3 +103,33 @@ def test_shorter_rows_than_in_training(model: dict[str, Any]) -> None:
     np.testing.assert_allclose(engine.logits(rows[:, :7]), engine.logits(rows)[:, :7], atol=2e-5)
     assert engine.logits(rows[:, :1]).shape == (2, 1, 61)
     assert engine.logits(rows).shape == (2, POSITIONS, 61)
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products and attention that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += any(
+            part in name for part in ("aten.mm.", "addmm.", "linear_pointwise", "flash_attention_for_cpu.")
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", [GPT2 | {"dropout_fraction": 0.1}, LLAMA | {"num_kv_heads": 2}, QWEN3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_dots_recomputes_no_matrix_product_and_changes_no_bit(model: dict[str, Any], dtype: str) -> None:
+    found: dict[str, tuple[float, str]] = {}
+    counts: dict[str, int] = {}
+    for recompute in ("none", "dots", "block"):
+        engine = make(model, train__activation_checkpointing=recompute, precision__dtype=dtype)
+        batch = batch_of(random_rows(4), 2)
+        with _Products() as products:
+            loss = engine.train_step(batch, lr=0.01, weight_decay=0.1).fetch().loss
+        found[recompute], counts[recompute] = (loss, engine.fingerprint()), products.count
+    assert found["dots"] == found["none"] == found["block"]
+    assert counts["dots"] == counts["none"] < counts["block"]

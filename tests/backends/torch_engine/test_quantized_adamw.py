@@ -82,7 +82,11 @@ def test_state_takes_a_quarter_of_the_memory() -> None:
     assert isinstance(quantized.optimizer, QuantizedAdamW)
     full = sum(t.nbytes for b in exact.optimizer.buffers.values() for tensors in b.values() for t in tensors)
     tensors = [
-        x for one in (*quantized.optimizer._first, *quantized.optimizer._root_second) for x in vars(one).values()
+        x
+        for groups in (quantized.optimizer._first, quantized.optimizer._root_second)
+        for ones in groups.values()
+        for one in ones
+        for x in vars(one).values()
     ]
     held = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor) and x.numel() > 256)
     assert held <= quantized.optimizer.state_bytes

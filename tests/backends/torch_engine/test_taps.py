@@ -101,11 +101,6 @@ def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -
         make().taps.attach(point, layer, lambda x: None)
 
 
-def test_a_compiled_model_has_none() -> None:
-    with pytest.raises(ConfigError, match="Taps need an uncompiled model"):
-        Taps(2, compiled=True).attach("after_mlp", 0, lambda x: None)
-
-
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_statistics(recompute: str) -> None:
     """Over all micro-batches, in the registry's names, whether or not blocks run twice."""

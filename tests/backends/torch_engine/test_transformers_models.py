@@ -36,7 +36,7 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.models.huggingface_config import huggingface_files
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.stored_spec import spec_from_json
-from vorox.training.model_source import find_model
+from vorox.training.inference.model_source import find_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch]

@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_EXPERTS, "sliding_window": 8},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 4},
+    "nemotron": {},
     "nemotron_h": {
         "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1,
         "chunk_size": 8,

@@ -14,7 +14,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.loading import train
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.data.storage import StoredFile
-from vorox.data.storage.range_cache import RangeCache
+from vorox.data.storage.remote import RangeCache
 
 SIZE = 200
 FILE = StoredFile("s3://bucket/a", SIZE, "signature", 0)
@@ -34,7 +34,7 @@ class Fetches:
         return [sum(fetch.start_byte <= byte < fetch.end_byte for fetch in self.started) for byte in range(SIZE)]
 
 
-def read(cache: RangeCache[FakeFetch], fetches: Fetches, start: int, end: int, before: int = 0) -> list[FakeFetch]:
+def read(cache: RangeCache, fetches: Fetches, start: int, end: int, before: int = 0) -> list[FakeFetch]:
     """Read ``[start, end)`` as a reader does, fetching ``before`` bytes ahead of each position as well."""
     found: list[FakeFetch] = []
     while start < end:
@@ -51,7 +51,7 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE), st.integers(0
 @settings(deadline=None)
 @given(st.lists(ranges, max_size=30))
 def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
-    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    cache, fetches = RangeCache(SIZE, 0), Fetches()
     with cache.register([FILE]):
         for start, length, before in wanted:
             read(cache, fetches, start, min(start + length, SIZE), before)
@@ -62,7 +62,7 @@ def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
 @settings(deadline=None)
 @given(st.lists(ranges, max_size=30), st.integers(20, 100))
 def test_the_cache_is_bounded(wanted: list[tuple[int, int, int]], limit: int) -> None:
-    cache, fetches = RangeCache[FakeFetch](limit, 0), Fetches()
+    cache, fetches = RangeCache(limit, 0), Fetches()
     with cache.register([FILE]):
         for start, length, before in wanted:
             last = read(cache, fetches, start, min(start + length, SIZE), before)[-1]
@@ -71,7 +71,7 @@ def test_the_cache_is_bounded(wanted: list[tuple[int, int, int]], limit: int) ->
 
 
 def test_the_least_recently_used_range_is_evicted_first() -> None:
-    cache, fetches = RangeCache[FakeFetch](100, 0), Fetches()
+    cache, fetches = RangeCache(100, 0), Fetches()
     with cache.register([FILE]):
         for start in (0, 50, 0, 100, 0, 50):
             read(cache, fetches, start, start + 50)
@@ -79,7 +79,7 @@ def test_the_least_recently_used_range_is_evicted_first() -> None:
 
 
 def test_a_failed_range_is_fetched_again() -> None:
-    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    cache, fetches = RangeCache(SIZE, 0), Fetches()
     with cache.register([FILE]):
         read(cache, fetches, 0, 100)[0].has_failed = True
         assert not read(cache, fetches, 50, 100)[0].has_failed
@@ -87,7 +87,7 @@ def test_a_failed_range_is_fetched_again() -> None:
 
 
 def test_unregistered_files_share_nothing() -> None:
-    cache, fetches = RangeCache[FakeFetch](SIZE, 0), Fetches()
+    cache, fetches = RangeCache(SIZE, 0), Fetches()
     with cache.register([FILE]):
         with cache.register([FILE]):
             read(cache, fetches, 0, 100)
@@ -97,7 +97,7 @@ def test_unregistered_files_share_nothing() -> None:
 
 
 def test_a_small_file_is_fetched_whole() -> None:
-    cache, fetches = RangeCache[FakeFetch](SIZE, SIZE), Fetches()
+    cache, fetches = RangeCache(SIZE, SIZE), Fetches()
     with cache.register([FILE]):
         for start in (150, 20, 199):
             read(cache, fetches, start, start + 1)

@@ -18,7 +18,8 @@ from eventually import wait_until
 from vorox.core.errors import DataError
 from vorox.data.storage import RetryPolicy, StoredFile, background, iterate_in_budget, retry_budget, waiting_for_data
 from vorox.data.storage import remote as remote_module
-from vorox.data.storage.remote import Receive, UriFilter, list_remote, open_remote_range, open_remote_seekable
+from vorox.data.storage.remote import Receive, UriFilter, open_remote_range, open_remote_seekable
+from vorox.data.storage.remote_listing import list_remote
 from vorox.data.storage.retry import RetryingClient, TransientError
 
 CONTENT = random.Random(0).randbytes(50_000)

@@ -23,7 +23,8 @@ import zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document, Record
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -415,7 +416,8 @@ import pyarrow.compute, pyarrow.parquet, zstandard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.text.unit_splitter import split_into_units
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 config = SourceConfig.model_validate_json(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rule = ValidationConfig(held_out_fraction=0)

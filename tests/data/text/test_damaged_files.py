@@ -22,7 +22,8 @@ from vorox.data.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text import file_content
 from vorox.data.text.formats import record_blocks
-from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.sources import Source, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)

@@ -23,7 +23,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
-from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.sources import Source, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import training_sample
 

@@ -17,7 +17,8 @@ from vorox.data.documents import BadRecord
 from vorox.data.shard_format import write_shard
 from vorox.data.text.holdout import is_validation_name
 from vorox.data.text.holdout_selection import describe_holdout, held_out_bytes, select_holdout
-from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.sources import Source, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 

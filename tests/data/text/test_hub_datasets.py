@@ -16,7 +16,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
 from vorox.data.text.hub_datasets import dataset_files, is_dataset_name
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 NAME = "acme/corpus"

@@ -18,7 +18,8 @@ from vorox.core.config import load_config
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.text.url_lists import addresses_in
 

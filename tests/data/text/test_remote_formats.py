@@ -19,7 +19,8 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
 from vorox.data.text import file_content
-from vorox.data.text.sources import list_source, read_unit
+from vorox.data.text.sources import list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)

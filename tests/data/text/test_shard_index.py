@@ -20,7 +20,8 @@ from vorox.data.documents import BadRecord, Document, Record, TokenDocument
 from vorox.data.storage import open_range
 from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.holdout_selection import select_holdout
-from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.sources import Source, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.transfer.token_export import export_tokens
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
-from vorox.data.text.sources import Source, list_files, list_source, read_unit
+from vorox.data.text.sources import Source, list_files, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import allocate, training_sample
 

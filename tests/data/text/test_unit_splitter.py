@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
-from vorox.data.text.sources import Source, list_source, read_unit
+from vorox.data.text.sources import Source, list_source
+from vorox.data.text.unit_reader import read_unit
 from vorox.data.text.unit_splitter import UnitSplitter, split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)

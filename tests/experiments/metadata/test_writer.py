@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from eventually import wait_until
 from postgres_server import Postgres
 from processor_cost import cost
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
-from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
+from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row, databases
 from vorox.experiments.metadata.spool import Spool
 
 WAIT_SECONDS = 20.0
@@ -202,6 +206,31 @@ def test_killed_between_the_commit_and_the_removal_of_the_spool(tmp_path: Path) 
         (tmp_path / "metadata.spool").write_bytes(content)
         start(tmp_path, Real(), Observed()).close()
     assert MetadataCache.query(path, "SELECT attempt, last_step FROM attempt").rows == [(1, 7)]
+
+
+def test_rows_wait_while_another_session_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(databases, "_BUSY_SECONDS", 0.05)
+    path = tmp_path / "metadata.sqlite"
+    MetadataCache(path).close()
+
+    class Real:
+        def open(self) -> MetadataCache:
+            return MetadataCache(path)
+
+    observed = Observed()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writer = start(tmp_path, Real(), observed)
+        for number in range(1, 20):
+            writer.put(row(number, number))
+        wait_until(lambda: "metadata_away" in observed.kinds())
+        assert "locked" in observed.events[0][1]
+        other.execute("ROLLBACK")
+    wait_until(lambda: "metadata_back" in observed.kinds())
+    writer.close()
+    found = MetadataCache.query(path, "SELECT attempt, last_step FROM attempt ORDER BY attempt").rows
+    assert found == [(number, number) for number in range(1, 20)]
+    assert Spool(tmp_path).size_bytes == 0
 
 
 def test_a_connection_that_broke_unnoticed_is_opened_again_at_the_end(tmp_path: Path) -> None:

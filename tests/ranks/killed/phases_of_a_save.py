@@ -14,7 +14,7 @@ from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models import sharded_snapshot
 from vorox.models.sharded_snapshot import ShardedSnapshot
-from vorox.training import checkpoint_writer
+from vorox.training.checkpoints import writer as checkpoint_writer
 
 _snapshot, _commit = TorchEngine.snapshot, StagedDirectory.commit
 _write_weights, _write_part, _save = (

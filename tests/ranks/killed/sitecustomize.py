@@ -60,6 +60,6 @@ if "RANK" in os.environ:
     if os.environ["VOROX_TESTS_BACKEND"] == "torch":
         import phases_of_a_save  # noqa: F401
 else:
-    from vorox.cli import launch
+    from vorox.cli import rank_launcher
 
-    launch.GRACE_SECONDS = 2.0
+    rank_launcher.GRACE_SECONDS = 2.0

@@ -29,7 +29,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.memory_estimate import MemoryBudget, planned_memory
+from vorox.models.memory_advice import MemoryBudget
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -141,9 +141,19 @@ def _check_supported(config: RunConfig) -> None:
             f"optimizer.name = {config.optimizer.name} is not supported by the jax engine; it has adamw, muon",
             where="optimizer.name", hint="choose one of those, or set backend=torch",
         )  # fmt: skip
-    for key, path in (("model.mlp", config.model.mlp), ("train.forward_backward", config.train.forward_backward)):
-        if path is not None:
-            raise ConfigError(f"{key} = {path} is not supported by the jax engine", where=key, hint="set backend=torch")
+    only_torch = {
+        "model.mlp": config.model.mlp,
+        "model.block": config.model.block,
+        "train.forward_backward": config.train.forward_backward,
+        "train.embedding_noise": config.train.embedding_noise,
+        "loss.name": "dpo" if config.loss.name == "dpo" else None,
+        "parallel.kind": "deepspeed" if config.parallel.kind == "deepspeed" else None,
+    }
+    for key, value in only_torch.items():
+        if value is not None:
+            raise ConfigError(
+                f"{key} = {value} is not supported by the jax engine", where=key, hint="set backend=torch"
+            )
     kernel = config.model.attention_kernel
     if is_extension(kernel) and config.model.dropout_fraction > 0:
         raise ConfigError(
@@ -287,4 +297,4 @@ def memory_budget(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> MemoryBud
     device = next(iter(mesh.local_devices), jax.local_devices()[0])
     stats = device.memory_stats() or {}
     limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")
-    return MemoryBudget(planned_memory(spec, config), limit, state_parts=config.parallel.fsdp_size)
+    return MemoryBudget.of(config, spec, limit, num_devices=mesh.devices.size, device_kind=device.platform)

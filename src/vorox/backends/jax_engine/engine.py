@@ -28,10 +28,12 @@ from vorox.backends.jax_engine.attention import AttentionMask
 from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
 from vorox.backends.jax_engine.decoder import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
+from vorox.backends.jax_engine.inputs import batch_to_devices
 from vorox.backends.jax_engine.model import Decoder, ForwardContext
 from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
-from vorox.backends.jax_engine.results import JaxStepResult
+from vorox.backends.jax_engine.profiler import JaxRecording
+from vorox.backends.jax_engine.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.taps import Taps
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
 from vorox.core.distributed_context import DistributedContext
@@ -40,15 +42,16 @@ from vorox.core.schema import RunConfig
 from vorox.models import engine_state
 from vorox.models.array_reader import WEIGHTS
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.engine_state import EngineState, Snapshot
+from vorox.models.engine_state import AVERAGE, EngineState, Snapshot
 from vorox.models.input_checks import check_length, check_tokens
+from vorox.models.memory_advice import COPYING, READING, SAMPLING
 from vorox.models.spec import ModelSpec
 from vorox.models.weight_init import initial_weights
 
 CAPABILITIES = frozenset(
     {
         "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "muon",
-        "orbax", "scan_layers", "sharding", "taps",
+        "orbax", "profiler", "scan_layers", "sharding", "taps",
     }
 )  # fmt: skip
 
@@ -98,7 +101,7 @@ class JaxEngine:
             dtype=compute.dtype, taps=self.taps, remat=config.train.activation_checkpointing,
             constrain=compute.constrain_rows,
         )  # fmt: skip
-        self._optimizer = Optimizer(config.optimizer, self.layout)
+        self._optimizer = Optimizer(config.optimizer, config.train, self.layout)
         self._reset_compiled()
         self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
         self.compile_seconds = 0.0
@@ -114,13 +117,15 @@ class JaxEngine:
         )
 
     def _initial_state(self, packed: Mapping[str, npt.NDArray[np.float32]]) -> State:
-        """Return packed parameters and zeroed optimizer state on the devices, sharded over the mesh."""
+        """Return packed parameters, their average and zeroed moments on the devices, sharded over the mesh."""
         shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
         params = {leaf: distributed.to_devices(array, shardings[leaf]) for leaf, array in packed.items()}
         empty = jax.eval_shape(self._optimizer.init, params)
         moments = {
             kind: {
-                leaf: distributed.to_devices(np.zeros(array.shape, np.float32), shardings[leaf])
+                leaf: distributed.to_devices(
+                    packed[leaf].copy() if kind == AVERAGE else np.zeros(array.shape, np.float32), shardings[leaf]
+                )
                 for leaf, array in tree.items()
             }
             for kind, tree in empty.moments.items()
@@ -129,12 +134,15 @@ class JaxEngine:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> JaxStepResult:
+    def train_step(
+        self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None
+    ) -> JaxStepResult:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory), self.compute.precision():
-            arrays = self._batch_to_devices(batch, self.data_shard)
-            arguments = (self.state, arrays, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step))
+            arrays = batch_to_devices(batch, self.data_shard, self.compute)
+            limit = np.float32(np.inf if max_loss is None else max_loss)  # one compiled step with and without a limit
+            arguments = (self.state, arrays, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step), limit)
             self.state, numbers, moments_ALP3 = self._compiled_step(arguments)(*arguments)
             return JaxStepResult(numbers, moments_ALP3)
 
@@ -150,33 +158,14 @@ class JaxEngine:
             self.compile_seconds += time.perf_counter() - started
         return self._compiled_steps[key]
 
-    def _batch_to_devices(self, batch: Batch, shard: DataShard) -> dict[str, Array]:
-        """Copy a batch to the devices, rows sharded over the mesh; consecutive micro-batches run side by side.
-
-        Args:
-            batch: The rows of ``shard``.
-            shard: The part of the global batch that this process holds.
-        """
-        arrays = {
-            "tokens": batch.tokens_ABT,
-            "labels": batch.labels_ABT,
-            "segments": batch.segment_ids_ABT,
-            "positions": batch.position_ids_ABT,
-        }
-        parts, num_micro_batches = self.compute.num_row_parts, batch.tokens_ABT.shape[0]
-        together = parts if shard.is_whole and num_micro_batches % parts == 0 else 1
-        found: dict[str, Array] = {}
-        for name, array in arrays.items():
-            if array is None:
-                continue
-            joined = array.reshape(num_micro_batches // together, -1, array.shape[2])
-            num_rows = joined.shape[1] // shard.width * shard.count
-            sharding = self.compute.sharding(None, devices.ROWS if num_rows % parts == 0 else None, None)
-            found[name] = distributed.rows_to_devices(joined, sharding, num_rows, shard)
-        return found
-
     def _step(
-        self, state: State, arrays: Mapping[str, Array], lr: Array, weight_decay: Array, step: Array
+        self,
+        state: State,
+        arrays: Mapping[str, Array],
+        lr: Array,
+        weight_decay: Array,
+        step: Array,
+        max_loss: Array,
     ) -> tuple[State, dict[str, Array], Array | None]:
         num_targets = (arrays["labels"] != IGNORED_LABEL).sum()  # over all processes
         scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
@@ -193,14 +182,15 @@ class JaxEngine:
             gradients, sums, moments_LP3 = forward_backward(first, jax.random.fold_in(key, 0))
             moments_ALP3 = None if moments_LP3 is None else moments_LP3[None]
         else:
-            zeros = jax.tree.map(jnp.zeros_like, state.params)
+            zeros = jax.tree.map(jnp.zeros_like, self._optimizer.trained(state.params))
             gradients, (sums, moments_ALP3) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(arrays)))
         totals = loss.LossSums(*(part.sum() for part in sums))
         mean_loss = totals.cross_entropy * scale
         after, grad_norm, finite = self._optimizer.step(
-            state, gradients, lr=lr, weight_decay=weight_decay, loss=mean_loss
+            state, gradients, lr=lr, weight_decay=weight_decay, loss=mean_loss, max_loss=max_loss
         )
         numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
+        numbers |= gradient_bits(gradients) if self._config.runtime.recompute_every_steps is not None else {}
         return after, numbers | self._extras(after, totals, scale), moments_ALP3
 
     def _step_key(self, step: Array | int) -> Array:
@@ -211,7 +201,7 @@ class JaxEngine:
         """Repeat forward and backward without an update and return the first non-finite place."""
         with devices.memory_errors("locating non-finite values", self._memory), self.compute.precision():
             forward_backward = jax.jit(partial(self._forward_backward, measure=True))
-            arrays, key = self._batch_to_devices(batch, self.data_shard), self._step_key(batch.step)
+            arrays, key = batch_to_devices(batch, self.data_shard, self.compute), self._step_key(batch.step)
             return nonfinite.find_origin(forward_backward, self.state.params, arrays, key, self.layout)
 
     def _forward_backward(
@@ -224,15 +214,16 @@ class JaxEngine:
             measure=measure or self._config.log.activation_statistics,
         )
 
-        def hidden(tree: Mapping[str, Array]) -> tuple[Array, Array | None]:
-            hidden_BTD, _, moments_LP3 = self._decoder(tree, rows["tokens"], context)
+        def hidden(trained: Mapping[str, Array]) -> tuple[Array, Array | None]:
+            hidden_BTD, _, moments_LP3 = self._decoder({**params, **trained}, rows["tokens"], context)
             return hidden_BTD, moments_LP3
 
-        hidden_BTD, pullback, moments_LP3 = jax.vjp(hidden, dict(params), has_aux=True)
+        hidden_BTD, pullback, moments_LP3 = jax.vjp(hidden, self._optimizer.trained(params), has_aux=True)
         head_name, head_VD = self._decoder.head(params)
         sums, d_hidden_BTD, d_head_VD = loss.train(hidden_BTD, head_VD, rows["labels"], self._config.loss, scale)
         (gradients,) = pullback(d_hidden_BTD)
-        gradients[head_name] = gradients[head_name] + d_head_VD
+        if head_name in gradients:
+            gradients[head_name] = gradients[head_name] + d_head_VD
         return gradients, sums, moments_LP3
 
     def _context(
@@ -263,7 +254,7 @@ class JaxEngine:
         """Sum the loss of a batch without training on it."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("evaluating", self._memory), self.compute.precision():
-            arrays = self._batch_to_devices(batch, DataShard())
+            arrays = batch_to_devices(batch, DataShard(), self.compute)
             parts = [
                 self._evaluate(self.state.params, {name: array[index] for name, array in arrays.items()})
                 for index in range(arrays["tokens"].shape[0])
@@ -291,10 +282,10 @@ class JaxEngine:
 
     def decoder(self, batch_size: int, max_tokens: int) -> JaxDecoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
-        check_length(max_tokens, self._spec)
-        spec = self._spec
+        check_length(max_tokens, spec := self._spec)
         shape = (spec.num_layers, 2, batch_size, max_tokens, spec.num_kv_heads, spec.head_dim)
-        return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._decode)
+        with devices.memory_errors(SAMPLING, self._memory):
+            return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._decode)
 
     def _decode(self, tokens_BT: Int32Array, num_new: int, cache: Array, start: int) -> tuple[Array, Array]:
         with self.compute.precision():
@@ -327,7 +318,7 @@ class JaxEngine:
     def snapshot(self, *, detached: bool) -> EngineSnapshot:
         """Return a snapshot of the complete training state; a detached one is a copy in host memory."""
         several = jax.process_count() > 1
-        with devices.memory_errors("copying the state for a checkpoint", self._memory):
+        with devices.memory_errors(COPYING if detached else READING, self._memory):
             if self._config.checkpoint.format == "orbax":
                 counters = {"updates": float(self.state.updates)}
                 known = self.fingerprint() if several else None
@@ -369,6 +360,11 @@ class JaxEngine:
         """Replace all parameters and reset the optimizer."""
         self.state = self._initial_state(self.layout.pack(weights))
 
+    def exchange_average(self) -> None:
+        """Exchange the parameters and their moving average (``train.ema_decay``)."""
+        params, average = self.state.params, self.state.weights_ema
+        self.state = self.state._replace(params=params | average, weights_ema={leaf: params[leaf] for leaf in average})
+
     def fingerprint(self, like: str = "") -> str:
         """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
         return engine_state.fingerprint(self._spec, self._engine_state(self.state), like)
@@ -394,6 +390,10 @@ class JaxEngine:
             started = time.perf_counter()
             product(left_MK, right_NK).block_until_ready()
             return time.perf_counter() - started
+
+    def start_profiler(self, trace: Path) -> JaxRecording:
+        """Start the profiler; see ``core.step_profile.StepRecording``."""
+        return JaxRecording(trace)
 
     def synchronize(self) -> None:
         """Wait until the devices are idle; for timing."""

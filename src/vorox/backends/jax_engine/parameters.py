@@ -19,8 +19,9 @@ import numpy.typing as npt
 from vorox.backends.jax_engine.distributed import to_host
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
+from vorox.core.schema import OptimizerConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.optimizer_groups import optimizer_group
+from vorox.models.optimizer_groups import Group, common_group, optimizer_groups
 from vorox.models.spec import ParameterSpec
 
 Tree = dict[str, jax.Array]
@@ -62,9 +63,17 @@ class ParameterLayout:
         parameter = self.leaves[leaf][0]
         return ("layers", *parameter.axes) if self.is_stacked(leaf) else parameter.axes
 
-    def group(self, leaf: str, *, muon: bool, decay_embeddings: bool) -> str:
-        """Return the optimizer group of a leaf."""
-        return optimizer_group(self.leaves[leaf][0], muon=muon, decay_embeddings=decay_embeddings)
+    def groups(self, config: OptimizerConfig) -> dict[str, Group]:
+        """Return the optimizer group of every leaf.
+
+        Raises:
+            ConfigError: Parameters of one leaf have different groups (see also ``optimizer_groups``).
+        """
+        groups, hint = optimizer_groups(self.spec, config), "set runtime.scan_layers=false"
+        return {
+            leaf: common_group([parameter.name for parameter in parameters], groups, hint=hint)
+            for leaf, parameters in self.leaves.items()
+        }
 
     def pack(self, weights: Iterable[NamedArray]) -> dict[str, npt.NDArray[np.float32]]:
         """Pack canonical arrays into leaves.

@@ -146,6 +146,19 @@ def reference(
     query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
 ) -> Tensor:
     """Compute attention by the plain formula."""
+    return weigh_values(
+        query_BNTH, key_BKSH, value_BKSH, attention_mask, lambda weights: F.dropout(weights, dropout, dropout > 0)
+    )
+
+
+def weigh_values(
+    query_BNTH: Tensor,
+    key_BKSH: Tensor,
+    value_BKSH: Tensor,
+    attention_mask: AttentionMask,
+    drop: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute attention by the plain formula; ``drop`` applies dropout to the weights ``[B, N, T, S]``."""
     num_heads, num_queries, head_dim = query_BNTH.shape[1:]
     num_keys = key_BKSH.shape[2]
     key_BNSH, value_BNSH = _repeat_heads(key_BKSH, num_heads), _repeat_heads(value_BKSH, num_heads)
@@ -155,8 +168,7 @@ def reference(
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query_BNTH.device).tril()
     if mask is not None:
         scores_BNTS = scores_BNTS.masked_fill(~mask, float("-inf"))
-    weights_BNTS = scores_BNTS.softmax(dim=-1).to(value_BNSH.dtype)
-    return F.dropout(weights_BNTS, dropout, training=dropout > 0) @ value_BNSH
+    return drop(scores_BNTS.softmax(dim=-1).to(value_BNSH.dtype)) @ value_BNSH
 
 
 def _repeat_heads(x_BKSH: Tensor, num_heads: int) -> Tensor:

@@ -24,6 +24,7 @@ from vorox.models import engine_state
 from vorox.models.array_reader import WEIGHTS, ArrayReader, weight_entries
 from vorox.models.engine_state import EngineState, Snapshot
 from vorox.models.fingerprint import ELEMENTS, ElementSum, element_fingerprint, is_elementwise
+from vorox.models.optimizer_groups import Group
 from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
 from vorox.models.spec import ModelSpec
 
@@ -43,7 +44,8 @@ def set_parameters(parameters: Parameters, weights: Iterable[NamedArray], spec: 
         CheckpointError: A parameter is missing, unknown, duplicated or has the wrong shape. The parameters are then
             undefined.
     """
-    missing = {piece.name: piece for piece in parameters.pieces(parameters.values)}
+    values = parameters.values
+    missing = {piece.name: piece for piece in parameters.pieces(values)}
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
     for name, array in weights:
         piece = missing.pop(name, None)
@@ -54,12 +56,12 @@ def set_parameters(parameters: Parameters, weights: Iterable[NamedArray], spec: 
         _copy(piece, array)
     if missing:
         raise CheckpointError(f"Parameter {next(iter(missing))} is missing ({len(missing)} in total)")
+    parameters.store(values)
 
 
 def _copy(piece: Piece, array: np.ndarray[Any, Any]) -> None:
-    rows = array[piece.first_row : piece.first_row + len(piece.view)]
     with torch.no_grad():
-        piece.view.copy_(torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32)))
+        piece.view.copy_(torch.from_numpy(np.ascontiguousarray(array[piece.place], dtype=np.float32)))
 
 
 def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = False) -> EngineState:
@@ -67,7 +69,7 @@ def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = Fals
 
     If the parameters are sharded, reading an array is a collective.
     """
-    capture, moments = _to_host if detached else dict[str, Sequence[Tensor]], optimizer.buffers
+    capture, moments = _to_host if detached else dict[Group, Sequence[Tensor]], optimizer.buffers
     return EngineState(
         weights=partial(arrays, parameters, capture(parameters.values)),
         moments={kind: partial(arrays, parameters, capture(buffers)) for kind, buffers in moments.items()},
@@ -84,27 +86,30 @@ def snapshot(
     spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks, *, detached: bool
 ) -> Snapshot | ShardedSnapshot:
     """Return what this rank writes: the state, its rows of a sharded state, or nothing that another replica writes."""
-    if ranks.fsdp_size == 1:
+    if ranks.num_shards == 1:
         return Snapshot(spec, state(parameters, optimizer, detached=detached) if ranks.replica == 0 else _NOTHING)
-    capture, moments = _to_host if detached else dict[str, Sequence[Tensor]], optimizer.buffers
+    moments, shard = optimizer.buffers, (ranks.shard_index, ranks.num_shards)
     kinds = {WEIGHTS: parameters.values, **moments} if ranks.replica == 0 else {}
-    rows = [
-        ShardRows(f"{kind}.{piece.name}", piece.first_row, tuple(piece.view.shape), partial(_on_host, piece.view))
-        for kind, buffers in kinds.items()
-        for piece in parameters.pieces(capture(buffers))
-        if len(piece.view)
-    ]
-    shard = ranks.shard_index, ranks.fsdp_size
+    # Rows that were put together from columns of several ranks are copies on the device already.
+    copies = detached or ranks.tensor_parallel_size > 1
+    rows: list[ShardRows] = []
+    for kind, buffers in kinds.items():
+        for piece in parameters.whole_rows(buffers):
+            if len(piece.view):
+                view = piece.view.detach().to("cpu", copy=True) if copies else piece.view
+                rows.append(
+                    ShardRows(f"{kind}.{piece.name}", piece.first_row, tuple(view.shape), partial(_on_host, view))
+                )
     return ShardedSnapshot(spec, shard, rows, _moment_names(parameters, moments), _counters(optimizer))
 
 
 def fingerprint(spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks, like: str) -> str:
     """Return ``Engine.fingerprint``: over elements if the state is sharded, unless ``like`` is over arrays."""
-    if ranks.fsdp_size == 1 or not is_elementwise(like or ELEMENTS):
+    if ranks.num_shards == 1 or not is_elementwise(like or ELEMENTS):
         return engine_state.fingerprint(spec, state(parameters, optimizer), like)
     total, moments = ElementSum(), optimizer.buffers
     for kind, buffers in {WEIGHTS: parameters.values, **moments}.items():
-        for piece in parameters.pieces(buffers):
+        for piece in parameters.whole_rows(buffers):
             total.add(f"{kind}.{piece.name}", _on_host(piece.view), piece.first_row * prod(piece.view.shape[1:]))
     words = torch.from_numpy(np.array([total.first, total.second], np.uint64).view(np.int64))
     ranks.sum_over_shards(words)  # int64 sums wrap, modulo 2^64
@@ -144,7 +149,9 @@ def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Op
         for kind, name, array in stored.moments:
             _copy(pieces[kind, name], array)
     else:
-        _read_rows(stored.pieces, parameters, {WEIGHTS: parameters.values, **moments})
+        values = parameters.values
+        _read_rows(stored.pieces, parameters, {WEIGHTS: values, **moments})
+        parameters.store(values)
     optimizer.restore(moments, stored.counters)
 
 
@@ -153,5 +160,5 @@ def _read_rows(stored: ArrayReader, parameters: Parameters, kinds: Mapping[str, 
     for kind, buffers in kinds.items():
         for piece in parameters.pieces(buffers):
             if len(piece.view):
-                rows = slice(piece.first_row, piece.first_row + len(piece.view))
-                _copy(piece._replace(first_row=0), stored.read(f"{kind}.{piece.name}", (rows,)))
+                read = stored.read(f"{kind}.{piece.name}", piece.place)
+                _copy(piece._replace(first_row=0, first_column=0), read)

@@ -1,6 +1,8 @@
-"""Compiling blocks with ``torch.compile`` (``runtime.compile``), and the settings that it excludes.
+"""Compiling blocks with ``torch.compile`` (``runtime.compile``).
 
-All blocks share one compiled graph, so compiling 48 layers takes as long as compiling one.
+All blocks share one compiled graph, so compiling 48 layers takes as long as compiling one. Taps and activation
+statistics run between compiled graphs: while there are any, the stages of a block (attention, MLP) are compiled instead
+of the whole.
 """
 
 from __future__ import annotations
@@ -9,31 +11,22 @@ import logging
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.model import ForwardContext, RunBlock, call_block
+from vorox.backends.torch_engine.model import ForwardContext, ResidualBlock, RunBlock, call_block, call_stage
 from vorox.core.errors import ConfigError
-from vorox.core.schema import RunConfig
 
 _log = logging.getLogger("vorox.torch_engine")
 
 
-def check(config: RunConfig, compute: Compute) -> None:
+def check(compute: Compute) -> None:
     """Check that the configuration allows compilation.
 
     Raises:
-        ConfigError: Activation statistics are on, or the device is not supported by the compiler.
+        ConfigError: The device is not supported by the compiler.
     """
-    if not compute.compiled:
-        return
-    if config.log.activation_statistics:
-        raise ConfigError(
-            "Activation statistics need an uncompiled model",
-            where="log.activation_statistics, runtime.compile",
-            hint="turn one of them off",
-        )
-    if compute.device.type == "mps":
+    if compute.compiled and compute.device.type == "mps":
         raise ConfigError("compile = true is not supported on mps", where="runtime.compile", hint="set it to false")
 
 
@@ -42,17 +35,21 @@ def compiled_block(compute: Compute) -> RunBlock:
     from torch._dynamo.exc import BackendCompilerFailed  # takes a second to import
 
     graph = torch.compile(call_block, dynamic=False, fullgraph=True)
+    stage_graph = torch.compile(call_stage, dynamic=False, fullgraph=True)
     calls = 0
 
-    def run(block: nn.Module, x_MD: Tensor, context: ForwardContext) -> Tensor:
+    def call(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> Tensor:
+        return block(x_MD, context, stage_graph) if block.taps.active else graph(block, x_MD, context)
+
+    def run(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> Tensor:
         nonlocal calls
         calls += 1
         if calls > 1:
-            return graph(block, x_MD, context)
+            return call(block, x_MD, context)
         _log.info("Compiling the model for %s; this can take a minute", compute.device.type)
         started = time.perf_counter()
         try:
-            y_MD = graph(block, x_MD, context)
+            y_MD = call(block, x_MD, context)
         except BackendCompilerFailed as error:
             raise ConfigError(
                 f"Compiling the model failed: {str(error).splitlines()[0]}",

@@ -58,3 +58,19 @@ class TorchDecoder:
         logits_BV = self._forward(tokens_BT, self._cache)
         self._cache.num_tokens = end
         return logits_BV.float().cpu().numpy()
+
+
+class PrefixDecoder:
+    """Decoding that recomputes the whole prefix for each token, so that it equals ``logits`` for any model."""
+
+    def __init__(self, logits: Callable[[Int32Array], Tensor], batch_size: int, max_tokens: int) -> None:
+        self._logits, self._max_tokens = logits, max_tokens
+        self._tokens_BT = np.zeros((batch_size, 0), np.int32)
+
+    def feed(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
+        """Append tokens to every sequence and return the logits that follow the last one, fp32 ``[B, V]``."""
+        self._tokens_BT = np.concatenate([self._tokens_BT, tokens_BT], axis=1)
+        if self._tokens_BT.shape[1] > self._max_tokens:
+            end = self._tokens_BT.shape[1]
+            raise ConfigError(f"The decoder holds {self._max_tokens} tokens, but got {end}", where="decoder")
+        return self._logits(self._tokens_BT)[:, -1].cpu().numpy()

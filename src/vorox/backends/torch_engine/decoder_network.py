@@ -6,26 +6,46 @@ Shape legend: B rows, T positions, M = B x T, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
 
 from vorox.backends.torch_engine import attention, compilation, kernels
-from vorox.backends.torch_engine.decoder import KeyValueCache, TorchDecoder
+from vorox.backends.torch_engine.decoder import KeyValueCache, PrefixDecoder, TorchDecoder
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.dpo_loss import (
+    PairSums,
+    answer_log_probs,
+    dpo_loss,
+    log_probs_of_hidden,
+    targets_to_device,
+)
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
-from vorox.backends.torch_engine.loss import HeadLoss, LossSums
+from vorox.backends.torch_engine.loss import HeadLoss, LossSums, TeacherOutput
 from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, RunBlock
+from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
+from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import TensorParallelParameters
+from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
+from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
-from vorox.backends.torch_engine.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.taps import Taps
+from vorox.backends.torch_engine.taps import POINTS, Taps
+from vorox.core.atomic import canonical_json
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.engine import NamedArray
+from vorox.core.preference_pairs import find_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.optimizer_groups import optimizer_groups
+from vorox.models.user_layer import load_block
 from vorox.models.weight_init import initial_weights
 
 
@@ -36,68 +56,131 @@ class DecoderNetwork:
         module: The decoder.
         parameters: Its parameters and gradients on this rank.
         taps: Functions attached to the residual stream.
+        teach: Computes what the loss needs of a teacher (``train.distillation``).
     """
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
-        self.taps = Taps(spec.num_layers, compiled=compute.compiled)
+        points = POINTS if spec.block is None else ("block_input", "after_mlp")
+        self.taps = Taps(spec.num_layers, points)
+        self._parallel = TensorParallel.of(spec, ranks)
+        self._local = spec if self._parallel is None else self._parallel.local
         self.parameters: Parameters
-        self.module = self._place()
+        self.module: nn.Module
+        self.module, self._run = self._place()
         self._run_block = compilation.compiled_block(compute) if compute.compiled else None
         self._products = kernels.products(compute)
-        self._loss = HeadLoss(
-            config.loss, spec.vocab_size, compute.device, self._products, compute.dtype,
-            count_correct=config.log.accuracy,
+        make_loss = HeadLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
+        self._loss = make_loss(
+            config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
+            count_correct=config.log.accuracy, distillation=config.train.distillation,
         )  # fmt: skip
+        self.teach: Callable[[Batch, int], TeacherOutput] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)
 
     @property
     def is_random(self) -> bool:
-        return self._spec.dropout_fraction > 0
+        is_noisy = self._config.train.embedding_noise is not None
+        return is_noisy or self._spec.dropout_fraction > 0 or self._spec.block is not None
 
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
-        return initial_weights(self._spec, seed)
+        """Yield initial weights; those of user blocks are the values of their modules."""
+        own = {} if self._spec.block is None else block_values(self._spec, self._spec.block, seed)
+        return ((name, own.get(name, array)) for name, array in initial_weights(self._spec, seed))
 
-    def _place(self) -> Decoder:
-        """Build the model over flat buffers, or over shards if several ranks share a replica."""
-        config, spec, compute = self._config, self._spec, self._compute
-        groups = {"muon": config.optimizer.name == "muon", "decay_embeddings": config.optimizer.decay_embeddings}
+    def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
+        """Build this rank's share over flat buffers, or over shards if several ranks share it; return what runs it."""
+        config, spec, compute, parallel = self._config, self._local, self._compute, self._parallel
+        groups = optimizer_groups(self._spec, config.optimizer)
         attend = attention.attention_kernel(config.model.attention_kernel)
+        attend = attend if parallel is None else parallel.attend(attend)
+        if config.parallel.kind == "deepspeed":
+            self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
+            model = Decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
+            return model, zero.shard_by_zero(model, external={model: model.head_weight})
         if self._ranks.fsdp_size == 1:
-            self.parameters = FlatParameters(spec, **groups, device=compute.device)
-            chosen = kernels.select(compute)
-            return Decoder(Parts(spec, self.parameters.modules, chosen, attend, self.taps))
-        self.parameters = sharded = ShardedParameters(spec, **groups, ranks=self._ranks)
-        model = Decoder(Parts(spec, sharded.modules, kernels.plain(compute), attend, self.taps))
-        sharded.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
-        return model
+            inner = FlatParameters(spec, groups, device=compute.device)
+            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        else:
+            inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
+        model = Decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+        if isinstance(inner, ShardedParameters):
+            inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
+        self.parameters = inner if parallel is None else TensorParallelParameters(inner, parallel)
+        return model, model
 
     def train(
-        self, batch: Batch, index: int, *, scale: float, loss_scale: Tensor | None, compiled: bool = True
-    ) -> LossSums:
-        labels = labels_to_device(batch.labels_ABT[index], self._compute.device)
+        self,
+        batch: Batch,
+        index: int,
+        *,
+        scale: float,
+        loss_scale: Tensor | None,
+        reference_H: Tensor | None = None,
+        compiled: bool = True,
+    ) -> LossSums | PairSums:
         tokens_M, context = self._inputs(batch, index, is_training=True)
+        run_block = self._run_block if compiled else None
+        if reference_H is not None:
+            policy_H = self._forward(tokens_M, context, self._answer_log_probs(batch, index), run_block)
+            loss, pair_sums = dpo_loss(policy_H, reference_H, self._config.loss)
+            self.parameters.backward(loss * scale, loss_scale)
+            return pair_sums
+        labels = labels_to_device(batch.labels_ABT[index], self._compute.device)
+        if self.teach is not None:
+            labels = replace(labels, teacher=self.teach(batch, index))
         objective, sums = self._forward(
             tokens_M,
             context,
             lambda hidden_MD, head_VD: self._loss.train(hidden_MD, head_VD, labels, scale, loss_scale),
-            self._run_block if compiled else None,
+            run_block,
         )
-        objective.backward()
+        self.parameters.backward(objective)
         return sums
+
+    def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
+        tokens_M, context = self._inputs(batch, index, is_training=False)
+        return self._forward(tokens_M, context, self._answer_log_probs(batch, index))
+
+    def _answer_log_probs(self, batch: Batch, index: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return a function from final hidden state and head to the log-probability of each answer."""
+        assert batch.segment_ids_ABT is not None
+        pairs = find_pairs(batch.segment_ids_ABT[index], batch.labels_ABT[index])
+        targets = targets_to_device(pairs, self._compute.device)
+
+        def finish(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
+            head = partial(self._head_with_gradient, head_VD=head_VD)
+            return answer_log_probs(
+                log_probs_of_hidden(hidden_MD, targets, head, self._config.loss.chunk_tokens), targets
+            )
+
+        return finish
+
+    def _head_with_gradient(self, hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+        """Return logits in fp32, by kernels that autograd differentiates."""
+        dtype = self._compute.dtype
+        return F.linear(hidden_CD.to(dtype), head_VD.to(dtype)).float()
 
     def evaluate(self, batch: Batch, index: int) -> LossSums:
         labels = labels_to_device(batch.labels_ABT[index], self._compute.device)
         tokens_M, context = self._inputs(batch, index, is_training=False)
         return self._forward(tokens_M, context, partial(self._loss.evaluate, labels=labels))
 
+    def hidden(self, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
+        """Return the final hidden state of a micro-batch, ``[M, D]``, without dropout, and the head, ``[V, D]``."""
+        tokens_M, context = self._inputs(batch, index, is_training=False)
+        return self._forward(tokens_M, context, lambda hidden_MD, head_VD: (hidden_MD, head_VD))
+
     def logits(self, tokens_BT: Int32Array) -> Tensor:
         context = self._context(tokens_BT.shape, attention.CAUSAL)
+        self.module.train(mode=False)
         tokens_M = to_device(tokens_BT, self._compute.device).view(-1)
-        return self._forward(tokens_M, context, self._head_logits).view(*tokens_BT.shape, -1)
+        return self._logits(tokens_M, context, self._head_logits, tokens_BT.size).view(*tokens_BT.shape, -1)
 
-    def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder:
-        cache = KeyValueCache(self._spec, batch_size, max_tokens, self._compute.device, self._compute.dtype)
+    def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder | PrefixDecoder:
+        if self._spec.block is not None:  # it has no key/value cache
+            return PrefixDecoder(torch.no_grad()(self.logits), batch_size, max_tokens)
+        cache = KeyValueCache(self._local, batch_size, max_tokens, self._compute.device, self._compute.dtype)
         return TorchDecoder(cache, max_tokens, self._decode)
 
     @torch.no_grad()
@@ -108,11 +191,23 @@ class DecoderNetwork:
         def last_logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
             return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1], head_VD)
 
-        return self._forward(to_device(tokens_BT, self._compute.device).view(-1), context, last_logits)
+        tokens_M = to_device(tokens_BT, self._compute.device).view(-1)
+        return self._logits(tokens_M, context, last_logits, tokens_BT.shape[0])
+
+    def _logits(
+        self, tokens_M: Tensor, context: ForwardContext, finish: Callable[[Tensor, Tensor], Tensor], num_rows: int
+    ) -> Tensor:
+        """Return logits, fp32 ``[num_rows, V]``, which ``finish`` computes."""
+        found: Tensor = self._forward(tokens_M, context, finish)
+        assert len(found) == num_rows
+        return found
 
     def _head_logits(self, hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
-        dtype = self._compute.dtype
-        return self._products(hidden_MD.to(dtype), head_VD.to(dtype)).float()
+        dtype, parallel = self._compute.dtype, self._parallel
+        if parallel is None:
+            return self._products(hidden_MD.to(dtype), head_VD.to(dtype)).float()
+        part_MV = self._products(parallel.share(hidden_MD).to(dtype), head_VD.to(dtype)).float()
+        return parallel.join_logits(part_MV)
 
     def _forward(
         self,
@@ -125,10 +220,10 @@ class DecoderNetwork:
 
         def apply(hidden_MD: Tensor) -> Any:
             with self._compute.no_autocast():
-                return finish(hidden_MD, self.module.head_weight)
+                return finish(hidden_MD, cast("Decoder", self.module).head_weight)
 
         with self._compute.autocast():
-            found = self.module(tokens_M, context, apply, run_block)
+            found = self._run(tokens_M, context, apply, run_block)
         if not torch.is_grad_enabled():
             self.parameters.release()
         return found
@@ -138,6 +233,7 @@ class DecoderNetwork:
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
         tokens_BT = batch.tokens_ABT[index]
+        self.module.train(is_training)
         context = self._context(
             tokens_BT.shape,
             attention.document_mask(
@@ -167,7 +263,7 @@ class DecoderNetwork:
             (_rows_at(cosines, positions, here)[:, :, None], _rows_at(sines, positions, here)[:, :, None])
             for cosines, sines in self._rotary
         ]
-        if rotary:
+        if rotary and self._spec.block is None:
             positions = None
         elif positions is None:
             positions = torch.arange(here.start, here.stop, device=self._compute.device)[None]
@@ -180,9 +276,23 @@ class DecoderNetwork:
             sliding_rotary=rotary[1] if len(rotary) > 1 else None,
             positions=positions,
             dropout=self._spec.dropout_fraction if is_training else 0.0,
+            embedding_noise=self._config.train.embedding_noise if is_training else None,
             cache=cache,
-            recompute_blocks=is_training and self._config.train.activation_checkpointing == "block",
+            recompute=self._config.train.activation_checkpointing if is_training else "none",
         )
+
+
+def block_values(spec: DecoderSpec, path: str, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the initial parameters of user blocks by canonical name, a function of the seed."""
+    found: dict[str, npt.NDArray[np.float32]] = {}
+    for layer in range(spec.num_layers):
+        key = xxhash.xxh3_64_intdigest(canonical_json(["user block weights", 1, seed, layer])) >> 1
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key)
+            module: nn.Module = load_block(path)(spec, layer)
+        for name, parameter in module.named_parameters():
+            found[f"blocks.{layer}.module.{name}"] = parameter.detach().float().numpy()
+    return found
 
 
 def _rows_at(table: Tensor, positions: Tensor | None, here: slice) -> Tensor:

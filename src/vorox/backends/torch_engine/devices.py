@@ -27,7 +27,7 @@ from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
-from vorox.models.memory_estimate import MemoryBudget, planned_memory
+from vorox.models.memory_advice import MemoryBudget
 from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]
@@ -105,14 +105,9 @@ def prepare(config: RunConfig) -> Compute:
 
 def _check_supported(config: RunConfig) -> None:
     """Refuse settings that only other engines support."""
-    if config.parallel.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size = {config.parallel.tensor_parallel_size} is not supported by the torch engine",
-            where="parallel.tensor_parallel_size", hint="use data_parallel_size and fsdp_size, or set backend=jax",
-        )  # fmt: skip
     others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("model.attention_kernel", config.model.attention_kernel, tuple(attention.ATTENTION)),
-        ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block")),
+        ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block", "dots")),
         ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
         ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
         ("checkpoint.format", config.checkpoint.format, ("safetensors",)),
@@ -124,6 +119,13 @@ def _check_supported(config: RunConfig) -> None:
                 where=key,
                 hint="choose one of those, or set backend=jax",
             )  # fmt: skip
+
+    if config.train.activation_checkpointing == "dots" and (config.runtime.compile or config.model.kind != "decoder"):
+        other = "runtime.compile=true" if config.runtime.compile else f"model.kind={config.model.kind}"
+        raise ConfigError(
+            f"activation_checkpointing = dots is not supported with {other}",
+            where="train.activation_checkpointing", hint="set it to block",
+        )  # fmt: skip
 
 
 def _select_device(name: str) -> torch.device:
@@ -325,10 +327,16 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
 
 
 def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> MemoryBudget:
-    """Return the estimated peak memory of a run, with the memory of its device."""
+    """Return the estimated peak memory of a run, with the memory of its device.
+
+    DeepSpeed may keep the state in host memory, so then it is not compared with that of the device.
+    """
     available_bytes: int | None = None
-    if device.type == "cuda":
+    if config.parallel.kind == "deepspeed":
+        pass
+    elif device.type == "cuda":
         available_bytes = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu":
         available_bytes = psutil.virtual_memory().total
-    return MemoryBudget(planned_memory(spec, config), available_bytes, state_parts=config.parallel.fsdp_size)
+    num_devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return MemoryBudget.of(config, spec, available_bytes, num_devices=num_devices, device_kind=device.type)

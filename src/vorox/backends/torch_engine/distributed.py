@@ -1,7 +1,9 @@
 """Multi-process runs: process group, device mesh, sums over ranks, host-side channel.
 
-Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp``: replicas of the model, each
-sharded over ``fsdp`` ranks. Tensors on GPUs travel by NCCL, everything else by gloo.
+Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp x tp``: replicas of the model,
+each sharded over ``fsdp`` ranks, each of which is ``tp`` ranks that share every matrix product and read the same rows.
+Or as ``pp x data``: the ranks of a pipeline each hold some blocks of a replica and read the same rows.
+Tensors on GPUs travel by NCCL, everything else by gloo.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -124,9 +128,16 @@ class Ranks:
     Attributes:
         shard: The part of each global batch that this rank trains on.
         data_parallel_size: Replicas of the model.
-        fsdp_size: Ranks that share one replica.
-        mesh: Mesh with the axes ``data`` and ``fsdp``; ``None`` for a single process.
+        fsdp_size: Shards of one replica that train on different rows.
+        mesh: Mesh with the axes ``data`` and ``fsdp``, and ``tp`` or ``pp`` if it is used; ``None`` for a single
+            process.
         is_exact: Whether no bit of a sum may depend on the number of ranks.
+        tensor_parallel_size: Ranks that share every matrix product.
+        row_group: With tensor parallelism or a pipeline, the ranks that together train on each row once; ``None`` for
+            all ranks.
+        replica_group: With tensor parallelism or a pipeline, the ranks of one replica; ``None`` for those of the axis
+            ``fsdp``.
+        pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
     """
 
     shard: DataShard = field(default_factory=DataShard)
@@ -134,10 +145,19 @@ class Ranks:
     fsdp_size: int = 1
     mesh: DeviceMesh | None = None
     is_exact: bool = False
+    tensor_parallel_size: int = 1
+    row_group: ProcessGroup | None = None
+    replica_group: ProcessGroup | None = None
+    pipeline_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.fsdp_size
+        return self.data_parallel_size * self.num_shards
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one replica."""
+        return self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def replica(self) -> int:
@@ -145,24 +165,50 @@ class Ranks:
         return 0 if self.mesh is None else self.mesh.get_local_rank("data")
 
     @property
-    def shard_index(self) -> int:
-        """Index of this rank's shard within its replica."""
+    def fsdp_index(self) -> int:
+        """Index of this rank among those that share the rows of parameters."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("fsdp")
 
+    @property
+    def shard_index(self) -> int:
+        """Index of this rank's shard within its replica."""
+        if self.pipeline_parallel_size > 1:
+            return self.pipeline_index
+        return self.fsdp_index * self.tensor_parallel_size + self.tensor_index
+
+    @property
+    def pipeline_index(self) -> int:
+        """Index of this rank in its pipeline."""
+        return 0 if self.mesh is None or self.pipeline_parallel_size == 1 else self.mesh.get_local_rank("pp")
+
+    @property
+    def tensor_index(self) -> int:
+        """Index of this rank among those that share every matrix product."""
+        return 0 if self.mesh is None or self.tensor_parallel_size == 1 else self.mesh.get_local_rank("tp")
+
     def sum(self, *tensors: Tensor) -> None:
-        """Add the tensors of all ranks, in place."""
+        """Add the tensors of all ranks that train on different rows, in place."""
         if self.mesh is not None:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self.row_group)
+
+    @property
+    def _value_group(self) -> ProcessGroup | None:
+        """The ranks whose values add up. Of a pipeline, one stage has a value and the others have 0."""
+        return None if self.pipeline_parallel_size > 1 else self.row_group
 
     def sum_micro_batches(self, parts_XA: Tensor) -> Tensor:
-        """Return sums over the A micro-batches of all ranks; exact sums add them in the order of the global batch."""
+        """Return sums over the A micro-batches of all ranks; exact sums add them in the order of the global batch.
+
+        The stages of a pipeline that do not have a value pass 0.
+        """
         if self.is_exact and self.mesh is not None:
             by_rank = [torch.empty_like(parts_XA) for _ in range(self.world_size)]
             dist.all_gather(by_rank, parts_XA)
             return torch.stack(by_rank, dim=-1).flatten(-2).sum(-1)
         total_X = parts_XA.sum(-1)
-        self.sum(total_X)
+        if self.mesh is not None:
+            dist.all_reduce(total_X, group=self._value_group)
         return total_X
 
     def maximum(self, tensor: Tensor) -> None:
@@ -173,20 +219,32 @@ class Ranks:
     def sum_over_shards(self, tensor: Tensor) -> None:
         """Add the tensors of the ranks that share one replica, in place."""
         if self.mesh is not None:
-            dist.all_reduce(tensor, group=self.mesh.get_group("fsdp"))
+            dist.all_reduce(tensor, group=self.replica_group or self.mesh.get_group("fsdp"))
 
     def facts(self) -> dict[str, str | int | bool]:
         """Return what affects the bits of sums over ranks; nothing for a single process."""
         if self.mesh is None or self.is_exact:
             return {}
-        return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": self.fsdp_size}
+        sizes = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
+        others = {name: size for name, size in sizes.items() if size > 1}
+        return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": self.fsdp_size, **others}
 
     def sum_counts(self, *counts: float) -> list[float]:
-        """Return sums of numbers on the host over all ranks. Waits for the ranks, not for their devices."""
+        """Return sums of numbers on the host over all rows. Waits for the ranks, not for their devices."""
+        return self._sum_on_host(counts, self.row_group)
+
+    def sum_values(self, *values: float) -> list[float]:
+        """Return sums as ``sum_counts``; the stages of a pipeline that do not have a value pass 0."""
+        return self._sum_on_host(values, self._value_group)
+
+    def _sum_on_host(self, numbers: Sequence[float], group: ProcessGroup | None) -> list[float]:
         if self.mesh is None:
-            return list(counts)
-        total = torch.tensor(counts, dtype=torch.float64)
-        dist.all_reduce(total)
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, group=group)
         return total.tolist()
 
 
@@ -194,19 +252,60 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     """Return the layout of the ranks.
 
     Raises:
-        ConfigError: ``data x fsdp`` is not the number of ranks.
+        ConfigError: ``data x fsdp x tp x pp`` is not the number of ranks.
     """
-    data, fsdp = config.parallel.data_parallel_size_on(context.world_size), config.parallel.fsdp_size
-    if data * fsdp != context.world_size:
+    parallel, world_size = config.parallel, context.world_size
+    sizes = {"data_parallel_size": parallel.data_parallel_size_on(world_size), "fsdp_size": parallel.fsdp_size}
+    if parallel.kind == "deepspeed" and sizes["data_parallel_size"] == world_size:
+        sizes = {"data_parallel_size": 1, "fsdp_size": world_size}  # ZeRO shards over all ranks, and so do checkpoints
+    tensor = parallel.tensor_parallel_size
+    if tensor > 1:
+        sizes["tensor_parallel_size"] = tensor
+    pipeline = parallel.pipeline_parallel_size
+    if pipeline > 1:
+        sizes["pipeline_parallel_size"] = pipeline
+    product = prod(sizes.values())
+    if product != world_size:
         raise ConfigError(
-            f"data_parallel_size x fsdp_size = {data} x {fsdp} = {data * fsdp}, but the run has "
-            f"{context.world_size} {'process' if context.world_size == 1 else 'processes'}",
+            f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {product}, but the run has "
+            f"{world_size} {'process' if world_size == 1 else 'processes'}",
             where="parallel",
-            hint=f"make the product {context.world_size}, or start {data * fsdp} processes "
-            f"(vorox train --nproc {data * fsdp})",
+            hint=f"make the product {world_size}, or start {product} processes (--nproc {product})",
         )
     is_exact = config.runtime.determinism == "bitwise-any-world"
-    if context.world_size == 1:
+    if world_size == 1:
         return Ranks(is_exact=is_exact)
-    mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
-    return Ranks(DataShard(context.rank, context.world_size), data, fsdp, mesh, is_exact)
+    data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
+    if pipeline > 1:
+        return _pipelines(data, pipeline, context.rank, device)
+    if tensor == 1:
+        mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
+        return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
+    mesh = init_device_mesh(device.type, (data, fsdp, tensor), mesh_dim_names=("data", "fsdp", "tp"))
+    shard = DataShard(context.rank // tensor, data * fsdp)
+    groups = (
+        _subgroup([list(range(first, world_size, tensor)) for first in range(tensor)]),
+        _subgroup([list(range(first, first + fsdp * tensor)) for first in range(0, world_size, fsdp * tensor)]),
+    )
+    return Ranks(shard, data, fsdp, mesh, is_exact, tensor, *groups)
+
+
+def _pipelines(data: int, size: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of ``data`` pipelines of ``size`` ranks each.
+
+    Ranks of one stage are adjacent: they exchange gradients of all parameters, stages only activations.
+    """
+    mesh = init_device_mesh(device.type, (size, data, 1), mesh_dim_names=("pp", "data", "fsdp"))
+    same_stage = _subgroup([list(range(first, first + data)) for first in range(0, size * data, data)])
+    pipeline = _subgroup([list(range(first, size * data, data)) for first in range(data)])
+    return Ranks(
+        DataShard(rank % data, data), data, 1, mesh, row_group=same_stage, replica_group=pipeline,
+        pipeline_parallel_size=size,
+    )  # fmt: skip
+
+
+def _subgroup(members: list[list[int]]) -> ProcessGroup:
+    """Create process groups; return the one of this rank."""
+    found, _ = dist.new_subgroups_by_enumeration(members, timeout=TIMEOUT)
+    assert isinstance(found, ProcessGroup)
+    return found

@@ -11,6 +11,7 @@ Shape legend: A micro-batches, B rows, T positions, V vocabulary, M, K and N dim
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,27 +23,44 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, devices, gradient_sums, kernels
+from vorox.backends.torch_engine import (
+    checkpoint,
+    compilation,
+    devices,
+    kernels,
+)
+from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
+from vorox.backends.torch_engine.dpo_loss import PairSums, dpo_loss
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
 from vorox.backends.torch_engine.inputs import keyed_randomness, rows_of_rank
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
-from vorox.backends.torch_engine.results import TorchStepResult
+from vorox.backends.torch_engine.parallel import gradient_sums, pipeline_network, tensor_parallel
+from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
+from vorox.backends.torch_engine.profiler import TorchRecording
+from vorox.backends.torch_engine.reference_model import ReferenceModel
+from vorox.backends.torch_engine.results import TorchStepResult, gradient_bits
 from vorox.backends.torch_engine.taps import ActivationStatistics
+from vorox.backends.torch_engine.teacher import Teacher
+from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.preference_pairs import count_pairs
 from vorox.core.schema import RunConfig
+from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import Snapshot
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.input_checks import check_length, check_tokens
+from vorox.models.memory_advice import COPYING, READING, SAMPLING
+from vorox.models.module_spec import UserSpec
 from vorox.models.sharded_snapshot import ShardedSnapshot
 from vorox.models.spec import ModelSpec
 
@@ -51,7 +69,7 @@ __all__ = ["CAPABILITIES", "TorchEngine", "connect", "create"]
 CAPABILITIES = frozenset(
     {
         "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "fp16",
-        "muon", "taps",
+        "muon", "profiler", "taps",
     }
 )  # fmt: skip
 
@@ -64,11 +82,13 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
         DoesNotFitError: The state needs more memory than the device has.
     """
     compute = devices.prepare(config)
-    compilation.check(config, compute)
+    compilation.check(compute)
+    tensor_parallel.check(config, spec)
     budget = devices.memory_budget(config, spec, compute.device)
     budget.check_state()
     layout = ranks(config, dist, compute.device)
     gradient_sums.check(config, layout)
+    pipeline_network.check(config, spec, layout)
     with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute, layout)
 
@@ -82,10 +102,12 @@ class TorchEngine:
         model: The modules.
         parameters: Parameters and gradients.
         optimizer: Update rule and its state.
+        teacher_fingerprint: Hash of the teacher's weights; empty without one.
     """
 
     name = "torch"
     capabilities = CAPABILITIES
+    teacher_fingerprint = ""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
@@ -98,47 +120,94 @@ class TorchEngine:
         self._network = _network(config, spec, compute, self._ranks)
         self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
         checkpoint.set_parameters(self.parameters, self._network.initial_weights(config.run.seed), spec)
-        self.optimizer = make_optimizer(config, self.parameters, compute, self._ranks)
+        self._reference = ReferenceModel(self._network) if config.loss.name == "dpo" else None
+        self.optimizer = make_optimizer(config, spec, self.parameters, compute, self._ranks)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, *, lr: float, weight_decay: float) -> TorchStepResult:
+    def train_step(
+        self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None
+    ) -> TorchStepResult:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory):
             self.taps.measure(self._statistics)
-            count = max(1, int(self._ranks.sum_counts(batch.num_target_tokens)[0]))
-            sums: dict[int, LossSums] = {}
+            count = max(1, int(self._ranks.sum_counts(self._num_examples(batch))[0]))
+            references = self._reference.answer_log_probs(batch) if self._reference is not None else None
             try:
-                for index in gradient_sums.accumulate(self.parameters, self._ranks, batch.tokens_ABT.shape[0]):
-                    sums[index] = self._train_micro_batch(batch, index, count)
+                sums = self._train_micro_batches(batch, count, references)
             finally:
                 self.taps.measure(None)
             total = self._total([sums[index] for index in sorted(sums)])
-            loss = total.cross_entropy / count
-            outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss)
+            loss = total.loss / count
+            bits = self._gradient_bits()
+            outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss, max_loss=max_loss)
             return TorchStepResult(
                 {"loss": loss, "grad_norm": outcome.grad_norm, "finite": outcome.finite},
                 self._extras(total, count),
                 self._statistics.take(self._ranks) if self._statistics is not None else None,
+                bits,
             )
 
-    def _total(self, sums: list[LossSums]) -> LossSums:
+    def _gradient_bits(self) -> Tensor | None:
+        """Return the checksum of the gradients, if steps are recomputed."""
+        if self._config.runtime.recompute_every_steps is None:
+            return None
+        return gradient_bits(self.parameters.owned(self.parameters.gradients))
+
+    def _train_micro_batches(
+        self, batch: Batch, count: int, references: list[Tensor] | None
+    ) -> dict[int, LossSums | PairSums]:
+        """Run forward and backward of all micro-batches; return their loss sums by index."""
+        num_micro_batches, sums = batch.tokens_ABT.shape[0], dict[int, LossSums | PairSums]()
+        if isinstance(self._network, PipelineNetwork):
+            for _ in gradient_sums.accumulate(self.parameters, self._ranks, 1):
+                sums |= self._network.train_all(
+                    batch, scale=self.parameters.gradient_divisor / count, loss_scale=self._loss_scale,
+                    enter=partial(self._micro_batch, batch),
+                )  # fmt: skip
+            return sums
+        for index in gradient_sums.accumulate(self.parameters, self._ranks, num_micro_batches):
+            sums[index] = self._train_micro_batch(batch, index, count, references)
+        return sums
+
+    @property
+    def _loss_scale(self) -> Tensor | None:
+        return self.optimizer.loss_scale if self.optimizer.is_scaled else None
+
+    @contextlib.contextmanager
+    def _micro_batch(self, batch: Batch, index: int) -> Iterator[None]:
+        """Run a micro-batch with its randomness and statistics."""
+        if self._statistics is not None:
+            self._statistics.begin(index, self._num_rows(batch, index))
+        shard = self.data_shard
+        with keyed_randomness(
+            self._config.run.seed, batch.step, index * shard.count + shard.index, self.compute.device,
+            active=self._network.is_random or self._user_step is not None,
+        ):  # fmt: skip
+            yield
+
+    def _num_examples(self, batch: Batch) -> int:
+        """Return what the loss of a batch is divided by: its target tokens, or its preference pairs."""
+        return batch.num_target_tokens if self._reference is None else count_pairs(batch)
+
+    def _total(self, sums: list[LossSums | PairSums]) -> LossSums | PairSums:
         """Add the loss sums of all micro-batches of all ranks."""
         parts_4A = torch.stack([torch.stack(part) for part in zip(*sums, strict=True)])
-        return LossSums(*self._ranks.sum_micro_batches(parts_4A).unbind())
+        return type(sums[0])(*self._ranks.sum_micro_batches(parts_4A).unbind())
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
         kept, self._statistics = self._statistics, ActivationStatistics()
-        count = max(1, batch.num_target_tokens)
+        count = max(1, self._num_examples(batch))
         try:
             with devices.memory_errors("locating non-finite values", self._memory):
+                references = self._reference.answer_log_probs(batch) if self._reference is not None else None
                 self.taps.measure(self._statistics)
                 for index in range(batch.tokens_ABT.shape[0]):
                     self.parameters.zero_gradients()
-                    sums = self._train_micro_batch(batch, index, count, compiled=False)
-                    loss = float(sums.cross_entropy) / count
+                    sums = self._train_micro_batch(batch, index, count, references, compiled=False)
+                    loss = float(sums.loss) / count
                     names, values = self._statistics.take(Ranks())
                     activations = dict(zip(names, [] if values is None else values.tolist(), strict=True))
                     finite = {
@@ -153,20 +222,17 @@ class TorchEngine:
             self.taps.measure(None)
             self._statistics = kept
 
-    def _train_micro_batch(self, batch: Batch, index: int, num_targets: int, *, compiled: bool = True) -> LossSums:
-        if self._statistics is not None:
-            self._statistics.begin(index, self._num_rows(batch, index))
-        loss_scale = self.optimizer.loss_scale if self.optimizer.is_scaled else None
-        shard = self.data_shard
-        with keyed_randomness(
-            self._config.run.seed, batch.step, index * shard.count + shard.index, self.compute.device,
-            active=self._network.is_random or self._user_step is not None,
-        ):  # fmt: skip
-            train = partial(self._network.train, loss_scale=loss_scale, compiled=compiled)
+    def _train_micro_batch(
+        self, batch: Batch, index: int, count: int, references: list[Tensor] | None, *, compiled: bool = True
+    ) -> LossSums | PairSums:
+        scale = self.parameters.gradient_divisor / count
+        with self._micro_batch(batch, index):
+            train = partial(self._network.train, loss_scale=self._loss_scale, compiled=compiled)
             if self._user_step is None:
-                return train(batch, index, scale=1.0 / num_targets)
+                reference_H = None if references is None else references[index]
+                return train(batch, index, scale=scale, reference_H=reference_H)
             micro_batch = MicroBatch(
-                batch, index, self.model, self._spec, lambda rows, weight: train(rows, 0, scale=weight / num_targets)
+                batch, index, self.model, self._spec, lambda rows, weight: train(rows, 0, scale=weight * scale)
             )
             self._user_step(micro_batch)
             return micro_batch.total()
@@ -176,16 +242,10 @@ class TorchEngine:
         num_rows = batch.tokens_ABT.shape[1]
         return num_rows if self.data_shard.is_whole else int(np.count_nonzero(batch.row_digests_AB[index]))
 
-    def _extras(self, total: LossSums, count: int) -> dict[str, Tensor]:
-        extras: dict[str, Tensor] = {}
-        if self._config.log.accuracy:
-            extras["accuracy"] = total.num_correct / count
-        if self._config.loss.z_loss_weight:
-            extras["z_loss"] = total.squared_log_partition * (self._config.loss.z_loss_weight / count)
-        if self._config.loss.name != "cross_entropy":
-            extras["objective"] = total.objective / count
+    def _extras(self, total: LossSums | PairSums, count: int) -> dict[str, Tensor]:
+        extras = total.metrics(self._config, count)
         if self._config.log.parameter_norms:
-            extras["parameter_norm"] = global_norm(self.parameters.values, self._ranks)
+            extras["parameter_norm"] = global_norm(self.parameters, self.parameters.values, self._ranks)
         if self.optimizer.is_scaled:
             extras["loss_scale"] = self.optimizer.loss_scale.clone()
         return extras
@@ -200,12 +260,22 @@ class TorchEngine:
         losses, num_correct = [0.0] * max(batch.tokens_ABT.shape[1], shard.count), 0
         with devices.memory_errors("evaluating", self._memory):
             for place, part in enumerate(rows_of_rank(batch, shard, one_by_one=self._ranks.is_exact)):
-                for index in range(part.tokens_ABT.shape[0]):
-                    sums = self._network.evaluate(part, index)
-                    losses[shard.index + place * shard.count] += float(sums.cross_entropy)
+                for sums in self._evaluate(part):
+                    losses[shard.index + place * shard.count] += float(sums.loss)
                     num_correct += int(sums.num_correct)
-            *losses, total_correct = self._ranks.sum_counts(*losses, num_correct)
-        return EvalValues(math.fsum(losses), batch.num_target_tokens, int(total_correct))
+            *losses, total_correct = self._ranks.sum_values(*losses, num_correct)
+        is_cross_entropy = self._reference is None
+        return EvalValues(math.fsum(losses), self._num_examples(batch), int(total_correct), is_cross_entropy)
+
+    def _evaluate(self, batch: Batch) -> Iterator[LossSums | PairSums]:
+        """Yield the loss sums of each micro-batch, without gradients and dropout."""
+        indices = range(batch.tokens_ABT.shape[0])
+        if self._reference is None:
+            yield from (self._network.evaluate(batch, index) for index in indices)
+            return
+        for index, reference_H in zip(indices, self._reference.answer_log_probs(batch), strict=True):
+            policy_H = self._network.answer_log_probs(batch, index)
+            yield dpo_loss(policy_H, reference_H, self._config.loss)[1]
 
     @torch.no_grad()
     def logits(self, tokens_BT: Int32Array) -> npt.NDArray[np.float32]:
@@ -221,13 +291,14 @@ class TorchEngine:
     def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         check_length(max_tokens, self._spec)
-        return self._network.decoder(batch_size, max_tokens)
+        with devices.memory_errors(SAMPLING, self._memory):
+            return self._network.decoder(batch_size, max_tokens)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, detached: bool) -> Snapshot | ShardedSnapshot:
         """Return what this rank writes of the training state; a detached one is a copy in host memory."""
-        with devices.memory_errors("copying the state for a checkpoint", self._memory):
+        with devices.memory_errors(COPYING if detached else READING, self._memory):
             return checkpoint.snapshot(self._spec, self.parameters, self.optimizer, self._ranks, detached=detached)
 
     def load(self, directory: Path) -> None:
@@ -245,9 +316,39 @@ class TorchEngine:
         self.optimizer.reset()
 
     def import_pretrained(self, directory: Path) -> None:
-        """Replace all parameters by the weights of a directory of transformers (``model.kind: huggingface``)."""
+        """Replace all parameters by the weights of a directory of transformers (``model.kind: huggingface``).
+
+        With an adapter, they replace its frozen base, and the adapter is initialised.
+        """
         assert isinstance(self._network, HuggingFaceNetwork)
         self.import_weights(self._network.pretrained_weights(directory))
+
+    def freeze_reference(self) -> None:
+        """Make the current weights the reference of DPO; with an adapter, its base stays it."""
+        assert self._reference is not None
+        self._reference.freeze()
+
+    def reference_fingerprint(self) -> str:
+        """Return the hash of the reference of DPO; empty for the base of an adapter, which its spec identifies."""
+        assert self._reference is not None
+        return self._reference.fingerprint()
+
+    def set_teacher(self, spec: ModelSpec, weights: Iterable[NamedArray]) -> None:
+        """Train towards the predictions of a frozen model (``train.distillation``)."""
+        assert isinstance(self._network, DecoderNetwork)
+        assert isinstance(spec, DecoderSpec)
+        with devices.memory_errors("loading the teacher", self._memory):
+            teacher = Teacher(self._config, spec, self.compute, weights)
+        self._network.teach, self.teacher_fingerprint = teacher.output, teacher.fingerprint
+
+    def exchange_average(self) -> None:
+        """Exchange the parameters and their moving average (``train.ema_decay``)."""
+        self.optimizer.exchange_average()
+
+    def merged_weights(self) -> Iterator[NamedArray]:
+        """Yield the weights of the base of an adapter with the adapter merged into them, in fp32."""
+        assert isinstance(self._network, AdapterNetwork)
+        return self._network.merged_weights()
 
     def fingerprint(self, like: str = "") -> str:
         """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
@@ -259,7 +360,7 @@ class TorchEngine:
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""
-        return devices.environment(self.compute) | self._ranks.facts()
+        return devices.environment(self.compute) | self._ranks.facts() | self.optimizer.facts()
 
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
@@ -274,13 +375,23 @@ class TorchEngine:
         self.synchronize()
         return time.perf_counter() - started
 
+    def start_profiler(self, trace: Path) -> TorchRecording:
+        """Start the profiler; see ``core.step_profile.StepRecording``."""
+        return TorchRecording(trace, self.compute.device)
+
     def synchronize(self) -> None:
         """Wait until the device is idle; for timing."""
         devices.synchronize(self.compute.device)
 
 
 def _network(config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks) -> Network:
+    if isinstance(spec, AdapterSpec):
+        return AdapterNetwork(config, spec, compute, ranks)
     if isinstance(spec, HuggingFaceSpec):
         return HuggingFaceNetwork(config, spec, compute, ranks)
+    if isinstance(spec, UserSpec):
+        return UserNetwork(config, spec, compute, ranks)
     assert isinstance(spec, DecoderSpec)
+    if ranks.pipeline_parallel_size > 1:
+        return PipelineNetwork(config, spec, compute, ranks)
     return DecoderNetwork(config, spec, compute, ranks)

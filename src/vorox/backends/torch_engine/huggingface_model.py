@@ -6,10 +6,9 @@ is never run.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +17,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.module_table import check_modules, named_tensors, parameters_on_meta, rows
 from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
-from vorox.models.huggingface_spec import VOLATILE_KEYS, HuggingFaceSpec, Row
+from vorox.models.huggingface_spec import VOLATILE_KEYS, HuggingFaceSpec
 from vorox.models.weights_file import open_directory
 
 _WITHOUT_LIMIT = 1 << 20
@@ -53,7 +53,7 @@ def describe(values: Mapping[str, Any], *, revision: str | None, vocab_size: int
     return HuggingFaceSpec(
         config=kept,
         revision=revision,
-        rows=tuple(_rows(module)),
+        rows=tuple(rows(module, module.get_output_embeddings())),
         num_layers=int(text.num_hidden_layers),
         hidden_size=width,
         vocab_size=int(module.get_input_embeddings().weight.shape[0]),
@@ -82,7 +82,7 @@ def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
     config = _configuration(transformers, values)
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             module = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False, **chosen
             )
@@ -91,15 +91,8 @@ def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
             f"transformers cannot build this {values.get('model_type')} model: {_line(error)}", where=_KEY,
             hint="check config.json, and model.attention_kernel if it is set",
         ) from error  # fmt: skip
-    _check_modules(module)
+    check_modules(module, where=_KEY)
     return module
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers under canonical names, each tied parameter once."""
-    yield from module.named_parameters()
-    stored = set(module.state_dict())
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
 
 
 def random_weights(spec: HuggingFaceSpec, seed: int) -> Iterator[NamedArray]:
@@ -219,42 +212,11 @@ def _windows(text: Any) -> tuple[int | None, ...]:
     return (window if getattr(text, "use_sliding_window", True) else None,) * int(text.num_hidden_layers)
 
 
-def _rows(module: Any) -> Iterator[Row]:
-    """Yield the table; vectors, and weights that their module exempts, have no weight decay."""
-    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    output = module.get_output_embeddings()
-    head = id(output.weight) if output is not None else 0
-    matrices = {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
-    parameters = dict(module.named_parameters())
-    for name, tensor in named_tensors(module):
-        is_buffer = name not in parameters
-        decay = not is_buffer and tensor.ndim > 1 and not getattr(tensor, "_no_weight_decay", False)
-        kind = "tensor"
-        if id(tensor) in embeddings:
-            kind = "embedding"
-        elif id(tensor) == head:
-            kind = "head"
-        elif tensor.ndim == 1:
-            kind = "bias" if name.endswith("bias") else "norm"
-        elif id(tensor) in matrices:
-            kind = "matrix"
-        yield Row(name, tuple(tensor.shape), kind, decay, tensor.requires_grad and not is_buffer)
-
-
 def _aliases(module: nn.Module) -> dict[str, str]:
     """Return every name of every parameter and persistent buffer, with its canonical name."""
     canonical = {id(tensor): name for name, tensor in named_tensors(module)}
     every = (*module.named_parameters(remove_duplicate=False), *named_tensors(module))
     return {name: canonical[id(tensor)] for name, tensor in every}
-
-
-def _check_modules(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
-            raise ConfigError(f"{name} is a batch norm, whose state depends on the batches", where=_KEY)
-    for name, tensor in named_tensors(module):
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point state is supported", where=_KEY)
 
 
 def _transformers() -> Any:
@@ -268,25 +230,6 @@ def _transformers() -> Any:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     module.logging.disable_progress_bar()
     return module
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Generator[None]:
-    """Move every parameter to the meta device as it is registered; buffers are left alone."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            moved = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            vars(moved).update(vars(param))
-            param = moved
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def _line(error: BaseException) -> str:

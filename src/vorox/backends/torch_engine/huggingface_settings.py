@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vorox.backends.torch_engine import huggingface_model
+from vorox.backends.torch_engine import adapters, huggingface_model
 from vorox.backends.torch_engine.huggingface_network import ATTENTION
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -47,6 +47,8 @@ def resolve(
             f"{own.max_positions_tokens:,} positions",
             where="data.sequence_length_tokens", hint=f"set it to at most {own.max_positions_tokens}",
         )  # fmt: skip
+    if config.adapter.kind != "none":
+        return adapters.describe(config, own)
     return own if wanted is None else huggingface_model.describe(values, revision=revision, vocab_size=wanted)
 
 

@@ -1,12 +1,13 @@
 """Batches on their way to the device, and the randomness of a micro-batch.
 
-Shape legend: A micro-batches, B rows, T positions, M = B x T.
+Shape legend: A micro-batches, B rows, T positions, M = B x T, D width.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
 
 
-def to_device(array_BT: Int32Array, device: torch.device) -> Tensor:
+def to_device(array_BT: Int32Array | npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """Copy an array to the device, asynchronously on CUDA."""
     tensor = torch.from_numpy(np.ascontiguousarray(array_BT))
     if device.type == "cuda":
@@ -60,6 +61,18 @@ def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) ->
         )
 
     return [select(rows[place : place + 1]) for place in range(len(rows))] if one_by_one else [select(rows)]
+
+
+def add_noise(x: Tensor, alpha: float, num_positions: int) -> Tensor:
+    """Add noise to token embeddings: uniform in [-1, 1] x alpha / sqrt(T D), drawn in fp32 (NEFTune, arXiv 2310.05914).
+
+    Args:
+        x: Embeddings ``[..., D]``.
+        alpha: ``train.embedding_noise``.
+        num_positions: Positions of a row, T.
+    """
+    noise = torch.empty(x.shape, device=x.device).uniform_(-1, 1)
+    return x + (noise * (alpha / math.sqrt(num_positions * x.shape[-1]))).to(x.dtype)
 
 
 @contextlib.contextmanager

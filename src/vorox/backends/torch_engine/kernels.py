@@ -12,6 +12,7 @@ H head width, X heads of queries, keys and values together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vorox.backends.torch_engine.devices import Compute
 from vorox.core.extensions import load_function
@@ -77,14 +79,19 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
-def select(compute: Compute) -> Kernels:
-    """Return the kernels for a device and precision."""
+def select(compute: Compute, *, keeps_products: bool = False) -> Kernels:
+    """Return the kernels for a device and precision.
+
+    Args:
+        compute: Device and precision.
+        keeps_products: Whether results of matrix products are kept for a recomputation, so that none may change.
+    """
     if not compute.is_direct:
         return plain(compute)
     chosen = products(compute)
     return Kernels(
         embed=_Embed.apply,
-        linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen),
+        linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen, keeps_products),
         rms_norm=_RmsNorm.apply,
         gate=_Gate.apply,
         rotate=_Rotate.apply,
@@ -209,20 +216,24 @@ class _Embed(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, products: Products
+        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, products: Products, is_kept: bool
     ) -> Tensor:
         ctx.save_for_backward(x_MD)
         ctx.weight_OD, ctx.bias_O, ctx.products = weight_OD, bias_O, products
         y_MO = products(x_MD, weight_OD.detach())
-        return y_MO if bias_O is None else y_MO.add_(bias_O.detach())
+        if bias_O is None:
+            return y_MO
+        return y_MO + bias_O.detach() if is_kept else y_MO.add_(bias_O.detach())
 
     @staticmethod
-    def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x_MD,) = ctx.saved_tensors
-        ctx.products.add_to(_gradient(ctx.weight_OD), d_y_MO.t(), x_MD.t())
-        if ctx.bias_O is not None:
+        if ctx.weight_OD.requires_grad:
+            ctx.products.add_to(_gradient(ctx.weight_OD), d_y_MO.t(), x_MD.t())
+        if ctx.bias_O is not None and ctx.bias_O.requires_grad:
             _gradient(ctx.bias_O).add_(d_y_MO.sum(0))
-        return ctx.products(d_y_MO, ctx.weight_OD.detach().t()), None, None, None
+        d_x_MD = ctx.products(d_y_MO, ctx.weight_OD.detach().t()) if ctx.needs_input_grad[0] else None
+        return d_x_MD, None, None, None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -240,7 +251,8 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         unit_MD, scale_M1 = ctx.saved_tensors
         d_weight_MD = d_y_MD * unit_MD
-        _gradient(ctx.weight_D).add_(d_weight_MD.sum(0))
+        if ctx.weight_D.requires_grad:
+            _gradient(ctx.weight_D).add_(d_weight_MD.sum(0))
         projection_M1 = torch.mv(d_weight_MD, ctx.scale_D).div_(-unit_MD.shape[-1])[:, None]
         return (unit_MD * projection_M1).addcmul_(d_y_MD, ctx.scale_D).mul_(scale_M1), None, None, None
 
@@ -295,3 +307,15 @@ def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, dire
     if num_rotated < x_BTXH.shape[2]:
         y_BTXH[:, :, num_rotated:].copy_(x_BTXH[:, :, num_rotated:])
     return y_BTXH
+
+
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for forward pass and recomputation of a block that keep matrix products and attention."""
+    kept = [
+        _aten.mm.default, _aten.addmm.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
+    ]  # fmt: skip
+    if torch.backends.mkldnn.is_available():
+        kept.append(torch.ops.mkldnn._linear_pointwise.default)
+    return create_selective_checkpoint_contexts(kept)

@@ -5,7 +5,9 @@ multiplied into the gradients of hidden state and head. The backward pass only p
 product is not repeated. Sums are over target positions; the caller divides by the global count through ``scale``.
 
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
-weight ``z``; the reported cross entropy is the plain ``nll``. A user function (``loss.name``) replaces the objective.
+weight ``z``; the reported cross entropy is the plain ``nll``. With a teacher (``train.distillation``), it is
+``(1 - w)`` times that plus ``w T^2 KL(teacher || student)``; logits of the teacher exist per chunk as well. A user
+function (``loss.name``) replaces the objective.
 
 Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary.
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 from vorox.backends.torch_engine.kernels import Products
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.extensions import is_extension, load_function
-from vorox.core.schema import LossConfig
+from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
 
 CPU_CHUNK_BYTES = 4 << 20
 """Largest logits chunk on the CPU, so that it stays within the processor's caches."""
@@ -30,10 +32,25 @@ CPU_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Targets of a micro-batch: ``index_M`` is 0 where there is none, ``kept_M`` is ``None`` when all are targets."""
+    """Targets of a micro-batch: ``index_M`` is 0 where there is none, ``kept_M`` is ``None`` when all are targets.
+
+    ``teacher`` is set in training with ``train.distillation``.
+    """
 
     index_M: Tensor
     kept_M: Tensor | None
+    teacher: TeacherOutput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherOutput:
+    """Final hidden state of the teacher at the same positions, and its head; E is its width."""
+
+    hidden_ME: Tensor
+    head_VE: Tensor
+
+    def split(self, size: int) -> list[TeacherOutput]:
+        return [TeacherOutput(hidden_CE, self.head_VE) for hidden_CE in self.hidden_ME.split(size)]
 
 
 class LossSums(NamedTuple):
@@ -50,6 +67,37 @@ class LossSums(NamedTuple):
     squared_log_partition: Tensor
     num_correct: Tensor
     objective: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        return self.cross_entropy
+
+    def metrics(self, config: RunConfig, count: int) -> dict[str, Tensor]:
+        """Return the means over ``count`` targets, by metric name."""
+        found: dict[str, Tensor] = {}
+        if config.log.accuracy:
+            found["accuracy"] = self.num_correct / count
+        if config.loss.z_loss_weight:
+            found["z_loss"] = self.squared_log_partition * (config.loss.z_loss_weight / count)
+        if config.loss.name != "cross_entropy" or config.train.distillation.teacher is not None:
+            found["objective"] = self.objective / count
+        return found
+
+
+class Partition(NamedTuple):
+    """The softmax of a chunk.
+
+    Attributes:
+        probabilities: ``[C, V]``.
+        log_partition: Log-sum-exp of the logits of each position.
+        target: Logit of the target.
+        highest: Highest logit.
+    """
+
+    probabilities: Tensor
+    log_partition: Tensor
+    target: Tensor
+    highest: Tensor
 
 
 UserLoss = Callable[[Tensor, Tensor], Tensor]
@@ -71,6 +119,10 @@ class HeadLoss:
         products: Matrix products.
         dtype: Precision of the products.
         count_correct: Whether training counts correct targets.
+        distillation: Temperature and weight of a teacher.
+
+    Attributes:
+        sum_dtype: Number format of the loss sums.
     """
 
     def __init__(
@@ -82,11 +134,14 @@ class HeadLoss:
         dtype: torch.dtype,
         *,
         count_correct: bool,
+        distillation: DistillationConfig | None = None,
     ) -> None:
+        self._distillation = distillation or DistillationConfig()
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
+        self._num_tokens = vocab_size
         self._function = user_loss(config.name)
         self._products, self._dtype, self._count_correct = products, dtype, count_correct
-        self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.sum_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._chunk_positions = config.chunk_tokens
         if device.type == "cpu":
             self._chunk_positions = min(config.chunk_tokens, max(64, CPU_CHUNK_BYTES // (4 * vocab_size)))
@@ -94,7 +149,7 @@ class HeadLoss:
     @torch.no_grad()
     def evaluate(self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels) -> LossSums:
         """Return the loss sums without gradients; correct targets are counted."""
-        sums = _Sums(hidden_MD.device, self._sum_dtype)
+        sums = _Sums(hidden_MD.device, self.sum_dtype)
         head_VD = head_VD.detach().to(self._dtype)
         for chunk, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             logits_CV = self._products(chunk.to(self._dtype), head_VD).float()
@@ -107,7 +162,7 @@ class HeadLoss:
         """Return the scaled objective, to call ``backward`` on, and the loss sums.
 
         The gradients are computed here; ``backward`` passes them on. If ``head_VD.grad`` exists, the head's gradient is
-        added to it directly.
+        added to it directly. A frozen head has none.
 
         Args:
             hidden_MD: Final hidden state.
@@ -123,13 +178,16 @@ class HeadLoss:
         self,
         hidden_MD: Tensor,
         head_VD: Tensor,
-        head_gradient: Tensor,
+        head_gradient: Tensor | None,
         labels: Labels,
         scale: float,
         loss_scale: Tensor | None,
     ) -> tuple[LossSums, Tensor]:
-        """Add the head's gradient to ``head_gradient``; return the loss sums and the gradient of ``hidden_MD``."""
-        sums = _Sums(hidden_MD.device, self._sum_dtype)
+        """Add the head's gradient to ``head_gradient``; return the loss sums and the gradient of ``hidden_MD``.
+
+        A frozen head has no ``head_gradient``.
+        """
+        sums = _Sums(hidden_MD.device, self.sum_dtype)
         head_VD, is_half = head_VD.to(self._dtype), self._dtype != torch.float32
         d_hidden_MD = torch.empty_like(hidden_MD)
         start = 0
@@ -144,19 +202,21 @@ class HeadLoss:
                 # Scale before rounding to half precision; in fp32 it is cheaper to scale the products.
                 d_logits_CV.mul_(scale if loss_scale is None else loss_scale * scale)
                 d_logits_CV = d_logits_CV.to(self._dtype)
-                head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
-            else:
+                if head_gradient is not None:
+                    head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
+            elif head_gradient is not None:
                 self._products.add_to(head_gradient, d_logits_CV.t(), input_CD.t(), scale)
             end = start + hidden_CD.shape[0]
             d_hidden_MD[start:end] = self._products(d_logits_CV, head_VD.t())
             start = end
-        return sums.result(), d_hidden_MD if is_half else d_hidden_MD.mul_(scale)
+        return sums.result(), self._total(d_hidden_MD if is_half else d_hidden_MD.mul_(scale))
 
     def _chunks(self, hidden_MD: Tensor, labels: Labels) -> list[tuple[Tensor, Labels]]:
         size = self._chunk_positions
         hidden, index = hidden_MD.split(size), labels.index_M.split(size)
         kept = labels.kept_M.split(size) if labels.kept_M is not None else (None,) * len(index)
-        return [(h, Labels(i, k)) for h, i, k in zip(hidden, index, kept, strict=True)]
+        teacher = labels.teacher.split(size) if labels.teacher is not None else (None,) * len(index)
+        return [(h, Labels(i, k, t)) for h, i, k, t in zip(hidden, index, kept, teacher, strict=True)]
 
     def _gradient(self, logits_CV: Tensor, labels: Labels, sums: _Sums) -> Tensor:
         probabilities_CV, log_partition_C = self._probabilities(
@@ -167,13 +227,36 @@ class HeadLoss:
         if self._z_weight:
             probabilities_CV.mul_(log_partition_C.mul(2 * self._z_weight).add_(1)[:, None])
         if self._smoothing:
-            probabilities_CV.sub_(self._smoothing / logits_CV.shape[1])
-        target_C1 = labels.index_M[:, None]
+            probabilities_CV.sub_(self._smoothing / self._num_tokens)
+        target_C1, weight = self._target(labels)
         at_target_C1 = probabilities_CV.gather(1, target_C1)
-        probabilities_CV.scatter_(1, target_C1, at_target_C1.sub_(1 - self._smoothing))
+        probabilities_CV.scatter_(1, target_C1, at_target_C1.sub_(weight * (1 - self._smoothing)))
+        if labels.teacher is not None:
+            nll_C = log_partition_C - logits_CV.gather(1, target_C1)[:, 0]
+            self._distill(probabilities_CV, logits_CV, nll_C, labels.kept_M, labels.teacher, sums)
         if labels.kept_M is not None:
             probabilities_CV.masked_fill_(~labels.kept_M[:, None], 0.0)
         return probabilities_CV
+
+    def _distill(
+        self,
+        gradient_CV: Tensor,
+        logits_CV: Tensor,
+        nll_C: Tensor,
+        kept_C: Tensor | None,
+        teacher: TeacherOutput,
+        sums: _Sums,
+    ) -> None:
+        """Mix the gradient, in place, with that of ``T^2 KL(teacher || student)``, and add up the objective."""
+        temperature, weight = self._distillation.temperature, self._distillation.weight
+        head_VE = teacher.head_VE.to(self._dtype)
+        teacher_CV = self._products(teacher.hidden_ME.to(self._dtype), head_VE).float().div_(temperature)
+        teacher_CV = torch.log_softmax(teacher_CV, dim=1)
+        student_CV = torch.log_softmax(logits_CV / temperature, dim=1)
+        wanted_CV = teacher_CV.exp()
+        divergence_C = (wanted_CV * (teacher_CV - student_CV)).sum(1).mul_(weight * temperature**2)
+        sums.add(divergence_C.add_(nll_C, alpha=1 - weight), kept_C, "objective")
+        gradient_CV.mul_(1 - weight).add_(student_CV.exp_().sub_(wanted_CV), alpha=weight * temperature)
 
     def _function_gradient(self, function: UserLoss, logits_CV: Tensor, labels: Labels, sums: _Sums) -> Tensor:
         kept_C = labels.kept_M
@@ -188,17 +271,29 @@ class HeadLoss:
     def _probabilities(
         self, logits_CV: Tensor, labels: Labels, sums: _Sums, *, count_correct: bool
     ) -> tuple[Tensor, Tensor]:
-        highest_C = logits_CV.amax(dim=1)
-        target_C = logits_CV.gather(1, labels.index_M[:, None])[:, 0]
-        probabilities_CV = torch.softmax(logits_CV, dim=1)
-        # The highest probability is at least 1 / V, so its logarithm is accurate.
-        log_partition_C = highest_C - probabilities_CV.amax(dim=1).log_()
+        probabilities_CV, log_partition_C, target_C, highest_C = self._partition(logits_CV, labels)
         sums.add(log_partition_C - target_C, labels.kept_M, "cross_entropy")
         if self._z_weight:
             sums.add(log_partition_C.square(), labels.kept_M, "squared_log_partition")
         if count_correct:
             sums.add((target_C >= highest_C).float(), labels.kept_M, "num_correct")
         return probabilities_CV, log_partition_C
+
+    def _partition(self, logits_CV: Tensor, labels: Labels) -> Partition:
+        highest_C = logits_CV.amax(dim=1)
+        target_C = logits_CV.gather(1, labels.index_M[:, None])[:, 0]
+        probabilities_CV = torch.softmax(logits_CV, dim=1)
+        # The highest probability is at least 1 / V, so its logarithm is accurate.
+        log_partition_C = highest_C - probabilities_CV.amax(dim=1).log_()
+        return Partition(probabilities_CV, log_partition_C, target_C, highest_C)
+
+    def _total(self, d_hidden_MD: Tensor) -> Tensor:
+        """Return the gradient over the whole vocabulary."""
+        return d_hidden_MD
+
+    def _target(self, labels: Labels) -> tuple[Tensor, Tensor | float]:
+        """Return the columns of the targets, ``[C, 1]``, and 1 where the target is in its column."""
+        return labels.index_M[:, None], 1.0
 
 
 class _Objective(torch.autograd.Function):
@@ -212,9 +307,9 @@ class _Objective(torch.autograd.Function):
         scale: float,
         loss_scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        d_head_VD = None if head_VD.grad is not None else torch.zeros_like(head_VD, dtype=torch.float32)
-        target_VD = head_VD.grad if d_head_VD is None else d_head_VD
-        assert target_VD is not None
+        is_trained, has_gradient = ctx.needs_input_grad[1], head_VD.grad is not None
+        d_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if is_trained and not has_gradient else None
+        target_VD = d_head_VD if d_head_VD is not None or not is_trained else head_VD.grad
         sums, d_hidden_MD = loss.gradients(hidden_MD.detach(), head_VD.detach(), target_VD, labels, scale, loss_scale)
         ctx.save_for_backward(d_hidden_MD, d_head_VD)
         found = (sums.cross_entropy, sums.squared_log_partition, sums.num_correct, sums.objective)

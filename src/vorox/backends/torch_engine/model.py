@@ -9,19 +9,28 @@ Shape legend: B rows, T positions, M = B x T, D width, N query heads, K key/valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from vorox.backends.torch_engine.attention import Attend, AttentionMask
-from vorox.backends.torch_engine.kernels import Kernels, activation
+from vorox.backends.torch_engine.inputs import add_noise
+from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
+from vorox.backends.torch_engine.module_table import parameters_on_meta
+from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
+from vorox.core.engine import TapPoint
+from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.user_layer import load_layer
+from vorox.models.pipeline_stages import Stage
+from vorox.models.user_layer import load_block, load_layer
+
+Recompute = Literal["none", "block", "dots"]
 
 
 class Cache(Protocol):
@@ -41,10 +50,12 @@ class ForwardContext:
         attention_mask: Which keys each query may attend to.
         rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
         sliding_rotary: Those of layers with a sliding window; ``None`` if they are the same.
-        positions: Position of each token, ``[B or 1, T]``, for learned positions.
+        positions: Position of each token, ``[B or 1, T]``, for learned positions and user blocks.
         dropout: Dropout rate; 0 in evaluation.
+        embedding_noise: ``train.embedding_noise``; ``None`` in evaluation.
         cache: Key/value cache, for decoding.
-        recompute_blocks: Activation checkpointing: save only the inputs of blocks for the backward pass.
+        recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
+            also matrix products and attention.
     """
 
     shape_BT: tuple[int, int]
@@ -53,40 +64,57 @@ class ForwardContext:
     sliding_rotary: tuple[Tensor, Tensor] | None = None
     positions: Tensor | None = None
     dropout: float = 0.0
+    embedding_noise: float | None = None
     cache: Cache | None = None
-    recompute_blocks: bool = False
+    recompute: Recompute = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the modules of a model share."""
+    """What the modules of a model share.
+
+    With tensor parallelism, ``spec`` and ``parameters`` are the share of this rank.
+    """
 
     spec: DecoderSpec
     parameters: Mapping[str, nn.Parameter]
     kernels: Kernels
     attend: Attend
     taps: Taps
+    device: torch.device
+    parallel: TensorParallel | None = None
 
 
 class Embedding(nn.Module):
-    def __init__(self, parts: Parts, name: str) -> None:
+    def __init__(self, parts: Parts, name: str, *, has_part: bool = False) -> None:
+        """Create the lookup; with ``has_part``, the rows are this rank's part of the vocabulary."""
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self._embed = parts.kernels.embed
+        self._parallel = parts.parallel if has_part else None
 
     def forward(self, index: Tensor) -> Tensor:
-        return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
+        if self._parallel is None:
+            return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
+        local_M, is_here_M = self._parallel.local_tokens(index.flatten())
+        x_MD = self._embed(local_M, self.weight).masked_fill(~is_here_M[:, None], 0.0)
+        return self._parallel.sum(x_MD).view(*index.shape, -1)
 
 
 class Linear(nn.Module):
-    def __init__(self, parts: Parts, name: str) -> None:
+    def __init__(self, parts: Parts, name: str, *, has_part: bool = False) -> None:
+        """Create the product; with ``has_part``, the columns are this rank's part of the inputs."""
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self.bias = parts.parameters.get(f"{name}.bias")
         self._linear = parts.kernels.linear
+        self._parallel = parts.parallel if has_part else None
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        return self._linear(x_MD, self.weight, self.bias)
+        if self._parallel is None:
+            return self._linear(x_MD, self.weight, self.bias)
+        y_MO = self._parallel.sum(self._linear(x_MD, self.weight, None))
+        return y_MO if self.bias is None else y_MO + self.bias.to(y_MO.dtype)
 
 
 class Norm(nn.Module):
@@ -108,16 +136,17 @@ class Attention(nn.Module):
         super().__init__()
         spec, name = parts.spec, f"blocks.{layer}.attention"
         self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
+        self._share = _same if parts.parallel is None else parts.parallel.share
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._is_sliding, self._query_scale = spec.layer_windows[layer] is not None, spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
-        self.output = Linear(parts, f"{name}.output")
+        self.output = Linear(parts, f"{name}.output", has_part=True)
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
         self.key_norm = Norm(parts, f"{name}.key_norm", kind="rms_norm") if spec.qk_norm else None
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
-        qkv_BTXH = self.qkv(x_MD).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
+        qkv_BTXH = self.qkv(self._share(x_MD)).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
         rotary, mask = context.rotary, context.attention_mask
         if self._is_sliding:
             rotary, mask = context.sliding_rotary or rotary, mask.sliding or mask
@@ -148,9 +177,11 @@ class Mlp(nn.Module):
         self._activate = None if is_gated else activation(parts.spec.activation)
         self.gate_up = Linear(parts, f"{name}.gate_up") if is_gated else None
         self.up = None if is_gated else Linear(parts, f"{name}.up")
-        self.down = Linear(parts, f"{name}.down")
+        self.down = Linear(parts, f"{name}.down", has_part=True)
+        self._share = _same if parts.parallel is None else parts.parallel.share
 
     def forward(self, x_MD: Tensor) -> Tensor:
+        x_MD = self._share(x_MD)
         if self.gate_up is not None:
             return self.down(self._gate(self.gate_up(x_MD), self._gate_kind))
         assert self.up is not None
@@ -172,10 +203,75 @@ class UserMlp(nn.Module):
         return self._function(x_MD, dict(self.named_parameters()))
 
 
-class Block(nn.Module):
+RunStage = Callable[["ResidualBlock", str, Tensor, ForwardContext], Tensor]
+"""(block, stage, x_MD, context) -> the residual stream after the stage."""
+
+
+def call_stage(block: ResidualBlock, stage: str, x_MD: Tensor, context: ForwardContext) -> Tensor:
+    """Run a stage of a block; compiled instead of whole blocks if there are taps between the stages."""
+    return getattr(block, stage)(x_MD, context)
+
+
+class ResidualBlock(nn.Module):
+    """A block as stages with taps before, between and after them.
+
+    Attributes:
+        stages: Methods from the residual stream to the residual stream, each with the tap point that follows it.
+    """
+
+    stages: ClassVar[tuple[tuple[str, TapPoint], ...]]
+
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
-        self._layer, self._taps = layer, parts.taps
+        self._layer, self.taps = layer, parts.taps
+
+    def forward(self, x_MD: Tensor, context: ForwardContext, run_stage: RunStage = call_stage) -> Tensor:
+        if self.taps.active:
+            x_MD = self.taps.apply("block_input", self._layer, x_MD, context.shape_BT)
+        for stage, point in self.stages:
+            x_MD = run_stage(self, stage, x_MD, context)
+            if self.taps.active:
+                x_MD = self.taps.apply(point, self._layer, x_MD, context.shape_BT)
+        return x_MD
+
+
+class UserBlock(ResidualBlock):
+    """A module of the user (``model.block``) over the parameters of a layer."""
+
+    stages = (("transform", "after_mlp"),)
+
+    def __init__(self, parts: Parts, layer: int, path: str) -> None:
+        super().__init__(parts, layer)
+        self._is_sliding = parts.spec.layer_windows[layer] is not None
+        with parameters_on_meta():
+            self.module: nn.Module = load_block(path)(parts.spec, layer)
+        for name in dict(self.module.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._parameters[leaf] = parts.parameters[f"blocks.{layer}.module.{name}"]
+        for name, buffer in dict(self.module.named_buffers()).items():
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = buffer.to(parts.device)
+
+    def transform(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
+        mask = context.attention_mask
+        if self._is_sliding:
+            mask = mask.sliding or mask
+        x_BTD = x_MD.view(*context.shape_BT, -1)
+        y_BTD: object = self.module(x_BTD, positions=context.positions, attn_mask=mask.dense)
+        if not isinstance(y_BTD, Tensor) or y_BTD.shape != x_BTD.shape:
+            found = list(y_BTD.shape) if isinstance(y_BTD, Tensor) else type(y_BTD).__name__
+            raise ConfigError(
+                f"{type(self.module).__name__} returns {found} for a residual stream {list(x_BTD.shape)}",
+                where="model.block", hint="return the new residual stream, of the same shape",
+            )  # fmt: skip
+        return y_BTD.reshape(x_MD.shape)
+
+
+class Block(ResidualBlock):
+    stages = (("attend", "after_attention"), ("transform", "after_mlp"))
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        super().__init__(parts, layer)
 
         def norm(name: str) -> nn.Module:
             """Return a norm, or the identity where the model has none."""
@@ -187,42 +283,49 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
 
-    def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        taps = self._taps
-        if taps.active:
-            x_MD = taps.apply("block_input", self._layer, x_MD, context.shape_BT)
+    def attend(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         mixed_MD = self.attention_output_norm(self.attention(self.attention_norm(x_MD), context))
-        x_MD = x_MD + _apply_dropout(mixed_MD, context.dropout)
-        if taps.active:
-            x_MD = taps.apply("after_attention", self._layer, x_MD, context.shape_BT)
-        x_MD = x_MD + _apply_dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))), context.dropout)
-        if taps.active:
-            x_MD = taps.apply("after_mlp", self._layer, x_MD, context.shape_BT)
-        return x_MD
+        return x_MD + _apply_dropout(mixed_MD, context.dropout)
+
+    def transform(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
+        return x_MD + _apply_dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))), context.dropout)
 
 
-RunBlock = Callable[[nn.Module, Tensor, ForwardContext], Tensor]
+RunBlock = Callable[[ResidualBlock, Tensor, ForwardContext], Tensor]
 
 
-def call_block(block: nn.Module, x_MD: Tensor, context: ForwardContext) -> Tensor:
+def call_block(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> Tensor:
     """Run a block; the function that is compiled once for all blocks."""
     return block(x_MD, context)
 
 
 class Decoder(nn.Module):
-    def __init__(self, parts: Parts) -> None:
+    """The decoder, or one stage of it."""
+
+    def __init__(self, parts: Parts, stage: Stage | None = None) -> None:
         super().__init__()
-        self.embedding, self._embedding_scale = Embedding(parts, "embedding"), parts.spec.embedding_scale
-        is_learned = parts.spec.positions == "learned"
+        spec, layers = parts.spec, range(parts.spec.num_layers)
+        has_first, has_last = True, True
+        if stage is not None:
+            layers, has_first, has_last = stage.layers, stage.is_first, stage.is_last
+        has_embedding = has_first or (has_last and spec.tie_embeddings)
+        self.embedding = Embedding(parts, "embedding", has_part=True) if has_embedding else None
+        self._embedding_scale = spec.embedding_scale
+        is_learned = spec.positions == "learned" and has_first
         self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
-        self.blocks = nn.ModuleList(Block(parts, layer) for layer in range(parts.spec.num_layers))
-        self.final_norm = Norm(parts, "final_norm", kind=parts.spec.norm)
-        self.head = None if parts.spec.tie_embeddings else Linear(parts, "head")
+        path = spec.block
+        self.blocks = nn.ModuleList(
+            Block(parts, layer) if path is None else UserBlock(parts, layer, path) for layer in layers
+        )
+        self.final_norm = Norm(parts, "final_norm", kind=spec.norm) if has_last else None
+        self.head = Linear(parts, "head") if has_last and not spec.tie_embeddings else None
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """``[V, D]``, for the loss and for logits."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """``[V, D]``, for the loss and for logits; the last stage has it."""
+        head = self.embedding if self.head is None else self.head
+        assert head is not None
+        return cast("nn.Parameter", head.weight)
 
     def forward(
         self,
@@ -239,22 +342,42 @@ class Decoder(nn.Module):
             finish: Applies the head; called inside the forward pass, where a sharded head is gathered.
             run_block: Runs a block, for example compiled; ``call_block`` by default.
         """
+        return finish(self.norm(self.run_blocks(self.embed(tokens_M, context), context, run_block)))
+
+    def embed(self, tokens_M: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream before the first block, ``[M, D]``."""
+        assert self.embedding is not None
         x_MD = self.embedding(tokens_M)
         if self._embedding_scale != 1:
             x_MD = x_MD * self._embedding_scale
+        if context.embedding_noise is not None:
+            x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1])
         if self.position_embedding is not None:
             assert context.positions is not None
             x_MD = (x_MD.view(*context.shape_BT, -1) + self.position_embedding(context.positions)).view(x_MD.shape)
-        x_MD = _apply_dropout(x_MD, context.dropout)
+        return _apply_dropout(x_MD, context.dropout)
+
+    def run_blocks(self, x_MD: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
+        """Return the residual stream after the blocks, ``[M, D]``; the arguments are those of ``forward``."""
         call = call_block if run_block is None else run_block
-        for block in self.blocks:
-            if context.recompute_blocks:
-                x_MD = checkpoint(
-                    call, block, x_MD, context, use_reentrant=False, preserve_rng_state=context.dropout > 0
-                )
-            else:
+        for block in cast("Iterable[ResidualBlock]", self.blocks):
+            if context.recompute == "none":
                 x_MD = call(block, x_MD, context)
-        return finish(self.final_norm(x_MD))
+            else:
+                x_MD = checkpoint(
+                    call, block, x_MD, context, use_reentrant=False, preserve_rng_state=context.dropout > 0,
+                    context_fn=noop_context_fn if context.recompute == "block" else keep_products,
+                )  # fmt: skip
+        return x_MD
+
+    def norm(self, x_MD: Tensor) -> Tensor:
+        """Return the final hidden state, ``[M, D]``."""
+        assert self.final_norm is not None
+        return self.final_norm(x_MD)
+
+
+def _same(x_MD: Tensor) -> Tensor:
+    return x_MD
 
 
 def _apply_dropout(x_MD: Tensor, dropout: float) -> Tensor:

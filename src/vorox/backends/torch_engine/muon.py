@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.parameters import Parameters, Piece
-from vorox.models.optimizer_groups import ORTHOGONAL
+from vorox.models.optimizer_groups import Group
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
@@ -24,6 +24,7 @@ EPS = 1e-7
 
 def update(
     parameters: Parameters,
+    group: Group,
     gradients: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     divisor: Tensor,
@@ -33,9 +34,9 @@ def update(
     weight_decay: float,
     momentum: float,
 ) -> None:
-    """Update the orthogonal group with Nesterov momentum; changes nothing unless ``finite``.
+    """Update an orthogonal group with Nesterov momentum; changes nothing unless ``finite``.
 
-    Sharded directions are gathered: every rank orthogonalises whole matrices and updates its own rows.
+    Sharded directions are gathered: every rank orthogonalises whole matrices and updates its own part.
     """
     directions: list[Tensor] = []
     for gradient, buffer in zip(gradients, momentum_buffers, strict=True):
@@ -44,15 +45,14 @@ def update(
         directions.append(scaled.lerp_(new_momentum, momentum))
         buffer.copy_(torch.where(finite, new_momentum, buffer))
     by_shape: dict[tuple[int, ...], list[tuple[Piece, Tensor]]] = {}
-    pieces = parameters.pieces({ORTHOGONAL: parameters.values[ORTHOGONAL]})
-    for piece, (_, direction) in zip(pieces, parameters.whole({ORTHOGONAL: directions}), strict=True):
+    pieces = parameters.pieces({group: parameters.values[group]})
+    for piece, (_, direction) in zip(pieces, parameters.whole({group: directions}), strict=True):
         by_shape.setdefault(tuple(direction.shape), []).append((piece, direction))
     for (rows, columns), pairs in sorted(by_shape.items()):
         orthogonal_GOI = orthogonalise(torch.stack([direction for _, direction in pairs]))
         rate = lr * math.sqrt(max(1.0, rows / columns))
         for (piece, _), orthogonal in zip(pairs, orthogonal_GOI.unbind(), strict=True):
-            mine = orthogonal[piece.first_row : piece.first_row + len(piece.view)]
-            changed = piece.view.mul(1 - lr * weight_decay).sub_(mine, alpha=rate)
+            changed = piece.view.mul(1 - lr * weight_decay).sub_(orthogonal[piece.place], alpha=rate)
             piece.view.copy_(torch.where(finite, changed, piece.view))
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.dpo_loss import PairSums
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
@@ -40,21 +41,36 @@ class Network(Protocol):
         ...
 
     def train(
-        self, batch: Batch, index: int, *, scale: float, loss_scale: Tensor | None, compiled: bool = True
-    ) -> LossSums:
+        self,
+        batch: Batch,
+        index: int,
+        *,
+        scale: float,
+        loss_scale: Tensor | None,
+        reference_H: Tensor | None = None,
+        compiled: bool = True,
+    ) -> LossSums | PairSums:
         """Run forward and backward of a micro-batch, and add to the gradients.
 
         Args:
             batch: The rows of this rank.
             index: The micro-batch.
-            scale: One over the global number of targets.
+            scale: One over the global number of targets, or of pairs.
             loss_scale: Loss scale of fp16.
+            reference_H: ``answer_log_probs`` under the reference of DPO; ``None`` for other losses.
             compiled: Whether compiled code may run.
         """
         ...
 
     def evaluate(self, batch: Batch, index: int) -> LossSums:
         """Return the loss sums of a micro-batch, without gradients and dropout."""
+        ...
+
+    def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
+        """Return the log-probability of each answer of the preference pairs of a micro-batch, ``[H]``, fp64.
+
+        Chosen and rejected answers alternate. Without gradients and dropout.
+        """
         ...
 
     def logits(self, tokens_BT: Int32Array) -> Tensor:

@@ -1,9 +1,12 @@
 """Parameters and gradients of the model on this rank, by optimizer group.
 
-Two layouts have the interface ``Parameters``. ``FlatParameters`` stores one fp32 buffer per group, so that clipping and
-updates are a few vector operations; a canonical parameter is a contiguous range. ``ShardedParameters``
-(``sharded_parameters.py``) stores a shard of every matrix, by FSDP2. In both, some parameters of the modules are fused,
-so that one matrix product does the work of several; canonical parameters (``models/spec.py``) are rows of them.
+Three layouts have the interface ``Parameters``. ``FlatParameters`` stores one fp32 buffer per group, so that clipping
+and updates are a few vector operations; a canonical parameter is a contiguous range. ``ShardedParameters``
+(``parallel/sharded_parameters.py``) stores a shard of every matrix, by FSDP2. ``ZeroParameters``
+(``parallel/zero_parameters.py``) leaves them to DeepSpeed. In all, some parameters of the modules are fused, so that
+one matrix product does the work of several; canonical parameters (``models/spec.py``) are rows of them. With tensor
+parallelism, either of the first two stores the share of this rank (``parallel/tensor_parallel_parameters.py``); in a
+pipeline, the first one stores the parameters of this rank's stages (``parallel/pipeline_parameters.py``).
 
 A *buffer* is a tensor or a list of tensors with the layout of a group: values, gradients, optimizer moments.
 
@@ -21,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.optimizer_groups import DECAYED, FROZEN, ORTHOGONAL, PLAIN, optimizer_group
+from vorox.models.optimizer_groups import Group, common_group, in_order
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 ALIGNMENT_ELEMENTS = 16
 """Parameters start at multiples of 64 bytes, the size of a cache line and of the widest vector registers."""
 
-Buffers = Mapping[str, Sequence[Tensor]]
+Buffers = Mapping[Group, Sequence[Tensor]]
 """Group to the tensors of this rank."""
 
 _FUSED = {
@@ -40,18 +43,38 @@ _FUSED = {
 
 
 class Piece(NamedTuple):
-    """The part of a canonical parameter on this rank: rows from ``first_row``, possibly none."""
+    """The part of a canonical parameter on this rank: rows from ``first_row``, possibly none.
+
+    With tensor parallelism, ``view`` may have some of the columns only, from ``first_column``.
+    """
 
     name: str
     first_row: int
     view: Tensor
+    first_column: int = 0
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Rows, and columns of a matrix, of ``view`` in the whole parameter."""
+        firsts = (self.first_row, self.first_column)[: self.view.ndim]
+        return tuple(slice(first, first + size) for first, size in zip(firsts, self.view.shape, strict=False))
 
 
 class Parameters(Protocol):
     """Values and gradients of all parameters on this rank."""
 
     @property
-    def groups(self) -> tuple[str, ...]:
+    def gradient_divisor(self) -> int:
+        """What the backward pass divides gradients by: 1, or the number of ranks if their average is taken."""
+        ...
+
+    @property
+    def local(self) -> Parameters:
+        """The parameters that this rank updates: all, or in a pipeline those of its stages."""
+        ...
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
         """Optimizer groups that have parameters."""
         ...
 
@@ -61,12 +84,22 @@ class Parameters(Protocol):
         ...
 
     @property
-    def values(self) -> Buffers: ...
+    def values(self) -> Buffers:
+        """The values, or copies of them: after a change, call ``store``."""
+        ...
 
     @property
     def gradients(self) -> Buffers: ...
 
-    def new_buffers(self, groups: Sequence[str]) -> dict[str, list[Tensor]]:
+    def store(self, values: Buffers) -> None:
+        """Take over changed ``values``."""
+        ...
+
+    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
+        """Add the gradients of an objective, multiplied by the loss scale of fp16."""
+        ...
+
+    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
         """Return zeroed buffers of the same layout for some groups."""
         ...
 
@@ -76,8 +109,20 @@ class Parameters(Protocol):
         """Free what was gathered for a forward pass that has no backward pass."""
         ...
 
+    def finish_gradients(self) -> None:
+        """Complete the gradients after the backward passes of a step. A collective."""
+        ...
+
+    def owned(self, buffers: Buffers) -> Iterator[Tensor]:
+        """Yield tensors that hold every element of a replica once over its ranks."""
+        ...
+
     def pieces(self, buffers: Buffers) -> Iterator[Piece]:
         """Yield the parts of canonical parameters on this rank, in table order; other groups are skipped."""
+        ...
+
+    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
+        """Yield rows of canonical parameters, each on one rank of a replica. A collective of its ranks."""
         ...
 
     def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +135,7 @@ class BufferSlice:
     """The range of a canonical parameter: ``num_elements`` from ``start`` in its group's buffer."""
 
     parameter: ParameterSpec
-    group: str
+    group: Group
     start: int
 
     def view(self, buffers: Buffers) -> Tensor:
@@ -101,39 +146,59 @@ class BufferSlice:
 class FlatParameters:
     """See ``Parameters``. One buffer per group; the parameters' ``grad`` are views of the gradient buffers.
 
+    Args:
+        spec: The model.
+        groups: The optimizer group of every parameter.
+        device: Where the buffers are.
+        table: The parameters that this rank has, in table order, each with all that it is fused with; default: all.
+
     Attributes:
         slices: Canonical name to its range, in table order.
     """
 
-    def __init__(self, spec: ModelSpec, *, muon: bool, decay_embeddings: bool, device: torch.device) -> None:
+    gradient_divisor = 1
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: Mapping[str, Group],
+        *,
+        device: torch.device,
+        table: Sequence[ParameterSpec] | None = None,
+    ) -> None:
         self.slices: dict[str, BufferSlice] = {}
-        shapes: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        sizes = {DECAYED: 0, PLAIN: 0, ORTHOGONAL: 0, FROZEN: 0}
-        for fused_name, parts in fused_parts(spec).items():
-            group = optimizer_group(parts[0], muon=muon, decay_embeddings=decay_embeddings)
+        shapes: dict[str, tuple[Group, int, tuple[int, ...]]] = {}
+        sizes = dict.fromkeys(in_order(groups.values()), 0)
+        table = spec.parameters if table is None else table
+        for fused_name, parts in fused_parts(spec, table).items():
+            group = fused_group(parts, groups)
             start = sizes[group]
             shapes[fused_name] = (group, start, fused_shape(parts))
             for part in parts:
                 self.slices[part.name] = BufferSlice(part, group, sizes[group])
                 sizes[group] += part.num_elements
             sizes[group] += -sizes[group] % ALIGNMENT_ELEMENTS
-        self.slices = {parameter.name: self.slices[parameter.name] for parameter in spec.parameters}
-        self.groups = tuple(group for group, size in sizes.items() if size)
-        self.values: dict[str, list[Tensor]] = {
+        self.slices = {parameter.name: self.slices[parameter.name] for parameter in table}
+        self.groups = tuple(sizes)
+        self.values: dict[Group, list[Tensor]] = {
             group: [torch.zeros(sizes[group], device=device)] for group in self.groups
         }
-        self.gradients = self.new_buffers([group for group in self.groups if group != FROZEN])
+        self.gradients = self.new_buffers([group for group in self.groups if not group.is_frozen])
         self.modules: dict[str, nn.Parameter] = {}
         self._gradient_views: dict[str, Tensor] = {}
         for name, (group, start, shape) in shapes.items():
             end = start + prod(shape)
-            is_trainable = group != FROZEN
+            is_trainable = not group.is_frozen
             parameter = nn.Parameter(self.values[group][0][start:end].view(shape), requires_grad=is_trainable)
             if is_trainable:
                 parameter.grad = self._gradient_views[name] = self.gradients[group][0][start:end].view(shape)
             self.modules[name] = parameter
 
-    def new_buffers(self, groups: Sequence[str]) -> dict[str, list[Tensor]]:
+    @property
+    def local(self) -> FlatParameters:
+        return self
+
+    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
         return {group: [torch.zeros_like(self.values[group][0])] for group in groups if group in self.values}
 
     def zero_gradients(self) -> None:
@@ -142,12 +207,32 @@ class FlatParameters:
         for name, view in self._gradient_views.items():  # other optimizers set them to None
             self.modules[name].grad = view
 
+    def drop_gradients(self) -> None:
+        """Free the gradients of a model that is not trained."""
+        self.gradients.clear()
+        self._gradient_views.clear()
+
     def release(self) -> None:
         """Do nothing: nothing was gathered."""
+
+    def finish_gradients(self) -> None:
+        """Do nothing: no other rank of the replica has a part of them."""
+
+    def owned(self, buffers: Buffers) -> Iterator[Tensor]:
+        return (tensor for tensors in buffers.values() for tensor in tensors)
+
+    def store(self, values: Buffers) -> None:
+        """Do nothing: ``values`` are the parameters themselves."""
+
+    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
+        (objective if loss_scale is None else objective * loss_scale).backward()
 
     def pieces(self, buffers: Buffers) -> Iterator[Piece]:
         for name, view in self.whole(buffers):
             yield Piece(name, 0, view)
+
+    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
+        return self.pieces(buffers)
 
     def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
         """Yield views; nothing is copied."""
@@ -156,14 +241,30 @@ class FlatParameters:
                 yield name, buffer_slice.view(buffers)
 
 
-def fused_parts(spec: ModelSpec) -> dict[str, list[ParameterSpec]]:
-    """Return the canonical parameters that form each parameter of the modules, by its name, concatenated along rows."""
-    is_gated = spec.is_gated if isinstance(spec, DecoderSpec) else None  # modules of transformers are not fused
+def fused_parts(spec: ModelSpec, table: Sequence[ParameterSpec] | None = None) -> dict[str, list[ParameterSpec]]:
+    """Return the canonical parameters that form each parameter of the modules, by its name, concatenated along rows.
+
+    Args:
+        spec: The model.
+        table: Some of its parameters; default: all.
+    """
+    is_gated = spec.is_gated if isinstance(spec, DecoderSpec) and spec.block is None else None  # others are not fused
     parts: dict[str, list[ParameterSpec]] = {}
-    for parameter in spec.parameters:
+    for parameter in spec.parameters if table is None else table:
         name = parameter.name if is_gated is None else module_name(parameter.name, gated=is_gated)
         parts.setdefault(name, []).append(parameter)
     return parts
+
+
+def fused_group(parts: Sequence[ParameterSpec], groups: Mapping[str, Group]) -> Group:
+    """Return the group of a parameter of the modules.
+
+    Raises:
+        ConfigError: Its canonical parts have different groups.
+    """
+    return common_group(
+        [part.name for part in parts], groups, hint="let one pattern match query, key and value, or gate and up"
+    )
 
 
 def fused_shape(parts: Sequence[ParameterSpec]) -> tuple[int, ...]:

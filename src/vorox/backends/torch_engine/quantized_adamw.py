@@ -11,6 +11,7 @@ Shape legend: N elements of a tensor, K blocks of a piece, E elements of a block
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.optim import Optimizer
 from vorox.backends.torch_engine.parameters import Buffers
-from vorox.models.optimizer_groups import DECAYED, PLAIN
+from vorox.models.optimizer_groups import DECAYED, PLAIN, Group
 
 BLOCK_ELEMENTS = 256
 PIECE_ELEMENTS = 1 << 20
@@ -79,15 +80,20 @@ class QuantizedTensor:
 
 
 class QuantizedAdamW(Optimizer):
-    """See ``Optimizer``; the moments of the decayed group are quantised."""
+    """See ``Optimizer``; the moments of the decayed groups are quantised."""
 
-    _exact_groups = (PLAIN,)
+    _exact_rules = (PLAIN.rule,)
 
     def reset(self) -> None:
         super().reset()
-        values = self._parameters.values.get(DECAYED, [])
-        self._first = [QuantizedTensor(value.numel(), value.device, signed=True) for value in values]
-        self._root_second = [QuantizedTensor(value.numel(), value.device, signed=False) for value in values]
+        self._first, self._root_second = self._quantized(signed=True), self._quantized(signed=False)
+
+    def _quantized(self, *, signed: bool) -> dict[Group, list[QuantizedTensor]]:
+        return {
+            group: [QuantizedTensor(value.numel(), value.device, signed=signed) for value in values]
+            for group, values in self._parameters.values.items()
+            if group.rule == DECAYED.rule
+        }
 
     @property
     def state_bytes(self) -> int:
@@ -95,25 +101,31 @@ class QuantizedAdamW(Optimizer):
         exact = [
             tensor for buffers in (self.exp_avg, self.exp_avg_sq) for tensors in buffers.values() for tensor in tensors
         ]
-        return sum(one.nbytes for one in exact) + sum(one.size_bytes for one in (*self._first, *self._root_second))
+        quantized = [one for groups in (self._first, self._root_second) for ones in groups.values() for one in ones]
+        return sum(one.nbytes for one in exact) + sum(one.size_bytes for one in quantized)
 
     @property
-    def buffers(self) -> Mapping[str, Buffers]:
+    def moments(self) -> Mapping[str, Buffers]:
         """The moments in fp32, in host memory unless ranks gather them: a save takes no memory of the device."""
-        shapes = [value.shape for value in self._parameters.values.get(DECAYED, [])]
-        device = torch.device("cpu") if self._ranks.fsdp_size == 1 else self._device
-        first = [one.to(device).view(shape) for one, shape in zip(self._first, shapes, strict=True)]
-        second = [one.to(device).square_().view(shape) for one, shape in zip(self._root_second, shapes, strict=True)]
-        decayed = bool(shapes)
-        return {
-            "exp_avg": ({DECAYED: first} if decayed else {}) | self.exp_avg,
-            "exp_avg_sq": ({DECAYED: second} if decayed else {}) | self.exp_avg_sq,
-        }
+        device = torch.device("cpu") if self._ranks.num_shards == 1 else self._device
+        values = self._parameters.values
+
+        def exact(quantized: Mapping[Group, Sequence[QuantizedTensor]]) -> dict[Group, list[Tensor]]:
+            return {
+                group: [one.to(device).view(value.shape) for one, value in zip(ones, values[group], strict=True)]
+                for group, ones in quantized.items()
+            }
+
+        second = exact(self._root_second)
+        for tensor in itertools.chain.from_iterable(second.values()):
+            tensor.square_()
+        return {"exp_avg": exact(self._first) | self.exp_avg, "exp_avg_sq": second | self.exp_avg_sq}
 
     def restore(self, buffers: Mapping[str, Buffers], counters: Mapping[str, float]) -> None:
         super().restore(buffers, counters)
         for quantized, kind in ((self._first, "exp_avg"), (self._root_second, "exp_avg_sq")):
-            for target, values in zip(quantized, buffers[kind].get(DECAYED, ()), strict=True):
+            pairs = [pair for group, ones in quantized.items() for pair in zip(ones, buffers[kind][group], strict=True)]
+            for target, values in pairs:
                 flat = values.reshape(-1)
                 for start in range(0, len(flat), PIECE_ELEMENTS):
                     piece = flat[start : start + PIECE_ELEMENTS].to(self._device)
@@ -121,7 +133,7 @@ class QuantizedAdamW(Optimizer):
 
     def _adamw(
         self,
-        group: str,
+        group: Group,
         gradients: Sequence[Tensor],
         divisor: Tensor,
         finite: Tensor,
@@ -129,11 +141,12 @@ class QuantizedAdamW(Optimizer):
         lr: float,
         weight_decay: float,
     ) -> None:
-        if group != DECAYED:
+        if group.rule != DECAYED.rule:
             super()._adamw(group, gradients, divisor, finite, lr=lr, weight_decay=weight_decay)
             return
         values = self._parameters.values[group]
-        for value, gradient, first, root in zip(values, gradients, self._first, self._root_second, strict=True):
+        moments = self._first[group], self._root_second[group]
+        for value, gradient, first, root in zip(values, gradients, *moments, strict=True):
             flat, flat_gradient = value.view(-1), gradient.view(-1)
             for start in range(0, len(flat), PIECE_ELEMENTS):
                 end = min(start + PIECE_ELEMENTS, len(flat))

@@ -8,15 +8,16 @@ observes. Functions are called in the order in which they were attached::
     ...
     detach()
 
-With ``train.activation_checkpointing=block`` a block runs again in the backward pass, and so do its taps, so they must
-be pure. A model without taps pays nothing.
+With ``train.activation_checkpointing`` a block runs again in the backward pass, and so do its taps, so they must
+be pure. Taps of a compiled model run between compiled graphs. A model without taps pays nothing.
 
 Shape legend: B rows, T positions, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 import torch
@@ -38,9 +39,8 @@ class Taps:
         active: Whether any function or the statistics are attached.
     """
 
-    def __init__(self, num_layers: int, *, compiled: bool) -> None:
-        self._num_layers = num_layers
-        self._compiled = compiled
+    def __init__(self, num_layers: int, points: Sequence[TapPoint] = POINTS) -> None:
+        self._num_layers, self._points = num_layers, points
         self._functions: dict[tuple[TapPoint, int], list[Tap]] = {}
         self.statistics: ActivationStatistics | None = None
         self.active = False
@@ -52,14 +52,12 @@ class Taps:
             A function that detaches it.
 
         Raises:
-            ConfigError: The point or layer does not exist, or the model is compiled.
+            ConfigError: The point or layer does not exist.
         """
-        if point not in POINTS:
-            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(POINTS)}", where="taps")
+        if point not in self._points:
+            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(self._points)}", where="taps")
         if not 0 <= layer < self._num_layers:
             raise ConfigError(f"Tap layer {layer} does not exist; there are {self._num_layers}", where="taps")
-        if self._compiled:
-            raise ConfigError("Taps need an uncompiled model", where="taps", hint="set runtime.compile=false")
         functions = self._functions.setdefault((point, layer), [])
         functions.append(function)
         self._update()
@@ -115,6 +113,12 @@ class ActivationStatistics:
             else:
                 moments = x.new_zeros(3)
         self._moments[layer, point, self.micro_batch] = moments
+
+    def add_zeros(self, layers: Iterable[int], num_micro_batches: int, device: torch.device) -> None:
+        """Add zeros for layers that another rank measures."""
+        zeros = torch.zeros(3, device=device)
+        for layer, point, micro_batch in itertools.product(layers, POINTS, range(num_micro_batches)):
+            self._moments[layer, point, micro_batch] = zeros
 
     def take(self, ranks: Ranks) -> tuple[list[str], Tensor | None]:
         """Return metric names and values since the last call, over all ranks, and reset."""

@@ -20,7 +20,7 @@ from vorox.backends.torch_engine.parameters import Buffers, Parameters
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import load_function
 from vorox.core.schema import RunConfig
-from vorox.models.optimizer_groups import DECAYED
+from vorox.models.optimizer_groups import DECAYED, Group
 
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEY = "optimizer.name"
@@ -30,7 +30,7 @@ _SCHEDULED = ("lr", "weight_decay", "initial_lr")
 class UserOptimizer(Optimizer):
     """See ``Optimizer``. Waits for the device once per step, to skip steps that are not finite."""
 
-    _exact_groups = ()
+    _exact_rules = ()
 
     def __init__(self, config: RunConfig, parameters: Parameters, compute: Compute, ranks: Ranks) -> None:
         self._name = config.optimizer.name
@@ -50,19 +50,20 @@ class UserOptimizer(Optimizer):
         self._initial = dict(self._group_numbers())
         self._changed: set[str] = set()
 
-    def _views(self, buffers: Buffers) -> dict[str, dict[str, nn.Parameter]]:
-        """Return one tensor per canonical parameter, by group and name."""
+    def _views(self, buffers: Buffers) -> dict[Group, dict[str, nn.Parameter]]:
+        """Return one tensor per canonical parameter that is trained, by group and name."""
         return {
             group: {
                 piece.name: nn.Parameter(piece.view.detach(), requires_grad=True)
                 for piece in self._parameters.pieces({group: buffers[group]})
             }
             for group in buffers
+            if not group.is_frozen
         }
 
-    def _create(self, tensors: Mapping[str, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    def _create(self, tensors: Mapping[Group, Mapping[str, nn.Parameter]]) -> torch.optim.Optimizer:
         groups = [
-            {"params": list(named.values()), "weight_decay": self._config.weight_decay if group == DECAYED else 0.0}
+            {"params": list(named.values()), "weight_decay": self._config.weight_decay if _is_decayed(group) else 0.0}
             for group, named in tensors.items()
         ]
         try:
@@ -94,7 +95,7 @@ class UserOptimizer(Optimizer):
                         )
 
     def _step_without_gradients(
-        self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Mapping[str, nn.Parameter]]
+        self, optimizer: torch.optim.Optimizer, tensors: Mapping[Group, Mapping[str, nn.Parameter]]
     ) -> None:
         """Take a step with zero gradients, which creates the state."""
         every = [tensor for named in tensors.values() for tensor in named.values()]
@@ -119,10 +120,11 @@ class UserOptimizer(Optimizer):
         for tensors in gradients.values():
             for tensor in tensors:
                 tensor.div_(divisor)
-        decayed = {id(tensor) for tensor in self._tensors.get(DECAYED, {}).values()}
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay if id(group["params"][0]) in decayed else 0.0
+        groups = {id(tensor): group for group, named in self._tensors.items() for tensor in named.values()}
+        for settings in self._optimizer.param_groups:
+            group = groups[id(settings["params"][0])]
+            settings["lr"] = lr * group.lr_scale
+            settings["weight_decay"] = weight_decay if _is_decayed(group) else 0.0
         tensors_by_name = {name: tensor for named in self._tensors.values() for name, tensor in named.items()}
         for piece in self._parameters.pieces(gradients):
             tensors_by_name[piece.name].grad = piece.view
@@ -130,7 +132,7 @@ class UserOptimizer(Optimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def _moments(self) -> Iterator[tuple[str, str, str, Tensor]]:
+    def _moments(self) -> Iterator[tuple[str, Group, str, Tensor]]:
         """Yield (kind, group, name, tensor)."""
         for group, named in self._tensors.items():
             for name, tensor in named.items():
@@ -146,10 +148,10 @@ class UserOptimizer(Optimizer):
                     yield f"group.{index}.{key}", float(value)
 
     @property
-    def buffers(self) -> Mapping[str, Buffers]:
+    def moments(self) -> Mapping[str, Buffers]:
         """The moments by kind and group, copied; zero where a parameter of the group has none."""
-        found: dict[str, dict[str, list[Tensor]]] = {}
-        views: dict[tuple[str, str], dict[str, Tensor]] = {}
+        found: dict[str, dict[Group, list[Tensor]]] = {}
+        views: dict[tuple[str, Group], dict[str, Tensor]] = {}
         for kind, group, name, value in self._moments():
             if (kind, group) not in views:
                 new = self._parameters.new_buffers((group,))
@@ -202,6 +204,10 @@ class UserOptimizer(Optimizer):
             for key in list(group):
                 if f"group.{index}.{key}" in self._changed:
                     group[key] = _number_like(group[key], counters[f"group.{index}.{key}"])
+
+
+def _is_decayed(group: Group) -> bool:
+    return group.rule == DECAYED.rule
 
 
 def _state(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterator[tuple[str, Any]]:

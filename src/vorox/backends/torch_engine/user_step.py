@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.dpo_loss import PairSums
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.errors import ConfigError
@@ -26,8 +27,8 @@ from vorox.models.spec import ModelSpec
 
 _KEY = "train.forward_backward"
 
-Train = Callable[[Batch, float], LossSums]
-"""(batch of one micro-batch, weight) -> loss sums; adds to the gradients."""
+Train = Callable[[Batch, float], LossSums | PairSums]
+"""(batch of one micro-batch, weight) -> loss sums; adds to the gradients. Never those of DPO, which is refused."""
 
 
 class MicroBatch:
@@ -78,6 +79,7 @@ class MicroBatch:
         )
         check_tokens(batch, self._spec)
         sums = self._train(batch, weight)
+        assert isinstance(sums, LossSums), "loss.name=dpo refuses train.forward_backward"
         self._sums.append([weight * value for value in sums])
         return sums.cross_entropy
 

@@ -11,9 +11,11 @@ from vorox.cli.arguments import OVERRIDES_CONTEXT
 from vorox.cli.data.build import build, fill, grow, repair
 from vorox.cli.data.contamination import contamination
 from vorox.cli.data.inspect import peek, stats, verify
-from vorox.cli.data.provenance import sql, when, where
+from vorox.cli.data.losses import losses
+from vorox.cli.data.provenance import sql, where
 from vorox.cli.data.transfer import download, export
 from vorox.cli.data.upkeep import gc, pin, unpin
+from vorox.cli.data.when import when
 
 app = typer.Typer(
     name="data",
@@ -25,5 +27,5 @@ app = typer.Typer(
 for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
 
-for _command in (where, when, contamination, sql, download):
+for _command in (where, when, losses, contamination, sql, download):
     app.command()(_command)

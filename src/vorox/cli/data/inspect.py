@@ -9,7 +9,7 @@ import typer
 
 from vorox.cli import humanize
 from vorox.cli.data.loading import ConfigArguments, load, print_notes, progress_display, report_json
-from vorox.cli.output import AsJson, print_json, print_table
+from vorox.cli.output import AsJson, print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
 
 
@@ -89,9 +89,9 @@ def stats(
     typer.echo("")
     print_table(titles, rows, right=" ".join(titles[1:]))
     for entry in found:
-        typer.echo(f"\n{entry.source} {entry.split}: {humanize.printable(entry.sample)!r}")
-        for warning in entry.warnings:
-            typer.echo(f"warning: {warning}")
+        typer.echo("")
+        warnings = [f"warning: {warning}" for warning in entry.warnings]
+        print_wrapped([f"{entry.source} {entry.split}: {humanize.printable(entry.sample)!r}", *warnings])
     if baseline is not None:
         typer.echo(f"\nxz baseline: {baseline:.3f} bits/byte on the validation text")
 
@@ -102,7 +102,7 @@ def peek(
     split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
     as_json: AsJson = False,
 ) -> None:
-    """Show packed rows as text, with their documents."""
+    """Show packed rows as text, with their documents; of conversations, with the trained tokens in brackets."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
@@ -119,6 +119,6 @@ def peek(
         for segment in row.segments:
             record = f"{segment.uri}, record {segment.ordinal:,}"
             span = f"{record}, bytes {segment.byte_offset:,} to {segment.byte_offset + segment.byte_length:,}"
-            typer.echo(f"  {pluralize(segment.num_tokens, 'token')} from {segment.document_token_offset:,} of {span}")
-            for line in humanize.printable(segment.text).split("\n"):
-                typer.echo(f"    \N{BOX DRAWINGS LIGHT VERTICAL} {line}")
+            tokens = pluralize(segment.num_tokens, "token")
+            print_wrapped([f"  {tokens} from {segment.document_token_offset:,} of {span}"])
+            print_text(segment.marked_text or segment.text)

@@ -1,24 +1,20 @@
-"""``vorox data where``, ``when`` and ``sql``: the text of a step, the steps of a text, and SQL queries."""
+"""``vorox data where`` and ``sql``: the documents and text of a step, and SQL queries."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.data.original_text import FoundText
-    from vorox.data.provenance_queries import DocumentOrigin, Occurrence, RowOrigin
-
-_MOST_LINES = 40
-_BAR = "\N{BOX DRAWINGS LIGHT VERTICAL}"
+    from vorox.data.provenance_queries import DocumentOrigin, RowOrigin
 
 
 def where(
@@ -57,7 +53,7 @@ def where(
             + (f" and {row.padding_tokens:,} of padding" if row.padding_tokens else "")
         )
         for part, document in enumerate(row.documents):
-            typer.echo(f"  {_document_line(document)}")
+            print_wrapped([f"  {_document_line(document)}"])
             _print_text(texts.get((row.position, part)))
 
 
@@ -72,6 +68,8 @@ def _row_json(row: RowOrigin, texts: dict[tuple[int, int], FoundText]) -> dict[s
                 "text_origin": found.origin,
                 "text_not_from_source_because": found.why or None,
             }
+            if found.targets is not None:
+                entry |= {"targets": found.targets}
         documents.append(entry)
     return {**asdict(row), "documents": documents}
 
@@ -90,84 +88,7 @@ def _print_text(found: FoundText | None) -> None:
         return
     if found.origin == "cache":
         typer.echo(f"    (decoded from the cache: {found.why})")
-    for line in humanize.printable(found.text).split("\n"):
-        typer.echo(f"    {_BAR} {line}")
-
-
-def when(
-    run: RunName,
-    source: Annotated[str, typer.Option("--source", help="The file, or the end of its name.")],
-    byte: Annotated[int | None, typer.Option("--byte", min=0, help="Only the document with this byte.")] = None,
-    record: Annotated[
-        int | None, typer.Option("--record", min=0, help="Only the document with this index in the file, from 0.")
-    ] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Show which steps were trained on a file or on one of its documents, and whether they are still in the run."""
-    from vorox.core.run_lookup import find_run
-    from vorox.data import provenance_queries
-
-    with provenance_queries.RunDataIndex.open(find_run(root, run)) as run_data:
-        found = provenance_queries.when(run_data, source, byte, ordinal=record)
-        is_held_out = not found and provenance_queries.is_held_out(run_data, source)
-    if as_json:
-        print_json([asdict(one) for one in found])
-        return
-    shown = [one for one in found if one.state != "beyond"]
-    if shown:
-        _print_occurrences(shown)
-    elif is_held_out:
-        typer.echo("No step: the file is held out for validation (data.validation.sources).")
-    else:
-        typer.echo(
-            "No step: no row of this run's training caches contains it. It is held out for validation, was filtered "
-            "or quarantined, or is between records."
-            if not found
-            else "No step of this run."
-        )
-    if byte is not None and shown:
-        typer.echo(_granularity(byte, {one.granularity for one in shown}))
-    if len(found) > len(shown):
-        beyond = len(found) - len(shown)
-        typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} after the run's last step.")
-
-
-def _granularity(byte: int, known: set[str]) -> str:
-    """Describe the granularity of the result."""
-    if known == {"byte"}:
-        return f"Each of these rows contains byte {byte:,}."
-    if "row group" in known:
-        return (
-            f"In Parquet, byte {byte:,} means its row group: these are the rows of all its records. Use --record N for "
-            "one record."
-        )
-    return (
-        f"These are all rows of the record with byte {byte:,}. Its text differs from its bytes (jsonl, csv, a "
-        "transform), so the row with this byte cannot be determined."
-    )
-
-
-def _print_occurrences(found: Sequence[Occurrence]) -> None:
-    rows = [
-        [
-            f"{one.step:,}",
-            f"{one.slot}",
-            f"{one.epoch}",
-            one.source,
-            f"{one.row:,}",
-            one.state.replace("_", " "),
-            humanize.UNKNOWN if one.attempt is None else f"{one.attempt}",
-        ]
-        for one in found[:_MOST_LINES]
-    ]
-    uris = sorted({one.uri for one in found})
-    typer.echo("\n".join(uris))
-    print_table(
-        ["STEP", "SLOT", "EPOCH", "SOURCE", "ROW", "STATE", "ATTEMPT"], rows, right="STEP SLOT EPOCH ROW ATTEMPT"
-    )
-    if len(found) > _MOST_LINES:
-        typer.echo(f"... and {len(found) - _MOST_LINES:,} more; use --json for all")
+    print_text(found.marked_text or found.text)
 
 
 def sql(
@@ -196,7 +117,7 @@ def sql(
 
     directory = find_run(root, run)
     if refresh or inventory or samples is not None:
-        steps = None if samples is None else _steps(samples)
+        steps = None if samples is None else step_range(samples, "--samples")
         refresh_database(directory, inventory=inventory, sample_steps=steps)
     found = MetadataCache.query(existing_target(directory), statement)
     if as_json:
@@ -210,10 +131,15 @@ def sql(
     print_table(found.columns, cells, right=" ".join(found.columns[index] for index in numbers))
 
 
-def _steps(text: str) -> tuple[int, int]:
+def step_range(text: str, option: str) -> tuple[int, int]:
+    """Return first and last step of a range ``A:B``.
+
+    Raises:
+        ConfigError: It is not a range of steps.
+    """
     from vorox.core.errors import ConfigError
 
     first, separator, last = text.replace(",", "").replace("_", "").partition(":")
     if not separator or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
-        raise ConfigError(f"{text!r} is not a range of steps", where="--samples", hint="write it as 1:100")
+        raise ConfigError(f"{text!r} is not a range of steps", where=option, hint="write it as 1:100")
     return int(first), int(last)

@@ -1,20 +1,22 @@
 """Configuration: YAML, presets and overrides to one frozen ``RunConfig``; public names."""
 
-from vorox.core.config.explain import json_schema
-from vorox.core.config.resolve import (
-    ConfigSource,
+from vorox.core.config.digest import (
     Difference,
-    GivenConfig,
-    ResolvedConfig,
     config_digest,
-    config_from_record,
     config_values,
     differences,
     digest_values,
-    dump_yaml,
     flat_values,
     flatten,
     in_digest,
+)
+from vorox.core.config.explain import json_schema
+from vorox.core.config.resolve import (
+    ConfigSource,
+    GivenConfig,
+    ResolvedConfig,
+    config_from_record,
+    dump_yaml,
     load_config,
     locate_config,
     model_label,

@@ -22,6 +22,12 @@ _NOT_MERGES = 257
 _GPT2_IDS = {"kind": "none", "vocab_size": 50257, "end_of_text_id": 50256}
 """Default interpretation of token shards."""
 
+_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""Special tokens of the default chat template, for a tokenizer that is trained on the text."""
+
+_DPO_LR = 1e-6
+"""Learning rate of DPO, as in TRL: larger ones soon leave the reference."""
+
 
 def expected_ids(tokenizer: TokenizerConfig) -> str:
     """Describe the expected ids in token shards; empty for a run with a tokenizer."""
@@ -63,15 +69,20 @@ def config_for_text(
             values[section] = values.get(section, {}) | entry
     values["data"]["sources"] = [source]
     has_tokens = source["format"] == "bin" or "tokens_field" in source
-    if has_tokens:
-        values["tokenizer"] = dict(_GPT2_IDS)
-    else:
+    tokenizer: dict[str, Any] = dict(_GPT2_IDS)
+    if not has_tokens:
         supported = _NOT_MERGES + repeated_words // 2
         vocabulary = min(int(values["tokenizer"]["vocab_size"]), supported)
-        values["tokenizer"] = {"kind": "byte"} if vocabulary < _SMALLEST_BPE else {
+        tokenizer = {"kind": "byte"} if vocabulary < _SMALLEST_BPE else {
             "kind": "bpe", "vocab_size": vocabulary // 128 * 128,
         }  # fmt: skip
-    if opening and not has_tokens:
+    if source.get("chat_fields"):
+        tokenizer["special_tokens"] = list(_CHATML_TOKENS)
+    if source.get("preference_pairs"):
+        values["loss"], values["optimizer"] = {"name": "dpo"}, {"lr": _DPO_LR}
+        values["model"]["dropout_fraction"] = 0.0  # so that model and reference differ by training only
+    values["tokenizer"] = tokenizer
+    if opening and not has_tokens and not source.get("chat_fields"):
         values["eval"]["prompts"] = [opening]
     else:
         values["eval"] = {key: value for key, value in values["eval"].items() if not key.startswith("sample")}

@@ -10,7 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
+from vorox.core.config.deepspeed_checks import deepspeed_problems
+from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.model_checks import model_problems
+from vorox.core.config.pipeline_checks import pipeline_problems
+from vorox.core.config.preference_checks import preference_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
 from vorox.core.redaction import redact
@@ -96,6 +100,11 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
         yield Problem(
             f"{key} ({source.name}) sets both tokens_field and text_field; remove one of them",
             keys=(f"{key}.tokens_field", f"{key}.text_field"),
+        )
+    if source.chat_fields and source.text_field != SourceConfig.model_fields["text_field"].default:
+        yield Problem(
+            f"{key} ({source.name}) sets both chat_fields and text_field; remove one of them",
+            keys=(f"{key}.chat_fields", f"{key}.text_field"),
         )
     if source.tokens_field is not None and source.metadata_fields:
         yield Problem(
@@ -296,6 +305,12 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
             "validation",
             keys=("eval.prompts", "eval.every_steps", "eval.at_end"),
         )
+    if evaluation.tasks and evaluation.tasks_every_steps is None and not evaluation.at_end:
+        yield Problem(
+            "eval.tasks are never evaluated with eval.tasks_every_steps=null and eval.at_end=false; set "
+            "eval.tasks_every_steps",
+            keys=("eval.tasks", "eval.tasks_every_steps", "eval.at_end"),
+        )
     positions = config.model.max_positions_tokens or config.data.sequence_length_tokens
     if evaluation.prompts and evaluation.sample_tokens >= positions:
         yield Problem(
@@ -342,6 +357,9 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
+    deepspeed_problems,
+    pipeline_problems,
+    fine_tuning_problems,
     _sources,
     _validation,
     _tokenizer,
@@ -352,5 +370,6 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _growth,
     _evaluation,
     _checkpoints,
+    preference_problems,
     _secrets,
 )

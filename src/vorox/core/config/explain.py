@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from vorox.core.config.digest import flat_values, in_digest
 from vorox.core.config.preset_rules import WITH_ITS_SOURCES
 from vorox.core.config.presets import model_presets, run_presets
-from vorox.core.config.resolve import ResolvedConfig, flat_values, in_digest
+from vorox.core.config.resolve import ResolvedConfig
 from vorox.core.config.schema_fields import (
     REQUIRED,
     SchemaField,
@@ -43,7 +44,7 @@ class Explanation:
         field: Its row of the schema table.
         values: Its value in the given configuration: several for a key of a list, none without a configuration.
         needs: The setting without which it has no effect; empty if it always has one.
-        changes_run: Whether another value makes another run (see ``resolve.NOT_IN_DIGEST``).
+        changes_run: Whether another value makes another run (see ``digest.NOT_IN_DIGEST``).
         keys: For a section, the keys directly inside it.
         synonyms: Its synonyms.
     """

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vorox.core.config.tree import Problem
+from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 
 
 def model_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the contradictions of the section ``model`` with itself, the engine, the data and the tokenizer."""
     model = config.model
+    yield from _adapter(config)
     if model.kind == "huggingface":
         yield from _huggingface_model(config)
+        return
+    if is_extension(model.kind):
         return
     if model.head_dim is None and model.hidden_size % model.num_heads:
         yield Problem(
@@ -46,4 +50,37 @@ def _huggingface_model(config: RunConfig) -> Iterator[Problem]:
     if config.model.name_or_path is None:
         yield Problem(
             "model.kind=huggingface needs model.name_or_path: a directory, or OWNER/NAME", keys=("model.name_or_path",)
+        )
+
+
+def _adapter(config: RunConfig) -> Iterator[Problem]:
+    kind = config.adapter.kind
+    if kind == "none":
+        return
+    wanted = f"adapter.kind={kind} needs"
+    if config.model.kind != "huggingface":
+        yield Problem(
+            f"{wanted} model.kind=huggingface; export a native model with vorox export --to hf and set "
+            "model.name_or_path to the directory",
+            keys=("adapter.kind", "model.kind"),
+        )
+    if not config.model.pretrained:
+        yield Problem(
+            f"{wanted} a pretrained model: random weights would stay random; set model.pretrained=true",
+            keys=("adapter.kind", "model.pretrained"),
+        )
+    if config.model.vocab_size is not None:
+        yield Problem(
+            f"{wanted} the vocabulary of the model: the embedding is frozen; remove model.vocab_size",
+            keys=("adapter.kind", "model.vocab_size"),
+        )
+    if config.optimizer.name == "muon":
+        yield Problem(
+            f"{wanted} another optimizer than muon, which updates whole matrices of blocks; set optimizer.name=adamw",
+            keys=("adapter.kind", "optimizer.name"),
+        )
+    if config.parallel.fsdp_size > 1:
+        yield Problem(
+            f"{wanted} parallel.fsdp_size=1; data parallelism (parallel.data_parallel_size) is supported",
+            keys=("adapter.kind", "parallel.fsdp_size"),
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Final
 
-from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean
+from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean, schema_fields
 from vorox.core.config.yaml_reader import Json, resolve_plain
 from vorox.core.config.yaml_writer import write_inline
 
@@ -26,6 +26,7 @@ _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
 """Common names of choices that differ from ours."""
 
 _TEXT_FORMATS = frozenset({"md", "markdown", "text", "rst", "tex", "html", "py", "code"})
+_CHAT_FORMATS = frozenset({"chat", "chatml", "conversation", "conversations", "messages", "sharegpt", "alpaca"})
 _UNITS: Final[Mapping[str, int]] = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -33,6 +34,9 @@ def remedy(key: str, value: Json, field: SchemaField | None) -> str:
     """Return the correction after a semicolon, or an empty string."""
     if field is None:
         return ""
+    if field.is_section and not key.endswith("sources") and isinstance(value, str | int | float):
+        inner = (one.key for one in schema_fields().values() if one.key.startswith(f"{key}.") and value in one.choices)
+        return f"; write {next(inner, f'{key}.KEY')}={value}"
     found = _text_remedy(key, value, field) if isinstance(value, str) else _number_remedy(key, value, field)
     return f"; {found}" if found else ""
 
@@ -50,14 +54,17 @@ def _number_remedy(key: str, value: Json, field: SchemaField) -> str:
 def _text_remedy(key: str, value: str, field: SchemaField) -> str:
     if value.lower() in {"none", "nil"} and admits(field.annotation, type(None)):
         return f"write {key}=null"
-    if key == "data.sources":
+    if field.is_section:
         name = re.sub(r"[^\w.-]+", "-", PurePath(value).stem).strip("-.") or "text"
-        return f"write data.sources=[{{name: {name}, format: txt, paths: [{write_inline(value)}]}}], or --data {value}"
+        written = f"write {key}=[{{name: {name}, format: txt, paths: [{write_inline(value)}]}}]"
+        return f"{written}, or --data {value}" if key == "data.sources" else written
     if field.type_name == "list of texts":
         return f"write {key}=[{write_inline(value)}]"
     if field.choices:
         if field.key.endswith(".format") and value.lower() in _TEXT_FORMATS:
             return "text of any ending is format txt, with the files named by a glob: format=txt paths=[notes/*.md]"
+        if field.key.endswith(".format") and value.lower() in _CHAT_FORMATS:
+            return "conversations are format jsonl, parquet or arrow: format=jsonl chat_fields=[messages]"
         known = _CHOICES_ELSEWHERE.get(value.lower())
         if known in field.choices:
             return f"did you mean {known}?"

@@ -1,24 +1,21 @@
-"""Resolution of YAML, presets and dotted overrides to one frozen ``RunConfig``, and its digest.
+"""Resolution of YAML, presets and dotted overrides to one frozen ``RunConfig``.
 
 A preset or a YAML file (which may be based on a preset: ``preset: quickstart``) and overrides go in; overrides take
 precedence, and environment variables have no influence. The configuration with the origin of every value comes out, or
 one ``ConfigError`` that lists *all* problems. Values are validated as strict JSON: ``true`` is not a number and ``"8"``
 is not 8, but ``1e9`` is an integer.
-
-``config_digest`` covers the settings that decide the bits of a run, and no others (``NOT_IN_DIGEST``).
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from vorox.core.atomic import canonical_json
+from vorox.core.config.digest import config_values
 from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.preset_rules import (
     WITH_ITS_SOURCES,
@@ -31,69 +28,18 @@ from vorox.core.config.preset_rules import (
 )
 from vorox.core.config.presets import model_presets, run_presets
 from vorox.core.config.python_file import mapping_document, read_python
-from vorox.core.config.schema_fields import nearest, schema_fields, wildcard
+from vorox.core.config.schema_fields import nearest
 from vorox.core.config.schema_validation import validate
 from vorox.core.config.section_synonyms import translate_sections
-from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.synonyms import update_record, value_in_digest
+from vorox.core.config.synonyms import update_record
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
 from vorox.core.config.yaml_writer import write_inline, write_yaml
 from vorox.core.disk_errors import disk_error
 from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
-
-NOT_IN_DIGEST = (
-    "model.preset",
-    "model.family",
-    *(
-        f"{sources}.*.{key}"
-        for sources in SOURCE_LISTS
-        for key in (
-            "preset",
-            "metadata_fields",
-            "max_decompressed_bytes",
-            "max_decompression_ratio",
-            "max_retries_per_unit",
-            "stall_seconds",
-        )
-    ),
-    "data.cache.directory",
-    "data.growth.build",
-    "data.loader",
-    "data.pipeline",
-    "data.mode",
-    "data.streaming",
-    "tokenizer.fast_path",
-    "parallel.start_timeout_seconds",
-    "checkpoint",
-    "eval",
-    "log",
-    "parallel.reshard_after_forward",
-    "run.name",
-    "run.directory",
-)
-"""Keys and sections that change no bit of the parameters: runs that differ only here are the same run.
-
-Names and paths, prefetching, checkpoints, validation and logging. ``model.preset``, ``model.family`` and a source's
-``preset`` only fill in keys that are in the digest themselves.
-"""
-
-DIGEST_OMITS_DEFAULT = (
-    *(f"model.{key}" for key in ("kind", "name_or_path", "revision", "pretrained")),
-    "model.rope_scaling",
-    *("model.rotary_fraction", "model.sliding_window_tokens", "model.layer_types"),
-    "model.norm_placement",
-    "model.norm_unit_offset",
-    "model.scale_embeddings",
-    "model.sliding_rope_theta",
-    "model.query_pre_attn_scalar",
-    "model.mlp",
-    "loss.name",
-    "train.forward_backward",
-)
-"""Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""
 
 _MAX_PRESET_CHAIN = 8
 
@@ -108,18 +54,6 @@ class ResolvedConfig:
     def origin(self, key: str) -> str:
         """Return ``my.yaml:12``, ``override a.b=v``, ``preset quickstart:4``, ``model.preset=...`` or ``default``."""
         return self.tree.origin(key).text
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key whose value differs between two configurations; ``None`` also means a missing list entry."""
-
-    key: str
-    before: Json
-    after: Json
-
-    def __str__(self) -> str:
-        return f"{self.key}: {write_inline(self.before)} -> {write_inline(self.after)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +242,7 @@ def slug(text: str) -> str:
 def model_label(config: RunConfig) -> str:
     """Return the short name of the model: its preset, else family and size."""
     model = config.model
-    label = _last_part(model.name_or_path) or model.preset
+    label = _last_part(model.name_or_path) or _class_name(model.kind) or model.preset
     return label or f"{model.family}-{model.num_layers}x{model.hidden_size}"
 
 
@@ -316,67 +250,21 @@ def _last_part(name_or_path: Json) -> str:
     return str(name_or_path or "").rstrip("/").rpartition("/")[2].partition("@")[0]
 
 
+def _class_name(kind: Json) -> str:
+    """Return the name of a model by import path."""
+    return str(kind).rpartition(":")[2] if is_extension(kind) else ""
+
+
 def _name_run(tree: ConfigTree, source: str) -> None:
     """Name the run after its configuration and model, unless it has a name."""
     if tree.is_explicit("run.name"):
         return
     stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
-    preset = _last_part(tree.get("model.name_or_path")) or tree.get("model.preset")
+    preset = _last_part(tree.get("model.name_or_path")) or _class_name(tree.get("model.kind"))
+    preset = preset or tree.get("model.preset")
     label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
     name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
     tree.set_default("run.name", name, "name of the configuration and the model")
-
-
-def config_values(config: RunConfig) -> dict[str, Json]:
-    """Return the configuration as plain JSON values, with all keys."""
-    return cast("dict[str, Json]", config.model_dump(mode="json"))
-
-
-def flat_values(config: RunConfig) -> dict[str, Json]:
-    """Return all leaves by dotted key (``data.sources.0.name``); lists of texts are leaves."""
-    return flatten(config_values(config))
-
-
-def flatten(values: Json) -> dict[str, Json]:
-    """Return all leaves of plain values by dotted key."""
-    flat: dict[str, Json] = {}
-
-    def visit(value: Json, path: KeyPath) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                visit(item, (*path, key))
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            for index, item in enumerate(value):
-                visit(item, (*path, index))
-        else:
-            flat[".".join(str(part) for part in path)] = value
-
-    visit(values, ())
-    return flat
-
-
-def in_digest(key: str) -> bool:
-    """Whether a key is part of a run's identity."""
-    return not _is_within(wildcard(key), NOT_IN_DIGEST)
-
-
-def _is_within(key: str, names: Sequence[str]) -> bool:
-    """Whether a list of keys and sections includes a key."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def config_digest(config: RunConfig) -> str:
-    """Return the SHA-256, in hex, of all settings that decide the bits of the run."""
-    return hashlib.sha256(canonical_json(digest_values(config))).hexdigest()
-
-
-def digest_values(config: RunConfig) -> dict[str, Json]:
-    """Return the keys that decide the bits of the run, with their values as digests spell them."""
-    return {
-        key: value_in_digest(key, value)
-        for key, value in flat_values(config).items()
-        if in_digest(key) and not (_is_within(key, DIGEST_OMITS_DEFAULT) and value == schema_fields()[key].default)
-    }
 
 
 def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
@@ -391,10 +279,3 @@ def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
         return resolved.origin(".".join(str(part) for part in path)) if resolved is not None else ""
 
     return write_yaml(config_values(config), comment)
-
-
-def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
-    """Return all keys whose values differ, in schema order."""
-    old, new = flat_values(before), flat_values(after)
-    keys = list(dict.fromkeys([*old, *new]))
-    return [Difference(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]

@@ -183,7 +183,7 @@ def _type_name(member: Any) -> str:
     if typing.get_origin(member) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(member))
     if typing.get_origin(member) is tuple:
-        entry = typing.get_args(member)[0]
+        (entry,) = _members(typing.get_args(member)[0])
         if typing.get_origin(entry) is Literal:
             return f"list of {_type_name(entry)}"
         if entry == ImportPath:

@@ -18,12 +18,13 @@ from urllib.parse import unquote, urlsplit
 from vorox.core.config.file_extensions import format_of_path
 from vorox.core.config.presets import source_presets
 from vorox.core.config.setting_dependencies import EXCLUSIVE
-from vorox.core.config.tree import ConfigTree
+from vorox.core.config.tree import ConfigTree, Origin
 from vorox.core.config.yaml_reader import Json
-from vorox.core.redaction import hold_secret
+from vorox.core.redaction import hold_secret, redact
 
 _SETTINGS: Final = ("prefetch_size", "shuffle_buffer", "cache_dsn")
 _SOURCE: Final = ("name", "urls")
+_WEBHOOK_VARIABLE: Final = "VOROX_WEBHOOK"
 _SHORTEST_PASSWORD = 8  # a shorter one may be an ordinary word, and would be redacted everywhere
 
 
@@ -38,6 +39,7 @@ def translate_sections(tree: ConfigTree) -> None:
         _translate_prefetch(tree, settings["prefetch_size"])
     if "cache_dsn" in settings:
         _translate_dsn(tree, settings["cache_dsn"])
+    _hold_webhook(tree)
 
 
 def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]:
@@ -82,6 +84,20 @@ def _translate_dsn(tree: ConfigTree, dsn: Json) -> None:
     if len(password) >= _SHORTEST_PASSWORD:
         hold_secret(f"password in {variable}", password)
     _fill(tree, "log.metadata", "postgres", key)
+
+
+def _hold_webhook(tree: ConfigTree) -> None:
+    """Keep the URL of ``log.webhook`` in memory, and name the variable that has to hold it when the run resumes."""
+    key = "log.webhook"
+    url, origin = tree.get(key), tree.origin(key)
+    if url is None or (isinstance(url, str) and url.startswith("env:")):
+        return
+    if isinstance(url, str) and urlsplit(url).scheme in {"http", "https"} and urlsplit(url).hostname:
+        hold_secret(_WEBHOOK_VARIABLE, url)
+        tree.set_below(key, f"env:{_WEBHOOK_VARIABLE}", Origin(origin.layer, redact(origin.text)))
+        return
+    tree.reset(key)
+    tree.add_problem(f"{key} must be an http(s) URL, or env:VARIABLE", origin, (key,))
 
 
 def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:

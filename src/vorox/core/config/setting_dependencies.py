@@ -44,6 +44,7 @@ def _reads_the_hub(paths: Json) -> bool:
 
 _FILES = ("txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin")
 _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
+_CHATS = ("jsonl", "csv", "parquet", "arrow")
 _TOKENS = ("bin", "mds")
 _FILE_FORMAT = "a format other than python_stdlib"
 
@@ -54,6 +55,8 @@ _SOURCE_DEPENDENCIES: tuple[tuple[str, str, Callable[[Json], bool], str], ...] =
     ("paths", "format", _is_or_function(*_FILES), _FILE_FORMAT),
     ("fallback", "format", _is_or_function(*_FILES), _FILE_FORMAT),
     ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
+    ("chat_fields", "format", _is(*_CHATS), "format jsonl, csv, parquet or arrow"),
+    ("preference_pairs", "chat_fields", bool, "chat_fields [prompt, chosen, rejected] or [chosen, rejected]"),
     ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
     ("damaged_files", "format", _is("txt", "jsonl", "csv"), "gzip and zstd files of format txt, jsonl or csv"),
@@ -91,10 +94,52 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key in ("name_or_path", "revision", "pretrained")
     ),
     *(
-        Dependency(f"model.{key}", "model.kind", _is("decoder"), "model.kind decoder")
+        Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
         for key in (*(ModelConfig.model_fields.keys() - _ANY_MODEL), "rope_scaling.rope_type")
     ),
+    Dependency("model.block", "model.kind", _is("decoder"), "model.kind decoder"),
+    *(
+        Dependency(f"model.{key}", "model.block", lambda value: value is None, "the built-in blocks (no model.block)")
+        for key in ("mlp", "attention_kernel")
+    ),
+    *(
+        Dependency(f"adapter.{key}", "adapter.kind", _is("lora", "dora", "qlora"), "adapter.kind lora, dora or qlora")
+        for key in ("rank", "alpha", "dropout_fraction", "target_modules")
+    ),
     Dependency("train.from_weights", "model.kind", _is("decoder"), "model.kind decoder; or set model.name_or_path"),
+    *(
+        Dependency(
+            f"train.distillation.{key}",
+            "train.distillation.teacher",
+            lambda value: value is not None,
+            "train.distillation.teacher",
+        )
+        for key in ("temperature", "weight")
+    ),
+    Dependency("train.distillation.teacher", "backend", _is("torch"), "backend torch"),
+    Dependency("train.distillation.teacher", "loss.name", _is("cross_entropy"), "loss cross_entropy"),
+    Dependency("train.distillation.teacher", "model.kind", _is("decoder"), "model.kind decoder"),
+    Dependency("train.distillation.teacher", "parallel.kind", _is("native"), "parallel.kind native"),
+    Dependency("train.distillation.teacher", "parallel.tensor_parallel_size", _is(1), "tensor_parallel_size 1"),
+    *(
+        Dependency(f"train.{key}", "train.spike_policy", _is("rollback"), "train.spike_policy rollback")
+        for key in ("spike_rollback_steps", "max_spike_rollbacks")
+    ),
+    *(
+        Dependency(
+            "runtime.recompute_every_steps",
+            switch,
+            lambda value, refused=refused: value not in refused,
+            remedy,
+        )
+        for switch, refused, remedy in (
+            ("runtime.determinism", ("none", "data"), "runtime.determinism bitwise"),
+            ("parallel.kind", ("deepspeed",), "parallel.kind native"),
+        )
+    ),
+    Dependency("runtime.rehearsal", "parallel.kind", _is("native"), "parallel.kind native"),
+    Dependency("train.ema_warmup", "train.ema_decay", lambda value: value is not None, "train.ema_decay"),
+    Dependency("eval.weights", "train.ema_decay", lambda value: value is not None, "train.ema_decay"),
     Dependency("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
     *(
         Dependency(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
@@ -159,6 +204,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("tokenizer.vocab_size", "tokenizer.kind", _is("bpe", "none"), "kind bpe or none"),
     Dependency("tokenizer.end_of_text_id", "tokenizer.kind", _is("none"), "kind none"),
     Dependency("eval.prompts", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
+    Dependency("eval.tasks", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
     Dependency("tokenizer.train_bytes", "tokenizer.kind", _is("bpe"), "kind bpe"),
     Dependency(
         "tokenizer.path",
@@ -166,6 +212,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         _is_or_function("file", "huggingface", "tiktoken"),
         "kind file, huggingface or tiktoken",
     ),
+    Dependency("tokenizer.chat_template", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
     Dependency("tokenizer.revision", "tokenizer.kind", _is("huggingface"), "kind huggingface"),
     Dependency("tokenizer.pattern", "tokenizer.kind", _is("tiktoken"), "kind tiktoken"),
     *(
@@ -199,6 +246,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     Dependency("optimizer.muon_lr", "optimizer.name", _is("muon"), "optimizer muon"),
     Dependency("optimizer.muon_momentum", "optimizer.name", _is("muon"), "optimizer muon"),
+    Dependency("optimizer.groups.*.lr_scale", "optimizer.groups.*.frozen", _is(False), "frozen false"),
     Dependency("schedule.decay_fraction", "schedule.name", _is("wsd"), "schedule wsd"),
     Dependency("schedule.min_lr_fraction", "schedule.name", _is("cosine", "linear", "wsd"), "a falling schedule"),
     Dependency(
@@ -211,9 +259,43 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(f"loss.{key}", "loss.name", _is("cross_entropy"), "loss cross_entropy")
         for key in ("z_loss_weight", "label_smoothing_fraction")
     ),
+    *(
+        Dependency(f"loss.{key}", "loss.name", _is("dpo"), "loss dpo")
+        for key in ("dpo_beta", "dpo_label_smoothing_fraction")
+    ),
+    *(
+        Dependency(f"parallel.{key}", "parallel.kind", _is("deepspeed"), "parallel.kind deepspeed")
+        for key in ("zero_stage", "zero_offload", "deepspeed_config")
+    ),
+    *(
+        Dependency(f"parallel.{key}", "parallel.kind", _is("native"), "parallel.kind native")
+        for key in ("fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "reshard_after_forward")
+    ),
+    Dependency("parallel.pipeline_parallel_size", "backend", _is("torch"), "backend torch"),
+    Dependency(
+        "parallel.pipeline_schedule",
+        "parallel.pipeline_parallel_size",
+        lambda value: value != 1,
+        "parallel.pipeline_parallel_size above 1",
+    ),
+    *(
+        Dependency(
+            f"parallel.{key}",
+            "parallel.deepspeed_config",
+            lambda value: value is None,
+            "no parallel.deepspeed_config: the file sets it",
+        )
+        for key in ("zero_stage", "zero_offload")
+    ),
     Dependency("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
     Dependency("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
+    Dependency("log.mlflow_experiment", "log.mlflow", _is(True), "log.mlflow=true"),
+    Dependency("log.webhook_events", "log.webhook", bool, "log.webhook"),
     Dependency("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
+    *(
+        Dependency(f"eval.{key}", "eval.tasks", bool, "eval.tasks")
+        for key in ("task_path", "tasks_every_steps", "num_task_documents", "tasks_max_seconds")
+    ),
     Dependency("eval.sample_tokens", "eval.prompts", bool, "eval.prompts"),
     Dependency("eval.sample_temperature", "eval.prompts", bool, "eval.prompts"),
     Dependency("eval.sample_top_k", "eval.prompts", bool, "eval.prompts"),

@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from vorox.core.schema.adapter import AdapterConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from vorox.core.schema.distillation import DistillationConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.optimizer import LossConfig, OptimizerConfig, ScheduleConfig
 from vorox.core.schema.runtime import ParallelConfig, PrecisionConfig, RunSection, RuntimeConfig
@@ -17,9 +19,11 @@ from vorox.core.schema.section import Section
 from vorox.core.schema.train import CheckpointConfig, CheckpointFormat, EvalConfig, LogConfig, TrainConfig
 
 __all__ = [
+    "AdapterConfig",
     "CheckpointConfig",
     "CheckpointFormat",
     "DataConfig",
+    "DistillationConfig",
     "EvalConfig",
     "LogConfig",
     "LossConfig",
@@ -42,6 +46,7 @@ class RunConfig(Section):
 
     backend: Literal["torch", "jax"] = Field(default="torch", description="Framework that trains the model.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Architecture of the decoder.")
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description="Low-rank adapters of a frozen model.")
     data: DataConfig = Field(description="Sources, packing and data order.")
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="The tokenizer.")
     optimizer: OptimizerConfig = Field(

@@ -56,11 +56,19 @@ class SourceConfig(Section):
         default=None, description="Configuration (subset) of a Hub dataset. None: its default."
     )
     hf_split: str | None = Field(default=None, description="Split of a Hub dataset. None: train.")
-    revision: str | None = Field(
-        default=None, description="Commit, tag or branch of a Hub dataset. None: the newest commit."
-    )
+    revision: str | None = Field(default=None, description="Commit, tag or branch of a Hub dataset. None: the newest.")
     text_field: str = Field(
         default="text", description="Key or column of the text; a.b is the key b inside a, unless a key is named a.b."
+    )
+    chat_fields: tuple[str, ...] = Field(
+        default=(),
+        max_length=3,
+        description="Columns of a conversation, instead of text_field: [messages], [prompt, answer] or [instruction, "
+        "input, output]. Only answers are trained on.",
+    )
+    preference_pairs: bool = Field(
+        default=False,
+        description="chat_fields are [prompt, chosen, rejected] or [chosen, rejected], for loss dpo.",
     )
     tokens_field: str | None = Field(
         default=None,
@@ -147,9 +155,7 @@ class SourceConfig(Section):
         "cover an outage of about 13 minutes.",
     )
     stall_seconds: float = Field(
-        default=20.0,
-        gt=0,
-        description="Timeout without a byte from a store; the retry continues after the last byte received.",
+        default=20.0, gt=0, description="Timeout without a byte from a store; retries continue after the last byte."
     )
 
     @property
@@ -376,9 +382,11 @@ class TokenizerConfig(Section):
         "of a Hugging Face tokenizer, else <|endoftext|>.",
     )
     end_of_text_id: int | None = Field(
+        default=None, ge=0, description="Kind none: the end-of-text id. None: one id after the vocabulary."
+    )
+    chat_template: str | None = Field(
         default=None,
-        ge=0,
-        description="Kind none: the end-of-text id. None: one id after the vocabulary.",
+        description="Template of conversations: chatml, plain or a Jinja file. None: the tokenizer's own, else chatml.",
     )
     special_tokens: tuple[str, ...] = Field(
         default=(),

@@ -1,4 +1,4 @@
-"""``model``: the decoder. ``family`` and ``preset`` only fill in defaults while the configuration is loaded."""
+"""``model``: the model. ``family`` and ``preset`` only fill in defaults while the configuration is loaded."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ class RopeScalingConfig(Section):
 
 
 class ModelConfig(Section):
-    kind: Literal["decoder", "huggingface"] = Field(
+    kind: Literal["decoder", "huggingface"] | ImportPath = Field(
         default="decoder",
         description="decoder: the native decoder, described by this section. huggingface: a causal language model of "
-        "transformers (PyTorch), described by name_or_path.",
+        "transformers (PyTorch), described by name_or_path. Or your class or function (PyTorch): f(config) returns a "
+        "torch.nn.Module from token ids to logits, where config is this section.",
     )
     name_or_path: str | None = Field(
         default=None,
@@ -142,6 +143,11 @@ class ModelConfig(Section):
         default=None,
         description="torch: a user function that replaces the MLP: f(x, weights) acts on each position; its attribute "
         "parameters(spec) returns the shapes of its weights by name. None: the MLP of activation.",
+    )
+    block: ImportPath | None = Field(
+        default=None,
+        description="torch: a user class in the place of the blocks: f(spec, layer) returns a torch.nn.Module from the "
+        "residual stream [rows, positions, width], positions and attn_mask to the next. None: the built-in blocks.",
     )
     qk_norm: bool | Literal["full_width"] = Field(
         default=False,

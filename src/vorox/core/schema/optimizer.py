@@ -9,6 +9,18 @@ from pydantic import Field
 from vorox.core.schema.section import ImportPath, Section
 
 
+class ParameterGroup(Section):
+    match: str = Field(
+        min_length=1,
+        description="Pattern of canonical parameter names, as for file names: blocks.0.*, *.norm.weight. The first "
+        "group that matches a parameter applies.",
+    )
+    lr_scale: float = Field(default=1.0, gt=0, description="Factor of the learning rate of these parameters.")
+    frozen: bool = Field(
+        default=False, description="Do not train these parameters: no gradient, no optimizer state, no weight decay."
+    )
+
+
 class OptimizerConfig(Section):
     name: Literal["adamw", "adamw_8bit", "muon"] | ImportPath = Field(
         default="adamw",
@@ -29,6 +41,16 @@ class OptimizerConfig(Section):
     )
     muon_lr: float = Field(default=0.02, gt=0, description="Peak learning rate of the matrices that muon updates.")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum of muon.")
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), description="Learning rates of some parameters, and parameters that are frozen, by name."
+    )
+    layer_lr_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Scale the learning rate of block l of L by this number to the power of L - l, and of embeddings "
+        "to the power of L + 1; final norm and head keep theirs. For fine-tuning.",
+    )
 
 
 class ScheduleConfig(Section):
@@ -64,10 +86,19 @@ class ScheduleConfig(Section):
 
 
 class LossConfig(Section):
-    name: Literal["cross_entropy"] | ImportPath = Field(
+    name: Literal["cross_entropy", "dpo"] | ImportPath = Field(
         default="cross_entropy",
-        description="Training objective. Or a user function: f(logits, labels) returns the loss summed over the "
-        "positions of a chunk; labels are -100 where there is no target.",
+        description="Training objective. dpo (torch): direct preference optimization on sources with preference_pairs; "
+        "the reference is the model that the run starts from. Or a user function: f(logits, labels) returns the loss "
+        "summed over the positions of a chunk; labels are -100 where there is no target.",
+    )
+    dpo_beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="dpo: factor of the rewards; a larger one keeps the model nearer to the reference.",
+    )
+    dpo_label_smoothing_fraction: float = Field(
+        default=0.0, ge=0, lt=0.5, description="dpo: probability that a preference is labelled the wrong way round."
     )
     chunk_tokens: int = Field(
         default=1024, ge=1, description="Positions whose logits are materialised together; the full logits never are."

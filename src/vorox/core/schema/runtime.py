@@ -48,6 +48,30 @@ class RuntimeConfig(Section):
         "the same machine; bitwise-any-world (PyTorch): every bit, also on 1, 2, 4, 8, ... replicas with the same "
         "micro-batches. auto: bitwise on the CPU, data on accelerators.",
     )
+    stall_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Time without progress of a step or its batch after which a watchdog process writes the stacks of "
+        "all ranks and ends the run with exit code 6. Compilation, saves, validation and a store that does not answer "
+        "do not count. None: no watchdog.",
+    )
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="Steps to profile, from 1, such as [10, 11, 12]: a Chrome trace and a table in profile/ of the run "
+        "directory. Consecutive steps share a trace. Empty: no profiler.",
+    )
+    rehearsal: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Before the first step, try a step, a validation batch of each set, eval.functions, the samples "
+        "and a save, and discard them, so that a run that cannot finish fails before it. No bit of the run changes. "
+        "auto: with at least 1,000 steps ahead.",
+    )
+    recompute_every_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Compute loss and gradients of every N-th step twice from the same state. Other bits end the run "
+        "with exit code 7: a device that computes wrongly. Needs bitwise determinism. None: never.",
+    )
 
 
 class ParallelConfig(Section):
@@ -62,14 +86,46 @@ class ParallelConfig(Section):
         description="Replicas that each train on a part of the batch and hold a shard of the parameters (FSDP).",
     )
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="Devices that every matrix product of the model is sharded over."
+        default=1,
+        ge=1,
+        description="Devices that every matrix product of the model is sharded over; they train on the same rows. "
+        "PyTorch: the native decoder, with this many processes for each replica or shard.",
+    )
+    pipeline_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="PyTorch, the native decoder: processes that each hold some of its blocks; the micro-batches of a "
+        "step pass through them in turn.",
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = Field(
+        default="1f1b",
+        description="Order of the forward and backward passes of a pipeline. 1f1b: one stage of consecutive blocks for "
+        "each process; interleaved: two, so processes idle less and communicate more.",
     )
     reshard_after_forward: bool = Field(
         default=True,
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "
         "(ZeRO-3), or keep them (ZeRO-2: more memory, less communication).",
     )
-
+    kind: Literal["native", "deepspeed"] = Field(
+        default="native",
+        description="What distributes the state over ranks. native: fsdp_size, tensor_parallel_size and "
+        "pipeline_parallel_size; deepspeed (PyTorch): ZeRO of DeepSpeed, over all ranks.",
+    )
+    zero_stage: Literal[1, 2, 3] = Field(
+        default=2,
+        description="DeepSpeed: what is sharded. 1: optimizer state; 2: also gradients; 3: also parameters.",
+    )
+    zero_offload: Literal["none", "optimizer", "parameters"] = Field(
+        default="none",
+        description="DeepSpeed: what is kept in host memory. optimizer: optimizer state and its update; parameters "
+        "(stage 3): also parameters.",
+    )
+    deepspeed_config: str | None = Field(
+        default=None,
+        description="DeepSpeed: its JSON file, instead of zero_stage and zero_offload. Values that other settings "
+        "determine are auto or equal.",
+    )
     start_timeout_seconds: float = Field(
         default=300.0,
         gt=0,
@@ -80,7 +136,7 @@ class ParallelConfig(Section):
     @property
     def num_devices(self) -> int:
         """Devices of the run; the fewest possible under ``auto``."""
-        return self.num_row_parts * self.tensor_parallel_size
+        return self.num_row_parts * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_row_parts(self) -> int:
@@ -91,10 +147,17 @@ class ParallelConfig(Section):
         """Return the number of replicas on so many devices; at least 1, even if they are too few."""
         if self.data_parallel_size != "auto":
             return self.data_parallel_size
-        return max(1, num_devices // (self.fsdp_size * self.tensor_parallel_size))
+        return max(1, num_devices // (self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size))
+
+    @property
+    def pipeline_stages_per_device(self) -> int:
+        """Stages of consecutive blocks that a device of a pipeline holds."""
+        return 2 if self.pipeline_schedule == "interleaved" else 1
 
     def micro_batch_sequences(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
         """Return the rows of a micro-batch: ``limit``, or under ``auto`` the largest divisor of a rank's rows below it.
+
+        Under ``auto``, the micro-batches also fill a pipeline, if the rows allow it.
 
         Args:
             limit: ``train.micro_batch_sequences``.
@@ -104,7 +167,18 @@ class ParallelConfig(Section):
         share = -(-global_batch_sequences // num_parts)
         if self.data_parallel_size != "auto" or num_parts == 1:
             return limit
-        return max(size for size in range(1, max(1, min(limit, share)) + 1) if share % size == 0)
+        sizes = [size for size in range(1, max(1, min(limit, share)) + 1) if share % size == 0]
+        return max((size for size in sizes if self.fills_pipeline(share // size)), default=max(sizes))
+
+    def num_micro_batches(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
+        """Return the micro-batches of a step on one rank; the arguments are those of ``micro_batch_sequences``."""
+        share = -(-global_batch_sequences // num_parts)
+        return -(-share // self.micro_batch_sequences(limit, global_batch_sequences, num_parts))
+
+    def fills_pipeline(self, num_micro_batches: int) -> bool:
+        """Return whether the schedule of the pipeline runs with so many micro-batches."""
+        size = self.pipeline_parallel_size
+        return num_micro_batches >= size and (self.pipeline_schedule == "1f1b" or num_micro_batches % size == 0)
 
 
 class RunSection(Section):

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vorox.core.schema.distillation import DistillationConfig
 from vorox.core.schema.section import ImportPath, Section
 
 
@@ -39,8 +40,8 @@ class TrainConfig(Section):
     )
     activation_checkpointing: Literal["none", "block", "dots"] = Field(
         default="none",
-        description="block: save only block inputs and recompute the rest in the backward pass; dots (jax): save the "
-        "matrix products as well.",
+        description="block: save only block inputs and recompute the rest in the backward pass; dots: save the "
+        "matrix products as well, and with torch attention.",
     )
     forward_backward: ImportPath | None = Field(
         default=None,
@@ -55,10 +56,60 @@ class TrainConfig(Section):
     from_optimizer: bool = Field(
         default=False, description="Initialise the optimizer state from that checkpoint as well."
     )
+    keep_zeros: bool = Field(
+        default=False,
+        description="Fine-tune pruned weights: an element of a matrix in the blocks that is zero stays zero in every "
+        "step. Needs initial weights (train.from_weights or model.name_or_path) with zeros.",
+    )
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="Learn from the predictions of a trained model."
+    )
+    embedding_noise: float | None = Field(
+        default=None,
+        gt=0,
+        description="torch: NEFTune's alpha, for fine-tuning. In training only, uniform noise between -1 and 1, times "
+        "alpha / sqrt(positions of a row * hidden size), is added to the token embeddings; 5 to 15 in the paper.",
+    )
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Keep an exponential moving average of the parameters, in fp32 and in every checkpoint: after a "
+        "step, average = ema_decay * average + (1 - ema_decay) * parameters. None: no average.",
+    )
+    ema_warmup: bool = Field(
+        default=True,
+        description="Lower the decay at first: after n updates, at most (1 + n) / (10 + n).",
+    )
     max_nonfinite_steps: int = Field(
         default=3,
         ge=0,
         description="Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.",
+    )
+    spike_policy: Literal["off", "stop", "skip", "rollback"] = Field(
+        default="off",
+        description="What happens at a loss spike. skip: the update of the step is not applied, and the plan records "
+        "it; rollback: the run continues from a checkpoint before the spike and skips the steps that led to it, and "
+        "the plan records them; stop: the run ends. A spike is a loss above median + spike_deviations * deviation of "
+        "the last spike_window_steps finite losses; the deviation is 1.4826 * the median absolute deviation, at least "
+        "1% of the median.",
+    )
+    spike_deviations: float = Field(
+        default=6.0, gt=0, description="Deviations from the median above which a loss is a spike."
+    )
+    spike_window_steps: int = Field(
+        default=128, ge=4, description="Finite losses that the limit of a spike is computed from; before, none is one."
+    )
+    max_spike_steps: int = Field(
+        default=10, ge=0, description="Steps of the whole run that spike_policy=skip skips before the run stops."
+    )
+    spike_rollback_steps: int = Field(
+        default=32,
+        ge=1,
+        description="spike_policy=rollback: steps up to the spike, with it, whose updates are undone and then skipped.",
+    )
+    max_spike_rollbacks: int = Field(
+        default=3, ge=0, description="Rollbacks of the whole run (spike_policy=rollback); at the next spike, it stops."
     )
 
 
@@ -71,7 +122,11 @@ class EvalConfig(Section):
         ge=1,
         description="Number of validation rows, the same ones every time. None: the whole validation split.",
     )
-    at_end: bool = Field(default=True, description="Validate after the last step.")
+    at_end: bool = Field(default=True, description="Validate, and evaluate tasks, after the last step.")
+    weights: Literal["model", "ema"] = Field(
+        default="model",
+        description="Weights that validations and samples use: the parameters, or their average (train.ema_decay).",
+    )
     by_source: bool = Field(
         default=False,
         description="Also measure the loss of each validation source by itself, over up to num_sequences rows of each: "
@@ -81,6 +136,23 @@ class EvalConfig(Section):
         default=(),
         description="User functions called at every validation: f(model) returns a number or a mapping of numbers. "
         "Written as my_package.my_module:function or path/to/file.py:function.",
+    )
+    tasks: tuple[str, ...] = Field(
+        default=(),
+        description="Tasks of lm-evaluation-harness evaluated during training: names of tasks, groups or tags, or YAML "
+        "files. A checkpoint of the step is saved first.",
+    )
+    task_path: str | None = Field(
+        default=None, description="Directory of YAML tasks, in addition to those of the harness."
+    )
+    tasks_every_steps: int | None = Field(
+        default=None, ge=1, description="Interval of task evaluations in steps. None: only at the end (eval.at_end)."
+    )
+    num_task_documents: int | None = Field(default=None, ge=1, description="Documents per task. None: all.")
+    tasks_max_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        description="Time budget of one evaluation of all tasks. A task that it interrupts has no result.",
     )
     prompts: tuple[str, ...] = Field(
         default=(), description="Prompts completed at every validation, with the same random numbers every time."
@@ -156,6 +228,24 @@ class LogConfig(Section):
         description="Also send metrics to Weights & Biases; without an API key, offline into the run directory.",
     )
     wandb_project: str = Field(default="vorox", description="Weights & Biases project.", min_length=1)
+    mlflow: bool = Field(
+        default=False,
+        description="Also send metrics to the MLflow server in MLFLOW_TRACKING_URI; without one, into mlflow.db in the "
+        "run directory.",
+    )
+    mlflow_experiment: str = Field(default="vorox", description="MLflow experiment.", min_length=1)
+    webhook: str | None = Field(
+        default=None,
+        description="http(s) URL to which events of the run are posted as JSON, such as an incoming webhook of Slack; "
+        "or env:VARIABLE, which holds it. The URL is a secret: a run records env:VOROX_WEBHOOK.",
+        pattern=r"^env:[A-Za-z_][A-Za-z0-9_]*$",
+    )
+    webhook_events: tuple[Literal["lifecycle", "warnings", "checkpoints", "validations"], ...] = Field(
+        default=("lifecycle", "warnings"),
+        description="Events that are posted. lifecycle: started, resumed, finished, stopped and failed; warnings: "
+        "spikes, non-finite steps, stalls, an unreachable mirror and the like.",
+        min_length=1,
+    )
     metadata: Literal["off", "sqlite", "postgres"] = Field(
         default="sqlite",
         description="Database that records in the background which data was consumed. sqlite: metadata.sqlite in the "

@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lz4.block  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
@@ -30,6 +30,7 @@ from vorox.data.cache.format import (
     HEADER,
     HEADER_BYTES,
     LARGEST_UINT32,
+    LOSS_MASK,
     MAGIC,
     SEGMENT_BYTES,
     VERSION,
@@ -38,7 +39,9 @@ from vorox.data.cache.format import (
     ChunkOrigin,
     ChunkRecord,
     content_digest,
+    stored_row_bytes,
 )
+from vorox.data.rows import TokenArray
 
 _lz4: Any = lz4.block  # untyped
 _zstd = threading.local()  # a decompressor is not thread-safe
@@ -68,6 +71,17 @@ def damaged_chunk(path: Path, what: str) -> DataError:
     return DataError(f"Damaged chunk: {what}", where=str(path), hint=REMEDY)
 
 
+def split_rows(stored: bytes, header: ChunkHeader) -> tuple[TokenArray, npt.NDArray[np.bool_] | None]:
+    """Return the tokens and the loss mask in the stored bytes of rows; ``None`` if the chunk has no mask."""
+    dtype, row_tokens = np.dtype(f"<u{header.token_bytes}"), header.row_tokens
+    if not header.flags & LOSS_MASK:
+        return cast("TokenArray", np.frombuffer(stored, dtype).reshape(-1, row_tokens)), None
+    rows = np.frombuffer(stored, np.uint8).reshape(-1, stored_row_bytes(row_tokens, header.token_bytes, header.flags))
+    token_bytes = row_tokens * header.token_bytes
+    tokens_RC = np.ascontiguousarray(rows[:, :token_bytes]).view(dtype)
+    return cast("TokenArray", tokens_RC), np.unpackbits(rows[:, token_bytes:], axis=1, count=row_tokens).view(np.bool_)
+
+
 class Chunk:
     """An open chunk file. Any number of threads may read it.
 
@@ -85,7 +99,7 @@ class Chunk:
         self._view = view
         self._documents_checked = False
         self.header = header = self._read_header()
-        self._row_bytes = header.row_tokens * header.token_bytes
+        self._row_bytes = stored_row_bytes(header.row_tokens, header.token_bytes, header.flags)
         self._block_rows = header.rows_per_block
         self._block_bytes = self._block_rows * self._row_bytes
         self._last_block_bytes = ((header.num_rows - 1) % self._block_rows + 1) * self._row_bytes
@@ -144,7 +158,7 @@ class Chunk:
         self._expect("footer's CRC-32", zlib.crc32(footer[:24]), footer_crc32)
         self._expect("file length", len(view), file_bytes)
         understood = header.version == VERSION and header.codec in CODECS.values()
-        if not understood or header.flags or header.byte_shuffle or header.reserved:
+        if not understood or header.flags & ~LOSS_MASK or header.byte_shuffle or header.reserved:
             raise DataError(
                 f"Unsupported chunk: version {header.version}, codec {header.codec}, flags {header.flags}",
                 where=str(self.path),
@@ -179,7 +193,7 @@ class Chunk:
             ) from error
 
     def row(self, row: int) -> memoryview | bytes:
-        """Return the tokens of a row as bytes, checked."""
+        """Return the stored bytes of a row, checked: its tokens, then its loss mask if the chunk has one."""
         if self._block_rows == 1:
             return self.block(row)
         block, row_in_block = divmod(row, self._block_rows)
@@ -189,6 +203,10 @@ class Chunk:
     def segments(self, row: int) -> memoryview:
         """Return the stored segments of a row, ``SEGMENT_BYTES`` each."""
         return self._segments[SEGMENT_BYTES * self._row_ptr[row] : SEGMENT_BYTES * self._row_ptr[row + 1]]
+
+    def segment_table(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """Return the first segment of each row, then their number; and document, token offset and length of each."""
+        return np.frombuffer(self._row_ptr, "<u4"), np.frombuffer(self._segments, "<u4").reshape(-1, 3)
 
     def documents(self) -> npt.NDArray[np.void]:
         """Return the ``DOCUMENT`` records, checked at the first call."""
@@ -207,23 +225,21 @@ class Chunk:
             wanted_D &= (starts <= byte) & (byte < starts + documents_D["byte_length"])
         if ordinal is not None:
             wanted_D &= documents_D["ordinal"] == ordinal
-        segments_S3 = np.frombuffer(self._segments, "<u4").reshape(-1, 3)
-        chosen = np.flatnonzero(wanted_D[segments_S3[:, 0]])
-        return np.unique(np.searchsorted(np.frombuffer(self._row_ptr, "<u4"), chosen, side="right") - 1)
+        return self.rows_with(wanted_D)
+
+    def rows_with(self, wanted_D: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the rows with tokens of the wanted documents, ascending."""
+        row_ptr, segments_S3 = self.segment_table()
+        return np.unique(np.searchsorted(row_ptr, np.flatnonzero(wanted_D[segments_S3[:, 0]]), side="right") - 1)
 
     def content(self) -> ChunkContent:
         """Return the whole content, every block checked."""
         header = self.header
         num_blocks = len(self._block_ends) - 1
         payload = b"".join([self.block(block) for block in range(num_blocks)])
-        tokens = np.frombuffer(payload, f"<u{header.token_bytes}")
-        self._expect("tokens of all blocks", tokens.size, header.num_rows * header.row_tokens)
-        return ChunkContent(
-            tokens.reshape(header.num_rows, header.row_tokens),
-            np.frombuffer(self._row_ptr, "<u4"),
-            np.frombuffer(self._segments, "<u4").reshape(-1, 3),
-            self.documents(),
-        )
+        self._expect("bytes of all blocks", len(payload), header.num_rows * self._row_bytes)
+        tokens_RC, loss_mask_RC = split_rows(payload, header)
+        return ChunkContent(tokens_RC, *self.segment_table(), self.documents(), loss_mask_RC)
 
     def verify(self) -> ChunkContent:
         """Check every byte of the file and the consistency of its header; return the content.

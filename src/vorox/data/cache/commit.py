@@ -51,8 +51,9 @@ def commit_unit(
     Raises:
         DataError: Too many records are bad, or the manifest has different content for the unit.
     """
-    write_quarantine(directory, built.unit_id, built.bad_records, builder.files)
-    check_budget(directory, built, builder.files, builder.bad_record_fraction)
+    if built.bad_records:
+        write_quarantine(directory, built.unit_id, built.bad_records, builder.files)
+        check_budget(directory, built, builder.files, builder.bad_record_fraction)
     records = [record for _, record in built.chunks]
     check_same_content(directory, manifest, built.unit_id, records)
     staged: list[tuple[Path, Path]] = []
@@ -74,7 +75,8 @@ def commit_unit(
                 return current, True
             transforms = {name: count.to_json() for name, count in built.transforms.items()}
             now = current.append(directory, [unit_entry(built.statistics, records, transforms)])
-        report_damaged_files(directory, built, builder.files)
+        if built.bad_records:
+            report_damaged_files(directory, built, builder.files)
         return now, True
     finally:
         for temporary, _ in staged:
@@ -123,9 +125,9 @@ def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[lis
         chunks = [Chunk.open(first)]
         num_parts = chunks[0].header.num_parts
         chunks += [Chunk.open(chunk_path(directory, unit.unit_id, part)) for part in range(1, num_parts)]
-        for part, chunk in enumerate(chunks):
-            if chunk.origin != builder.origin(unit, part, num_parts):
-                return None
+        if [chunk.origin for chunk in chunks] != builder.origins(unit, num_parts):
+            return None
+        for chunk in chunks:
             chunk.verify()
     except DataError:
         return None

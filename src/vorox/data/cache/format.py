@@ -7,6 +7,9 @@
     DOCUMENTS    one ``DOCUMENT`` record per document with a segment in the chunk
     FOOTER       32 bytes: file length, xxh3-64 of everything before it, and the CRC-32 of the footer
 
+With the flag ``LOSS_MASK``, each row of the payload ends with one bit per token: whether it is trained on. Without it,
+all tokens are.
+
 Little-endian; sections start at multiples of 8. ``encode_chunk`` writes chunks, ``chunk.Chunk`` reads them. The CRC-32
 is zlib's; the hashes of blocks and sections are xxh3-64, seed 0. The *content digest* covers rows, segments and
 documents before compression. It identifies the chunk and does not depend on the codec or its version, unlike the hash
@@ -38,6 +41,8 @@ FOOTER_MAGIC = b"PSC-END\n"
 CODECS = {"raw": 0, "lz4": 1, "lz4hc": 2, "zstd": 3}
 ZSTD_LEVEL = 3
 SEGMENT_BYTES = 12
+LOSS_MASK = 1
+"""Flag of the header: the payload has a loss mask."""
 
 # magic, version, header bytes, flags | token bytes, codec, byte shuffle, 0 | row tokens, rows, rows per block |
 # unit, part, documents | 4 x (offset, bytes) | recipe, source set | real tokens, padding tokens |
@@ -74,12 +79,21 @@ class ChunkContent:
         row_ptr: Where each row's segments start, ``[R + 1]``.
         segments_S3: Document (index into ``documents_D``), token offset in it, and tokens of each segment.
         documents_D: ``DOCUMENT`` records.
+        loss_mask_RC: Whether each token is trained on; ``None``: all are.
     """
 
     tokens_RC: TokenArray
     row_ptr: Uint32Array
     segments_S3: Uint32Array
     documents_D: npt.NDArray[np.void]
+    loss_mask_RC: npt.NDArray[np.bool_] | None = None
+
+    def row_bytes(self) -> npt.NDArray[np.uint8]:
+        """Return the stored bytes of each row: its token ids, then its loss mask."""
+        tokens_RN = np.ascontiguousarray(self.tokens_RC).view(np.uint8)
+        if self.loss_mask_RC is None:
+            return tokens_RN
+        return np.concatenate([tokens_RN, np.packbits(self.loss_mask_RC, axis=1)], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,14 @@ def content_digest(content: ChunkContent, unit: int, part: int) -> bytes:
     digest = hashlib.sha256(b"psc-content/1" + struct.pack("<5Q", *shape))
     for array in (tokens_RC, content.row_ptr, content.segments_S3, content.documents_D):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    if content.loss_mask_RC is not None:
+        digest.update(b"loss-mask/1" + np.packbits(content.loss_mask_RC, axis=1).tobytes())
     return digest.digest()
+
+
+def stored_row_bytes(row_tokens: int, token_bytes: int, flags: int) -> int:
+    """Return the bytes of a stored row, before compression."""
+    return row_tokens * token_bytes + (-(-row_tokens // 8) if flags & LOSS_MASK else 0)
 
 
 def default_block_rows(row_tokens: int) -> int:
@@ -164,13 +185,12 @@ def encode_chunk(
     content: ChunkContent, origin: ChunkOrigin, *, codec: str = "lz4", block_rows: int | None = None
 ) -> tuple[bytearray, ChunkRecord]:
     """Return the bytes of a chunk file and its manifest record."""
-    tokens_RC = np.ascontiguousarray(content.tokens_RC)
+    tokens_RC, rows = content.tokens_RC, content.row_bytes()
     num_rows, row_tokens = tokens_RC.shape
+    flags = 0 if content.loss_mask_RC is None else LOSS_MASK
     block_rows = block_rows or default_block_rows(row_tokens)
     num_tokens = int(content.segments_S3[:, 2].sum(dtype=np.int64))
-    blocks = [
-        _compress(tokens_RC[start : start + block_rows].tobytes(), codec) for start in range(0, num_rows, block_rows)
-    ]
+    blocks = [_compress(rows[start : start + block_rows].tobytes(), codec) for start in range(0, num_rows, block_rows)]
     index = np.array([(len(block), _xxh3(block) & LARGEST_UINT32) for block in blocks], "<u4").tobytes()
     segments = content.row_ptr.astype("<u4").tobytes() + content.segments_S3.astype("<u4").tobytes()
     documents = content.documents_D.astype(DOCUMENT).tobytes()
@@ -183,7 +203,7 @@ def encode_chunk(
     digest = content_digest(content, origin.unit, origin.part)
     hashes = (_xxh3(index), _xxh3(segments), _xxh3(documents))
     fields = (
-        *(MAGIC, VERSION, HEADER_BYTES, 0),
+        *(MAGIC, VERSION, HEADER_BYTES, flags),
         *(tokens_RC.itemsize, CODECS[codec], 0, 0),
         *(row_tokens, num_rows, block_rows, origin.unit, origin.part, len(content.documents_D)),
         *places,

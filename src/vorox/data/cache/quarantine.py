@@ -34,9 +34,7 @@ def quarantine_path(directory: Path, unit: int) -> Path:
 
 
 def write_quarantine(directory: Path, unit: int, records: Sequence[BadRecord], files: Sequence[SourceFile]) -> None:
-    """Write the list of a unit's unreadable records durably; does nothing if there are none."""
-    if not records:
-        return
+    """Write the list of a unit's unreadable records durably."""
     path = quarantine_path(directory, unit)
     make_directory(path.parent)
     lines: list[bytes] = []

@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
-from vorox.data.cache.chunk import REMEDY, Chunk
+from vorox.data.cache.chunk import REMEDY, Chunk, split_rows
 from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
@@ -219,24 +219,30 @@ class CacheReader:
         return self._read_rows(rows)
 
     def _read_rows(self, rows: npt.NDArray[np.int64]) -> RowBlock:
+        if not rows.size:
+            nothing = np.zeros(0, np.int32)
+            return RowBlock(np.zeros((0, self.row_tokens), self._dtype), np.zeros(1, np.int64), nothing, nothing)
         chunk_N, row_N = self.addresses(rows)
-        tokens: list[memoryview | bytes] = []
+        stored: list[memoryview | bytes] = []
         segments: list[memoryview] = []
-        open_chunks, now = self._open_chunks, next(self._clock)
+        open_chunks, now, header = self._open_chunks, next(self._clock), None
         for index, row in zip(chunk_N.tolist(), row_N.tolist(), strict=True):
             chunk = open_chunks.get(index) or self._open(index)
             chunk.last_used = now
-            tokens.append(chunk.row(row))
+            stored.append(chunk.row(row))
             segments.append(chunk.segments(row))
-        flat = np.frombuffer(b"".join(tokens), self._dtype)
+            header = chunk.header  # the chunks of a cache are alike
+        assert header is not None
+        tokens_NC, loss_mask_NC = split_rows(b"".join(stored), header)
         segments_3S = np.ascontiguousarray(np.frombuffer(b"".join(segments), "<i4").reshape(-1, 3).T)
         row_ptr = np.zeros(len(segments) + 1, np.int64)
         np.cumsum([len(view) // SEGMENT_BYTES for view in segments], out=row_ptr[1:])
         return RowBlock(
-            tokens_NC=flat.reshape(len(tokens), self.row_tokens),
+            tokens_NC=tokens_NC,
             row_ptr=row_ptr,
             segment_lengths=segments_3S[2],
             segment_document_offsets=segments_3S[1],
+            loss_mask_NC=loss_mask_NC,
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
@@ -246,7 +252,7 @@ class CacheReader:
             DataError: The chunk is missing or damaged.
         """
         (chunk_index,), (row_in_chunk,) = self.addresses(np.array([row]))
-        chunk = self._open_chunks.get(int(chunk_index)) or self._open(int(chunk_index))
+        chunk = self.chunk(int(chunk_index))
         documents_D = chunk.documents()
         segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
         spans: list[DocumentSpan] = []
@@ -280,9 +286,29 @@ class CacheReader:
         for unit in np.unique(unit_S[wanted_S]).tolist():
             low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
             for index in range(int(low), int(high)):
-                chunk = self._open_chunks.get(index) or self._open(index)
+                chunk = self.chunk(index)
                 found.append(chunk.rows_of(file_index, byte, ordinal) + self._chunk_row_starts[index])
         return np.concatenate(found)
+
+    def rows_of_text(self, text_hashes: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the rows with tokens of documents whose whole text has one of some xxh3-64, ascending.
+
+        Raises:
+            DataError: A chunk is missing or damaged.
+        """
+        found, wanted = [np.empty(0, np.int64)], np.array(text_hashes, np.uint64)
+        for index, first_row in enumerate(self._chunk_row_starts[: len(self.manifest.chunks)].tolist()):
+            chunk = self.chunk(index)
+            found.append(chunk.rows_with(np.isin(chunk.documents()["text_xxh3"], wanted)) + first_row)
+        return np.concatenate(found)
+
+    def chunk(self, index: int) -> Chunk:
+        """Return a chunk by its index in the manifest; its content is checked where it is read.
+
+        Raises:
+            DataError: The chunk is missing or damaged.
+        """
+        return self._open_chunks.get(index) or self._open(index)
 
     def _repair(self, rows: npt.NDArray[np.int64], error: DataError) -> None:
         """Rebuild the damaged units of the given rows.

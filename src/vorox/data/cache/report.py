@@ -1,8 +1,9 @@
-"""Progress of a running build, and the report at its end."""
+"""Progress while a corpus is prepared and its caches are built, and the report at the end of a build."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,18 @@ from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.pipeline.pipeline import PipelineStatistics
 from vorox.data.transforms.apply import Counts, TransformCount, add_counts
+
+PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
+"""Callback for progress: (phase, done, total, rates), in bytes of text. Phases: ``list NAME``, ``tokenizer``,
+``check NAME train`` (in bytes of the cache), ``compare NAME train`` (search for duplicates), ``build NAME train``,
+``build NAME validation``, and ``wait NAME train`` while other processes build the rest. Rates while building:
+``text_mb_per_second``, ``tokens_per_second``, ``documents_per_second``, ``chunks``, ``utilisation_fraction``,
+``ratio_to_uint32``, ``ratio_to_uint16``."""
+
+
+def report_nothing(phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
+    """A ``PrepareProgress`` without effect."""
+    del phase, done, total, rates
 
 
 class _SizeRatios:
@@ -147,6 +160,34 @@ def committed_progress(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]
     }
 
 
+def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
+    """Return a callback that reports build progress in bytes of text, which is finer than units."""
+    started = time.perf_counter()
+    done = text_bytes = 0
+
+    def on_progress(progress: BuildProgress) -> None:
+        nonlocal done, text_bytes
+        if progress.compared_bytes:
+            report(f"compare {name}", progress.compared_bytes, progress.source_bytes, {})
+            return
+        done = max(progress.source_bytes_done, done + progress.text_bytes - text_bytes)
+        done, text_bytes = min(done, progress.source_bytes), progress.text_bytes
+        seconds = max(time.perf_counter() - started, 1e-9)
+        rates = {
+            "text_mb_per_second": progress.text_bytes / 1e6 / seconds,
+            "tokens_per_second": progress.tokens / seconds,
+            "documents_per_second": progress.documents / seconds,
+        }
+        if progress.chunks:
+            rates["chunks"] = progress.chunks
+            rates["utilisation_fraction"] = progress.utilisation_fraction
+            rates["ratio_to_uint32"] = progress.ratio_to_uint32
+            rates["ratio_to_uint16"] = progress.ratio_to_uint16
+        report(f"wait {name}" if progress.waiting_for else f"build {name}", done, progress.source_bytes, rates)
+
+    return on_progress
+
+
 def transform_counts(directory: Path) -> Counts:
     """Return the counts of each transform over all committed units of a cache."""
     bodies, _ = HashChainedLog(directory / LOG_NAME).read_after(LogPosition())
@@ -164,14 +205,14 @@ def build_report(
     manifest: Manifest,
     row_tokens: int,
     *,
-    units_built: int,
-    units_adopted: int,
-    built_text_bytes: int,
-    seconds: float,
+    units_built: int = 0,
+    units_adopted: int = 0,
+    built_text_bytes: int = 0,
+    seconds: float = 0.0,
     stages: PipelineStatistics | None = None,
     transforms: Mapping[str, TransformCount] | None = None,
 ) -> BuildReport:
-    """Return the report of a cache at the state of ``manifest``."""
+    """Return the report of a cache at the state of ``manifest``, and of the units that this build contributed."""
     return BuildReport(
         digest=manifest.content_digest(0, manifest.planned_units),
         documents=_total(manifest.units, "documents"),

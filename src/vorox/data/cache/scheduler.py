@@ -227,16 +227,13 @@ class BuildScheduler:
             self._lease_units(batch, leases), on_documents=self._add_documents, on_statistics=self._update_stages,
             stop=lambda: self._stop() or self.queue.preempts(batch),
         )  # fmt: skip
-        try:
+        with contextlib.closing(units):  # ends its read-ahead
             for unit in units:
                 if not self._commit(unit):
                     break
                 self._in_flight.remove(unit.unit_id)
                 leases.release(unit.unit_id)
                 built += 1
-        finally:
-            if isinstance(units, Generator):
-                units.close()  # ends its read-ahead
         return built
 
     def build_from(self, unit: Unit, records: Sequence[Record]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,10 +21,9 @@ from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
 from vorox.data.cache.unit_rows import Encoder, chunk_contents, unit_statistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
-from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_checks, find_duplicates
+from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_check, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
-from vorox.data.tokenizers.fast_path import rebuild_after_fallback
 from vorox.data.transforms.apply import Applier, TransformCount
 from vorox.data.transforms.registry import Transform
 
@@ -131,8 +131,11 @@ class UnitBuilder:
         on_documents: OnDocuments | None = None,
         on_statistics: Callable[[PipelineStatistics], None] | None = None,
         stop: Callable[[], bool] | None = None,
-    ) -> Iterator[BuiltUnit]:
+    ) -> Generator[BuiltUnit]:
         """Build units in the given order, with read-ahead.
+
+        A unit during which the tokenizer's fast path was disabled may contain its faulty ids, so it is built again. No
+        other code of a build handles this.
 
         Args:
             units: Consumed one by one when there is room for another, so they may be leased as they are consumed; by a
@@ -147,16 +150,29 @@ class UnitBuilder:
             DataError: A text cannot be read or tokenised. The units before it have been yielded.
         """
 
-        def build(units: Iterable[Unit]) -> Generator[BuiltUnit]:
-            if self.pipeline.staged:
-                return self._run_staged(units, on_documents, on_statistics, stop)
-            taken = units if stop is None else _take_until(units, stop)
-            return run_serial(taken, self.stages(on_documents).stages(self.pipeline))
+        in_progress: deque[tuple[Unit, int]] = deque()
 
-        def rebuild(unit: Unit) -> BuiltUnit:
-            return next(run_serial([unit], self.stages().stages(self.pipeline)))
+        def tracked() -> Iterator[Unit]:
+            for unit in units:
+                in_progress.append((unit, self._fallbacks()))
+                yield unit
 
-        return rebuild_after_fallback(self.tokenizer, units, build, rebuild)
+        if self.pipeline.staged:
+            results = self._run_staged(tracked(), on_documents, on_statistics, stop)
+        else:
+            taken = tracked() if stop is None else _take_until(tracked(), stop)
+            results = run_serial(taken, self.stages(on_documents).stages(self.pipeline))
+        with contextlib.closing(results):
+            for built in results:
+                unit, before = in_progress.popleft()
+                while before != self._fallbacks():
+                    before = self._fallbacks()
+                    built = next(run_serial([unit], self.stages().stages(self.pipeline)))
+                yield built
+
+    def _fallbacks(self) -> int:
+        """Return how often the fast path of the tokenizer was disabled."""
+        return getattr(self.tokenizer, "fast_path_fallbacks", 0)
 
     def _run_staged(
         self,
@@ -196,24 +212,25 @@ class UnitBuilder:
             self.tokenizer,
             self.recipe,
             applier,
-            partial(duplicate_checks, self.directory, self.files),
+            partial(duplicate_check, self.directory, self.files),
             self._pack,
         )
         return stages if on_documents is None else replace(stages, on_documents=on_documents)
 
-    def origin(self, unit: Unit, part: int, num_parts: int) -> ChunkOrigin:
-        """Return the origin recorded in the header of a chunk."""
-        source_set = source_set_digest(unit, self.files)
-        return ChunkOrigin(unit.unit_id, part, num_parts, bytes.fromhex(self.recipe.digest), source_set)
+    def origins(self, unit: Unit, num_parts: int) -> list[ChunkOrigin]:
+        """Return the origin recorded in the header of each chunk of a unit."""
+        recipe, source_set = bytes.fromhex(self.recipe.digest), source_set_digest(unit, self.files)
+        return [ChunkOrigin(unit.unit_id, part, num_parts, recipe, source_set) for part in range(num_parts)]
 
     def _pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
         unit, documents_D = gathered.unit, gathered.documents_D
         contents: list[ChunkContent] = []
         if not gathered.aborted:
-            contents = chunk_contents(unit.unit_id, gathered.tokens, documents_D, self.recipe)
+            masks = (gathered.loss_mask, gathered.rejected_starts_D)
+            contents = chunk_contents(unit.unit_id, gathered.tokens, documents_D, self.recipe, *masks)
         chunks = [
-            encode_chunk(content, self.origin(unit, part, len(contents)), codec=self.codec, block_rows=self.block_rows)
-            for part, content in enumerate(contents)
+            encode_chunk(content, origin, codec=self.codec, block_rows=self.block_rows)
+            for content, origin in zip(contents, self.origins(unit, len(contents)), strict=True)
         ]
         return BuiltUnit(
             unit_id=unit.unit_id,

@@ -11,7 +11,8 @@ Legend: R rows of the unit, C tokens of a row, F fragments, D documents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -21,9 +22,10 @@ import xxhash
 from vorox.core.errors import DataError
 from vorox.data.cache.format import DOCUMENT, ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
+from vorox.data.cache.pair_rows import Int64Array, is_pair, split_pairs
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import SourceFile, TokenDocument
-from vorox.data.packing import pack
+from vorox.data.documents import Document, Ranges, SourceFile, TokenDocument
+from vorox.data.packing import Packing, pack
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.rows import TokenArray
 from vorox.data.transforms.apply import AnyDocument, place_of
@@ -54,21 +56,85 @@ def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: i
     )
 
 
-def encode(documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder) -> list[npt.NDArray[Any]]:
-    """Return the token ids of every document, without end-of-text ids; token documents keep theirs.
+class ConversationEncoder(Encoder, Protocol):
+    """An encoder that recognises the special tokens of a rendered conversation."""
+
+    def encode_with_specials(
+        self, texts: Sequence[str], /
+    ) -> Sequence[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]]: ...
+
+
+def encode(
+    documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder
+) -> tuple[list[AnyDocument], list[npt.NDArray[Any]]]:
+    """Return the documents and their token ids, without end-of-text ids; token documents keep theirs.
+
+    A conversation gets the tokens of its answers: from the first to the last one with a character of the answer.
 
     Raises:
         DataError: The tokenizer cannot encode a text; the message has its place.
     """
-    texts = [document.text for document in documents if document.text is not None]
+    texts = [document.text for document in documents if isinstance(document, Document) and not document.answers]
+    chats = [text for document in documents for text in _conversations(document)]
     try:
         encoded = iter(encoder.encode_batch(texts) if texts else [])
+        marked = iter(cast("ConversationEncoder", encoder).encode_with_specials(chats) if chats else [])
     except DataError as error:
         if len(documents) == 1:
             raise DataError(error.what, where=place_of(documents[0], files), hint=error.hint) from error
         # Encode one by one, to find the document that fails.
-        return [ids for document in documents for ids in encode([document], files, encoder)]
-    return [document.tokens if isinstance(document, TokenDocument) else next(encoded) for document in documents]
+        parts = [encode([document], files, encoder) for document in documents]
+        return [part[0][0] for part in parts], [part[1][0] for part in parts]
+    kept: list[AnyDocument] = []
+    tokens: list[npt.NDArray[Any]] = []
+    for document in documents:
+        if isinstance(document, TokenDocument):
+            ids = document.tokens
+        elif document.answers:
+            document, ids = _with_targets(document, marked, encoder.end_of_text_id)
+        else:
+            ids = next(encoded)
+        kept.append(document)
+        tokens.append(ids)
+    return kept, tokens
+
+
+def _conversations(document: AnyDocument) -> tuple[str, ...]:
+    """Return the rendered conversation of a document, or both of a preference pair; nothing for other documents."""
+    if not isinstance(document, Document) or not document.answers:
+        return ()
+    start = document.rejected_start
+    return (document.text[:start], document.text[start:]) if is_pair(document) else (document.text,)
+
+
+def _with_targets(
+    document: Document, encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]], end_of_text_id: int
+) -> tuple[Document, npt.NDArray[np.integer]]:
+    """Return a document with the tokens of its answers, and its ids without the last end of text."""
+    parts: list[npt.NDArray[np.integer]] = []
+    targets: list[tuple[int, int]] = []
+    first_character = first_token = 0
+    for text in _conversations(document):
+        if parts:
+            parts.append(np.array([end_of_text_id], parts[0].dtype))
+            first_token = sum(map(len, parts))
+        ids, ranges_N2 = next(encoded)
+        found = _tokens_of(document.answers, ranges_N2 + first_character)
+        targets += [(first_token + start, first_token + end) for start, end in found]
+        first_character += len(text)
+        is_ended = len(ids) and int(ids[-1]) == end_of_text_id  # the template ends with it already
+        parts.append(ids[:-1] if is_ended else ids)
+    return replace(document, target_tokens=tuple(targets), rejected_token=first_token), np.concatenate(parts)
+
+
+def _tokens_of(answers: Ranges, ranges_N2: npt.NDArray[np.int64]) -> Ranges:
+    """Return the tokens of each range of characters; ``ranges_N2`` has the characters of each token."""
+    found: list[tuple[int, int]] = []
+    for start, end in answers:
+        inside = np.flatnonzero((ranges_N2[:, 0] < end) & (ranges_N2[:, 1] > start))
+        if inside.size:
+            found.append((int(inside[0]), int(inside[-1]) + 1))
+    return tuple(found)
 
 
 def finish_documents(
@@ -76,8 +142,10 @@ def finish_documents(
     tokens: Sequence[npt.NDArray[Any]],
     files: Sequence[SourceFile],
     recipe: Recipe,
-) -> tuple[TokenArray, npt.NDArray[np.void]]:
-    """Return all tokens, with an end-of-text token after each document, and the ``DOCUMENT`` records.
+) -> tuple[TokenArray, npt.NDArray[np.void], npt.NDArray[np.bool_] | None]:
+    """Return all tokens, with an end-of-text token after each document, their ``DOCUMENT`` records, and the loss mask.
+
+    The loss mask is true for the tokens that are trained on; ``None`` if all are.
 
     A record has the size of the tokenised text, but the place and the hash of the original one before transforms, so
     provenance can check whether the source still has it. For documents without text the tokens are hashed.
@@ -93,7 +161,20 @@ def finish_documents(
         for document, ids in zip(documents, stored, strict=True):
             _check_vocabulary(document, ids, files, recipe)
     rows = [_document_row(document, len(ids) + 1, files) for document, ids in zip(documents, stored, strict=True)]
-    return flat, np.array(rows, DOCUMENT)
+    return flat, np.array(rows, DOCUMENT), _loss_mask(documents, [len(ids) + 1 for ids in stored])
+
+
+def _loss_mask(documents: Sequence[AnyDocument], lengths: Sequence[int]) -> npt.NDArray[np.bool_] | None:
+    if not any(isinstance(document, Document) and document.answers for document in documents):
+        return None
+    mask = np.zeros(sum(lengths), np.bool_)
+    start = 0
+    for document, length in zip(documents, lengths, strict=True):
+        assert isinstance(document, Document), "a source consists of conversations or of none"
+        for first, end in document.target_tokens:
+            mask[start + first : start + end] = True
+        start += length
+    return mask
 
 
 def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
@@ -137,16 +218,28 @@ def _check_vocabulary(
 
 
 def chunk_contents(
-    unit: int, tokens: TokenArray, documents_D: npt.NDArray[np.void], recipe: Recipe
-) -> list[ChunkContent]:  # fmt: skip
-    """Pack the documents of a unit into rows, and cut the rows into chunks."""
+    unit: int,
+    tokens: TokenArray,
+    documents_D: npt.NDArray[np.void],
+    recipe: Recipe,
+    loss_mask: npt.NDArray[np.bool_] | None = None,
+    rejected_starts_D: Int64Array | None = None,
+) -> list[ChunkContent]:
+    """Pack the documents of a unit into rows, and cut the rows into chunks; leave out rows that train nothing.
+
+    ``rejected_starts_D`` has the first token of each rejected conversation, if the documents are preference pairs.
+    """
     document_ends = np.cumsum(documents_D["num_tokens"].astype(np.int64))
     document_starts = document_ends - documents_D["num_tokens"]
     packing = pack(documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
-    num_rows = packing.num_rows
+    if rejected_starts_D is not None:
+        packing = split_pairs(packing, rejected_starts_D)
+    order_R = permute(np.arange(packing.num_rows), packing.num_rows, permutation_key("rows", unit))
+    if loss_mask is not None:
+        order_R = order_R[_rows_with_targets(packing, document_starts, loss_mask)[order_R]]
+    num_rows = len(order_R)
     if num_rows == 0:
         return []
-    order_R = permute(np.arange(num_rows), num_rows, permutation_key("rows", unit))
     counts_R = np.diff(packing.row_ptr)[order_R]
     row_ptr = np.append(np.int64(0), np.cumsum(counts_R))
     # Fragments in the new order of the rows: those of new row i are row_ptr[i]:row_ptr[i + 1].
@@ -157,7 +250,12 @@ def chunk_contents(
         array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
     )
     tokens_RC = np.full((num_rows, recipe.row_tokens), recipe.end_of_text_id, recipe.dtype)
-    _fill_rows(tokens_RC, tokens, document_starts[documents_F] + offsets_F, lengths_F, row_ptr)
+    starts_F = document_starts[documents_F] + offsets_F
+    _fill_rows(tokens_RC, tokens, starts_F, lengths_F, row_ptr)
+    loss_mask_RC = None
+    if loss_mask is not None:
+        loss_mask_RC = np.zeros(tokens_RC.shape, np.bool_)
+        _fill_rows(loss_mask_RC, loss_mask, starts_F, lengths_F, row_ptr)
     contents: list[ChunkContent] = []
     for first in range(0, num_rows, recipe.chunk_rows):
         last = min(first + recipe.chunk_rows, num_rows)
@@ -169,14 +267,25 @@ def chunk_contents(
                 row_ptr=(row_ptr[first : last + 1] - row_ptr[first]).astype(np.uint32),
                 segments_S3=np.stack([index_F, offsets_F[part], lengths_F[part]], axis=1).astype(np.uint32),
                 documents_D=documents_D[present],
+                loss_mask_RC=None if loss_mask_RC is None else loss_mask_RC[first:last],
             )
         )
     return contents
 
 
+def _rows_with_targets(
+    packing: Packing, document_starts: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Return whether each row trains any token; the first token of a fragment is never a target."""
+    before = np.append(np.int64(0), np.cumsum(loss_mask))
+    starts_F = document_starts[packing.documents] + packing.token_offsets
+    targets_F = before[starts_F + packing.lengths] - before[starts_F + 1]
+    return np.add.reduceat(targets_F, packing.row_ptr[:-1]) > 0 if packing.num_rows else np.zeros(0, np.bool_)
+
+
 def _fill_rows(
-    tokens_RC: TokenArray,
-    tokens: TokenArray,
+    tokens_RC: npt.NDArray[Any],
+    tokens: npt.NDArray[Any],
     starts_F: npt.NDArray[np.int64],
     lengths_F: npt.NDArray[np.int64],
     row_ptr: npt.NDArray[np.int64],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,23 +116,17 @@ def corpus_wide(transforms: Sequence[Transform]) -> list[Transform]:
     return [transform for transform in transforms if transform.kind == "duplicates" and transform.scope == "corpus"]
 
 
-def duplicate_checks(
-    directory: Path | None, files: Sequence[SourceFile], transforms: Sequence[Transform], unit: Unit
-) -> Mapping[int, IsDuplicate]:
-    """Return the duplicate check of a unit for each transform that removes duplicates, by its number.
-
-    A check must be called once per text, in order.
+def duplicate_check(
+    directory: Path | None, files: Sequence[SourceFile], transform: Transform, unit: Unit
+) -> IsDuplicate:
+    """Return the check by which a transform finds the duplicates of a unit; to be called once per text, in order.
 
     Raises:
         DataError: The first pass has not reached the unit, or read a different text.
     """
-    return {
-        transform.number: _corpus_check(directory, files, transform, unit)
-        if transform.scope == "corpus"
-        else _unit_check(transform)
-        for transform in transforms
-        if transform.kind == "duplicates"
-    }
+    if transform.scope == "corpus":
+        return _corpus_check(directory, files, transform, unit)
+    return _unit_check(transform)
 
 
 def _corpus_check(directory: Path | None, files: Sequence[SourceFile], transform: Transform, unit: Unit) -> IsDuplicate:

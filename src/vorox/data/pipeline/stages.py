@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
+from vorox.data.cache.pair_rows import reject_unfit, rejected_starts
 from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.unit_rows import Encoder, encode, finish_documents
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, SourceFile, TokenDocument, Unit
@@ -34,8 +35,8 @@ ReadUnit = Callable[[Unit], Iterable[Record]]
 OnDocuments = Callable[[int, int, int], None]
 """Called with the numbers of documents, UTF-8 bytes and tokens added, in unit order."""
 
-DuplicateChecks = Callable[[Sequence[Transform], Unit], Mapping[int, IsDuplicate]]
-"""The duplicate checks of a unit, by the number of the transform that removes duplicates."""
+DuplicateCheck = Callable[[Transform, Unit], IsDuplicate]
+"""Returns the check by which a transform finds the duplicates of a unit."""
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
@@ -89,6 +90,7 @@ class TokenizedDocuments:
         unit: The unit.
         tokens: The concatenated documents, each with its end-of-text token.
         documents_D: ``DOCUMENT`` records.
+        loss_mask: Whether each token is trained on; ``None``: all are.
         bad_records: Unreadable records.
         records_read: Records read, including bad and removed ones.
         is_last: Whether these are the unit's last documents.
@@ -99,6 +101,8 @@ class TokenizedDocuments:
     unit: Unit
     tokens: TokenArray
     documents_D: npt.NDArray[np.void]
+    loss_mask: npt.NDArray[np.bool_] | None
+    rejected_starts_D: npt.NDArray[np.int64] | None
     bad_records: tuple[BadRecord, ...]
     records_read: int
     is_last: bool
@@ -155,7 +159,7 @@ class UnitStages:
         tokenizer: The tokenizer.
         recipe: The recipe of the cache.
         applier: The transforms.
-        duplicate_checks: Returns the duplicate checks of a unit: ``duplicates.duplicate_checks`` of its cache.
+        duplicate_check: ``duplicates.duplicate_check`` of the cache.
         pack: Packs a gathered unit.
         on_documents: Called by ``gather`` for every batch, in its thread.
     """
@@ -165,7 +169,7 @@ class UnitStages:
     tokenizer: Encoder
     recipe: Recipe
     applier: Applier
-    duplicate_checks: DuplicateChecks
+    duplicate_check: DuplicateCheck
     pack: Callable[[TokenizedDocuments], Item]
     on_documents: OnDocuments = _ignore_documents
 
@@ -228,7 +232,8 @@ class UnitStages:
                     ) from error
 
     def _batches(self, unit: Unit, records: Iterator[Record]) -> Iterator[DocumentBatch]:
-        duplicates = self.duplicate_checks(self.applier.transforms, unit)
+        removers = [transform for transform in self.applier.transforms if transform.kind == "duplicates"]
+        duplicates = {transform.number: self.duplicate_check(transform, unit) for transform in removers}
         documents: list[AnyDocument] = []
         bad_records: list[BadRecord] = []
         size_bytes = consecutive_bad = 0
@@ -264,10 +269,11 @@ class UnitStages:
 
     def tokenize(self, batch: DocumentBatch) -> DocumentBatch | TokenizedDocuments:
         """Encode the documents and convert them to stored form, unless token transforms follow."""
-        tokens = encode(batch.documents, self.files, self.tokenizer)
+        documents, tokens = encode(batch.documents, self.files, self.tokenizer)
         if self._transforms_tokens:
+            batch = replace(batch, documents=documents)
             return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))
-        return self._finish(batch, batch.documents, tokens, batch.counts)
+        return self._finish(batch, documents, tokens, batch.counts)
 
     def augment(self, batch: DocumentBatch) -> TokenizedDocuments:
         """Apply the token transforms."""
@@ -283,12 +289,15 @@ class UnitStages:
         counts: Counts,
     ) -> TokenizedDocuments:
         """Convert documents to stored form, which lets their texts be freed."""
-        flat, documents_D = finish_documents(documents, tokens, self.files, self.recipe)
+        documents, tokens, unfit = reject_unfit(documents, tokens, self.recipe.row_tokens)
+        flat, documents_D, loss_mask = finish_documents(documents, tokens, self.files, self.recipe)
         return TokenizedDocuments(
             unit=batch.unit,
             tokens=flat,
             documents_D=documents_D,
-            bad_records=batch.bad_records,
+            loss_mask=loss_mask,
+            rejected_starts_D=rejected_starts(documents),
+            bad_records=(*batch.bad_records, *unfit),
             records_read=batch.records_read,
             is_last=batch.is_last,
             aborted=batch.aborted,
@@ -316,9 +325,20 @@ def _join(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
         unit=parts[0].unit,
         tokens=cast("TokenArray", np.concatenate([part.tokens for part in parts])),
         documents_D=np.concatenate([part.documents_D for part in parts]),
+        loss_mask=None
+        if all(part.loss_mask is None for part in parts)
+        else np.concatenate(
+            [np.ones(len(part.tokens), np.bool_) if part.loss_mask is None else part.loss_mask for part in parts]
+        ),
+        rejected_starts_D=_joined_starts([part.rejected_starts_D for part in parts]),
         bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
         records_read=sum(part.records_read for part in parts),
         is_last=True,
         aborted=parts[-1].aborted,
         counts=counts,
     )
+
+
+def _joined_starts(parts: Sequence[npt.NDArray[np.int64] | None]) -> npt.NDArray[np.int64] | None:
+    found = [starts for starts in parts if starts is not None]
+    return np.concatenate(found) if found else None

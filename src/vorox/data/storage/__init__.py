@@ -21,8 +21,7 @@ from vorox.data.storage.locations import (
     relative_name,
     scheme_of,
 )
-from vorox.data.storage.range_cache import PrefetchedRanges, read_prefetched
-from vorox.data.storage.remote import cache_ranges
+from vorox.data.storage.remote import PrefetchedRanges, cache_ranges, read_prefetched
 from vorox.data.storage.retry import (
     RetryBudget,
     RetryPolicy,

@@ -17,8 +17,8 @@ from vorox.core.extensions import is_extension
 from vorox.data.storage import local, writing
 from vorox.data.storage.failures import split_bucket
 from vorox.data.storage.locations import StoredFile, scheme_of
-from vorox.data.storage.range_cache import open_prefetched
-from vorox.data.storage.remote import Store, list_remote, open_remote_range, open_remote_seekable
+from vorox.data.storage.remote import Store, open_prefetched, open_remote_range, open_remote_seekable
+from vorox.data.storage.remote_listing import list_remote
 from vorox.data.storage.writing import WRITABLE_SCHEMES, Content, PutMode, WritableStore, not_writable
 
 

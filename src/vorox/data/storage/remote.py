@@ -1,31 +1,37 @@
-"""Listings and readers for every remote store, built from its three operations.
+"""Reading ranges of remote objects: fetches, the cache that readers share, readers, prefetched units.
 
-A ``Store`` can describe one object, list a prefix, and stream a range in one try. This module builds listings and
-readers (sequential with prefetch, and random access) from these three. Invariants: a listing is sorted and omits hidden
-names, bytes that arrived before a failure are kept, and no reader requests a range twice.
+A ``Store`` streams a range of one object in one try. From this, the module builds a sequential reader with read-ahead
+and a random-access one. A unit that is fetched in one thread and decoded in another passes its bytes along in
+``PrefetchedRanges``. Invariants: every byte is of the listed version, bytes that arrived before a failure are kept, and
+no reader requests a range twice.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import contextvars
 import io
-from collections import deque
-from collections.abc import Callable, Iterable
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, BinaryIO, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
-from vorox.core.errors import DataError
 from vorox.data.storage import background
-from vorox.data.storage.locations import (
-    NoMatchingSuffix,
-    StoredFile,
-    canonical_uri,
-    glob_root,
-    has_magic,
-    matches_glob,
+from vorox.data.storage.locations import StoredFile
+from vorox.data.storage.retry import (
+    RetryBudget,
+    RetryingClient,
+    RetryPolicy,
+    current_budget,
+    run_in_context,
+    with_retries,
 )
-from vorox.data.storage.range_cache import RangeCache
-from vorox.data.storage.retry import RetryBudget, RetryingClient, RetryPolicy, current_budget, with_retries
+
+T = TypeVar("T")
 
 UriFilter = Callable[[str], bool]
 """Returns whether the object of a uri belongs to a listing."""
@@ -37,6 +43,8 @@ _FETCHES_AHEAD = 2
 _MIN_RANDOM_READ_BYTES = 1 << 20
 _FIRST_FETCH_BYTES = 1 << 18
 _OPEN_ENDED_DIVISOR = 8
+_CACHE_BYTES = 64 << 20
+_SMALL_FILE_BYTES = 1 << 20
 
 
 class Store(Protocol):
@@ -57,61 +65,7 @@ class Store(Protocol):
         ...
 
 
-def list_remote(
-    store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str]
-) -> list[StoredFile]:
-    """List all files of a location of a store, sorted by uri: see ``storage.list_files``."""
-    budget, location = current_budget(), canonical_uri(location)
-    listing = _list(store, location, suffixes, skip_directories, RetryingClient(location, budget))
-    return sorted(background.run(listing, location, budget), key=lambda file: file.uri)
-
-
-async def _list(
-    store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str], client: RetryingClient
-) -> list[StoredFile]:
-    if has_magic(location):
-        return await _list_glob(store, location, client)
-    if not location.endswith("/"):
-        single = await store.describe(location, client)
-        if single is not None:
-            return [single]
-    folder = location.rstrip("/") + "/"
-    other_suffixes: set[str] = set()
-
-    def matches(uri: str) -> bool:
-        *folders, name = uri[len(folder) :].split("/")
-        if any(part.startswith(".") for part in (*folders, name)) or not name or skip_directories & set(folders):
-            return False
-        other_suffixes.add("." + name.rpartition(".")[2] if "." in name else "")
-        return name.lower().endswith(suffixes)
-
-    found = await store.list_prefix(folder, matches, client)
-    if found:
-        return found
-    if other_suffixes:
-        raise NoMatchingSuffix(location, suffixes, other_suffixes)
-    raise DataError(
-        "No object has this name, and no folder of this name contains any", where=location,
-        hint="check the uri, and that the bucket or repository exists and is readable",
-    )  # fmt: skip
-
-
-async def _list_glob(store: Store, location: str, client: RetryingClient) -> list[StoredFile]:
-    folder = glob_root(location) + "/"
-    pattern = location[len(folder) :]
-    literal = pattern[: min(pattern.find(sign) for sign in "*?[" if sign in pattern)]
-    found = await store.list_prefix(
-        folder + literal, lambda uri: matches_glob(uri[len(folder) :], pattern), client
-    )  # fmt: skip
-    if not found:
-        raise DataError(
-            "The pattern matches no object", where=location,
-            hint="check the pattern: * stays within a folder, ** crosses folders",
-        )  # fmt: skip
-    return found
-
-
-class _RangeFetch:
+class RangeFetch:
     """A range that is being fetched: starts immediately, resumes at the byte after a failure, awaited when read."""
 
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int, budget: RetryBudget) -> None:
@@ -146,13 +100,102 @@ class _RangeFetch:
         self._future.cancel()
 
 
-RANGE_CACHE: RangeCache[_RangeFetch] = RangeCache()
+class RangeCache:
+    """The ranges that all readers of registered files share, in memory. Thread-safe.
+
+    Splitting a file into units, counting its records, building the units and rebuilding evicted ones each open readers
+    of their own on the same bytes; a reader of a registered file fetches only what no other has. Ranges of a file do
+    not overlap, and the cache holds at most ``limit_bytes`` plus one range.
+
+    Args:
+        limit_bytes: Total size of all ranges; the least recently used are evicted first.
+        small_file_bytes: Files up to this size are fetched whole, in one request.
+    """
+
+    def __init__(self, limit_bytes: int = _CACHE_BYTES, small_file_bytes: int = _SMALL_FILE_BYTES) -> None:
+        self._limit_bytes, self._small_file_bytes = limit_bytes, small_file_bytes
+        self._lock = threading.Lock()
+        self._users: Counter[StoredFile] = Counter()
+        self._ranges: OrderedDict[tuple[StoredFile, int], RangeFetch] = OrderedDict()
+        self._starts: dict[StoredFile, list[int]] = {}
+        self._size_bytes = 0
+
+    @contextlib.contextmanager
+    def register(self, files: Iterable[StoredFile]) -> Generator[None]:
+        """Cache the ranges of some files until the block ends. Blocks may overlap; the last to end drops the ranges."""
+        listed = list(files)
+        with self._lock:
+            self._users.update(listed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users.subtract(listed)
+                for file in listed:
+                    if self._users[file] <= 0:
+                        del self._users[file]
+                        for start_byte in list(self._starts.get(file, ())):
+                            self._drop(file, start_byte)
+
+    def is_registered(self, file: StoredFile) -> bool:
+        """Return whether ranges of a file are shared, so that no single reader may cancel them."""
+        return file in self._users
+
+    def get(
+        self, file: StoredFile, position: int, start_byte: int, end_byte: int, fetch: Callable[[int, int], RangeFetch]
+    ) -> RangeFetch:
+        """Return the range that contains a position; start fetching it if it is not cached.
+
+        Args:
+            file: The file.
+            position: A byte of ``[start_byte, end_byte)``.
+            start_byte: Start of the range to fetch, unless a cached range reaches beyond it.
+            end_byte: End of the range to fetch, unless a cached range starts before it.
+            fetch: Starts fetching a range, without waiting for it.
+        """
+        with self._lock:
+            if file not in self._users:
+                return fetch(start_byte, end_byte)
+            if file.size_bytes <= self._small_file_bytes:
+                start_byte, end_byte = 0, file.size_bytes
+            starts = self._starts.setdefault(file, [])
+            after = bisect.bisect_right(starts, position)
+            if after:
+                before = self._ranges[file, starts[after - 1]]
+                if before.has_failed:
+                    self._drop(file, before.start_byte)
+                    after -= 1
+                elif position < before.end_byte:
+                    self._ranges.move_to_end((file, before.start_byte))
+                    return before
+                else:
+                    start_byte = max(start_byte, before.end_byte)
+            if after < len(starts):
+                end_byte = min(end_byte, starts[after])
+            fetched = fetch(start_byte, end_byte)
+            self._ranges[file, start_byte] = fetched
+            bisect.insort(starts, start_byte)
+            self._size_bytes += end_byte - start_byte
+            while self._size_bytes > self._limit_bytes and len(self._ranges) > 1:
+                self._drop(*next(iter(self._ranges)))
+            return fetched
+
+    def _drop(self, file: StoredFile, start_byte: int) -> None:
+        dropped = self._ranges.pop((file, start_byte))
+        self._size_bytes -= dropped.end_byte - dropped.start_byte
+        starts = self._starts[file]
+        starts.remove(start_byte)
+        if not starts and file not in self._users:
+            del self._starts[file]
+
+
+RANGE_CACHE = RangeCache()
 
 
 def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
     """Cache what any reader fetches of these files until the block ends, so that it is not fetched again.
 
-    Blocks may overlap. The cache is bounded and shared by the process: see ``range_cache``.
+    Blocks may overlap. The cache is bounded and shared by the process.
     """
     return RANGE_CACHE.register(files)
 
@@ -170,7 +213,7 @@ class _RangeReader(io.RawIOBase):
         self._end_byte = file.size_bytes if end_byte is None else end_byte
         self._has_end = end_byte is not None
         self._budget = current_budget()
-        self._fetches: deque[tuple[_RangeFetch, int, int]] = deque()  # with the part of it that is read
+        self._fetches: deque[tuple[RangeFetch, int, int]] = deque()  # with the part of it that is read
         self._view = memoryview(b"")
         self._fetch_ahead(1)
 
@@ -189,7 +232,7 @@ class _RangeReader(io.RawIOBase):
             start, end = self._requested_byte, min(self._requested_byte + self._next_fetch_bytes(), self._end_byte)
             fetch = RANGE_CACHE.get(
                 self._file, start, start, end,
-                lambda first, last: _RangeFetch(self._store, self._file, first, last, budget),
+                lambda first, last: RangeFetch(self._store, self._file, first, last, budget),
             )  # fmt: skip
             self._requested_byte = min(fetch.end_byte, self._end_byte)
             self._fetches.append((fetch, start, self._requested_byte))
@@ -272,7 +315,7 @@ class _RandomReader(io.RawIOBase):
                 end = min(end, tail[0])
         fetch = RANGE_CACHE.get(
             self._file, self._position, start, end,
-            lambda first, last: _RangeFetch(self._store, self._file, first, last, self._budget),
+            lambda first, last: RangeFetch(self._store, self._file, first, last, self._budget),
         )  # fmt: skip
         self._windows[name] = fetch.start_byte, fetch.bytes()
         return self._windows[name]
@@ -281,3 +324,35 @@ class _RandomReader(io.RawIOBase):
 def open_remote_seekable(store: Store, file: StoredFile) -> BinaryIO:
     """Open a listed object for random access."""
     return cast("BinaryIO", io.BufferedReader(_RandomReader(store, file), 1 << 16))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchedRanges:
+    """Ranges of files in memory, each as (file, first byte, bytes)."""
+
+    ranges: tuple[tuple[StoredFile, int, bytes], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(data) for _, _, data in self.ranges)
+
+    def open(self, file: StoredFile, start_byte: int, end_byte: int) -> io.BytesIO | None:
+        """Open a range; ``None`` if it is not completely inside one of these."""
+        for known, first, data in self.ranges:
+            if known == file and first <= start_byte and end_byte <= first + len(data):
+                return io.BytesIO(memoryview(data)[start_byte - first : end_byte - first])
+        return None
+
+
+_prefetched: contextvars.ContextVar[PrefetchedRanges | None] = contextvars.ContextVar("prefetched", default=None)
+
+
+def open_prefetched(file: StoredFile, start_byte: int, end_byte: int) -> io.BytesIO | None:
+    """Open a range that was prefetched for the current context; ``None`` if it was not."""
+    prefetched = _prefetched.get()
+    return None if prefetched is None else prefetched.open(file, start_byte, end_byte)
+
+
+def read_prefetched(items: Iterator[T], prefetched: PrefetchedRanges) -> Iterator[T]:
+    """Yield the items of a generator, which reads from prefetched ranges where they cover what it opens."""
+    return run_in_context(items, _prefetched, prefetched)

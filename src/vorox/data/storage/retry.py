@@ -23,6 +23,7 @@ from typing import TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
+from vorox.core.schema.data import SourceConfig
 from vorox.data.storage.stalls import StallTracker, track_stall
 
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class RetryPolicy:
     late_seconds: float = 5.0
     request_bytes: int = 8 << 20
     first_connection_seconds: float = 60.0
+
+    @classmethod
+    def from_source(cls, config: SourceConfig) -> RetryPolicy:
+        return cls(retries_per_unit=config.max_retries_per_unit, stall_seconds=config.stall_seconds)
 
 
 class TransientError(Exception):

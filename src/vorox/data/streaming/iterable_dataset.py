@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import PrepareProgress, plan_start, prepare
+from vorox.data.cache.report import PrepareProgress
+from vorox.data.corpus import plan_start, prepare
 from vorox.data.growth import PlanGrower
 from vorox.data.plan import Plan
 from vorox.data.prefetch import Prefetcher

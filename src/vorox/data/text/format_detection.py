@@ -7,6 +7,7 @@ that decides it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -33,6 +34,11 @@ _SAMPLE_BYTES = 1 << 20
 _SAMPLE_FILES = 64
 _SAMPLED_RECORDS = 50
 _TEXT_FIELDS = ("text", "content", "body", "document", "article")
+_MESSAGE_FIELDS = ("messages", "conversations", "conversation")
+_ANSWERED_FIELDS = (
+    ("instruction", "input", "output"), ("instruction", "output"), ("instruction", "response"),
+    ("prompt", "completion"), ("prompt", "response"), ("question", "answer"),
+)  # fmt: skip
 _EXPANSION: Final[Mapping[str, int]] = {"gz": 3, "zst": 3, "parquet": 2}
 _WORD = re.compile(r"\s?\w+|[^\w\s]+")
 _PROMPT_CHARACTERS = 24
@@ -68,7 +74,9 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
         ConfigError: The format or the text column is ambiguous.
         DataError: Nothing is found, all files are empty, or one cannot be read.
     """
-    given = given or {}
+    given = dict(given or {})
+    if isinstance(fields := given.get("chat_fields"), str):  # as on the command line
+        given["chat_fields"] = [field.strip(" '\"") for field in fields.strip(" []").split(",")]
     files = [file for path in paths for file in storage.list_files(path, ("",))]
     sizes = _bytes_by_format(files)
     if not sizes and "format" not in given:
@@ -85,7 +93,7 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
     source: dict[str, Any] = {"name": _name(paths), "format": name, "paths": _locations(paths, name, chosen), **given}
     if name == "csv" and "delimiter" not in given:
         source["delimiter"] = _delimiter(chosen[0])
-    if name not in {"txt", "bin"} and not given.keys() & {"text_field", "tokens_field"}:
+    if name not in {"txt", "bin"} and not given.keys() & {"text_field", "tokens_field", "chat_fields"}:
         source |= _field(name, chosen[0], str(source.get("delimiter", ",")))
     has_tokens = name == "bin" or "tokens_field" in source
     sample = "" if has_tokens else _sample(source, chosen)
@@ -151,61 +159,89 @@ def _lines(file: StoredFile) -> Iterator[str]:
     yield from head.decode("utf-8-sig", "replace").splitlines()
 
 
-def _text_field(name: str, file: StoredFile, delimiter: str) -> str:
-    """Return the text column: the first with a usual name, else the only one that holds text.
+def _only_text_field(columns: Sequence[str], file: StoredFile) -> str:
+    """Return the text column: the only one that holds text.
 
     Raises:
         ConfigError: The text column is ambiguous.
     """
-    columns = _text_columns(name, file, delimiter)
-    by_depth = sorted(columns, key=lambda column: column.count("."))  # stable
-    for field in _TEXT_FIELDS:
-        usual = next((column for column in by_depth if column.rpartition(".")[2] == field), None)
-        if usual is not None:
-            return usual
     if len(columns) == 1:
         return columns[0]
-    found = f"{', '.join(columns[:8])} all hold text" if columns else "no column holds text"
+    found = f"The text column is ambiguous: {', '.join(columns[:8])} hold text"
     raise ConfigError(
-        f"The text column is ambiguous: {found}", where=file.uri,
+        found if columns else "No column holds text", where=file.uri,
         hint=f"add data.sources.0.text_field={columns[0] if columns else 'COLUMN'}",
     )  # fmt: skip
 
 
-def _field(name: str, file: StoredFile, delimiter: str) -> dict[str, str]:
-    """Return the text column; for MDS shards without one, the only column of token ids."""
+def _field(name: str, file: StoredFile, delimiter: str) -> dict[str, Any]:
+    """Return the columns to read: preference pairs, else text under a usual name, else a conversation, else the only
+    text.
+
+    For MDS shards without text, it is the only column of token ids.
+    """
     if name == "mds":
         texts, ids = mds.columns_of(file)
         if not texts and len(ids) == 1:
             return {"tokens_field": ids[0]}
-    return {"text_field": _text_field(name, file, delimiter)}
+    columns, lists = _text_columns(name, file, delimiter), _list_columns(name, file)
+    for kind in (columns, lists):
+        if {"chosen", "rejected"} <= set(kind):
+            prompt = ["prompt"] if "prompt" in kind else []
+            return {"chat_fields": [*prompt, "chosen", "rejected"], "preference_pairs": True}
+    by_depth = sorted(columns, key=lambda column: column.count("."))  # stable
+    for field in _TEXT_FIELDS:
+        usual = next((column for column in by_depth if column.rpartition(".")[2] == field), None)
+        if usual is not None:
+            return {"text_field": usual}
+    chat_fields = _chat_fields(name, lists, columns)
+    return {"chat_fields": list(chat_fields)} if chat_fields else {"text_field": _only_text_field(columns, file)}
+
+
+def _list_columns(name: str, file: StoredFile) -> list[str]:
+    """Return the columns that hold lists."""
+    if name in {"parquet", "arrow"}:
+        return [one.name for one in _schema(name, file) if str(one.type).startswith(("list<", "large_list<"))]
+    records: Iterable[dict[str, Any]] = _sampled_records(file) if name == "jsonl" else ()
+    return [key for record in records for key, value in record.items() if isinstance(value, list)]
+
+
+def _chat_fields(name: str, lists: Sequence[str], text_columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a conversation: a list of messages, or prompts with answers; empty if there are none."""
+    found = next(((field,) for field in _MESSAGE_FIELDS if field in lists), ())
+    if found or name == "mds":
+        return found
+    return next((fields for fields in _ANSWERED_FIELDS if set(fields) <= set(text_columns)), ())
+
+
+def _schema(name: str, file: StoredFile) -> Any:
+    if name == "arrow":
+        return arrow.schema_of(file, Limits())
+    parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
+    with storage.open_seekable(file) as content:
+        return parquet.read_schema(content)
 
 
 def _text_columns(name: str, file: StoredFile, delimiter: str) -> list[str]:
     if name == "mds":
         return list(mds.columns_of(file)[0])
     if name in {"parquet", "arrow"}:
-        if name == "arrow":
-            schema = arrow.schema_of(file, Limits())
-        else:
-            parquet: Any = import_module("pyarrow.parquet")  # untyped, and slow to import
-            with storage.open_seekable(file) as content:
-                schema = parquet.read_schema(content)
-        return list(_text_leaves([(one.name, one.type) for one in schema]))
+        return list(_text_leaves([(one.name, one.type) for one in _schema(name, file)]))
     if name == "csv":
         rows = list(itertools.islice(csv.reader(io.StringIO("\n".join(_lines(file))), delimiter=delimiter), 51))
         columns = rows[0] if rows else []
         held = {column: [row[index] for row in rows[1:] if index < len(row)] for index, column in enumerate(columns)}
         return [column for column, values in held.items() if any(re.search(r"[^\W\d_]", value) for value in values)]
-    found: dict[str, None] = {}
+    return list(dict.fromkeys(key for record in _sampled_records(file) for key in _text_values(record)))
+
+
+def _sampled_records(file: StoredFile) -> Iterator[dict[str, Any]]:
+    """Yield the first JSON objects of a file."""
     for line in itertools.islice((line for line in _lines(file) if line.strip()), _SAMPLED_RECORDS):
-        try:
+        with contextlib.suppress(ValueError):  # truncated by the sample, or an error that the reader will report
             record = json.loads(line)
-        except ValueError:
-            continue  # truncated by the sample, or an error that the reader will report
-        if isinstance(record, dict):
-            found |= dict.fromkeys(_text_values(cast("dict[str, Any]", record)))
-    return list(found)
+            if isinstance(record, dict):
+                yield cast("dict[str, Any]", record)
 
 
 def _text_leaves(fields: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -273,17 +309,19 @@ def _summary(
     source: Mapping[str, Any], files: Sequence[StoredFile], chosen: Sequence[StoredFile], sizes: Mapping[str, int]
 ) -> str:
     size = sum(file.size_bytes for file in chosen)
-    detail = {
-        "txt": "a file is a document",
-        "jsonl": f"a line is a document, its text in {source.get('text_field')!r}",
-        "csv": f"a row is a document, its text in {source.get('text_field')!r}",
-        "parquet": f"a row is a document, its text in {source.get('text_field')!r}",
-        "arrow": f"a row is a document, its text in {source.get('text_field')!r}",
-        "mds": f"a sample is a document, its ids in {source.get('tokens_field')!r}"
-        if "tokens_field" in source
-        else f"a sample is a document, its text in {source.get('text_field')!r}",
-        "bin": "token shards",
-    }[str(source["format"])]
+    name = str(source["format"])
+    record = {"jsonl": "line", "mds": "sample"}.get(name, "row")
+    if "chat_fields" in source:
+        columns = ", ".join(map(repr, source["chat_fields"]))
+        what = f"a {record} is a conversation in {columns}, trained on its answers"
+        if source.get("preference_pairs"):
+            what = f"a {record} is a preference pair in {columns}"
+    elif name in {"txt", "bin"}:
+        what = {"txt": "a file is a document", "bin": "token shards"}[name]
+    elif "tokens_field" in source:
+        what = f"a sample is a document, its ids in {source.get('tokens_field')!r}"
+    else:
+        what = f"a {record} is a document, its text in {source.get('text_field')!r}"
     others = sorted(name for name in sizes if name != source["format"])
     read = {file.uri for file in chosen}
     left_out = [file.uri for file in files if file.uri not in read]
@@ -291,9 +329,7 @@ def _summary(
     instead = f"; data.sources.0.format={others[0]} reads {others[0]} instead" if others else ""
     kinds = ", ".join([*others, *unknown[:3]])
     rest = f"\n  left out: {pluralize(len(left_out), 'file')} ({kinds}){instead}" if left_out else ""
-    return (
-        f"Data {source['name']}: {source['format']}, {pluralize(len(chosen), 'file')}, {size:,} bytes, {detail}{rest}"
-    )
+    return f"Data {source['name']}: {source['format']}, {pluralize(len(chosen), 'file')}, {size:,} bytes, {what}{rest}"
 
 
 def text_path_error(path: str) -> ConfigError | None:

@@ -26,7 +26,8 @@ from vorox.data.text.holdout import (
     is_validation_name,
 )
 from vorox.data.text.listing import Note
-from vorox.data.text.sources import Source, read_units
+from vorox.data.text.sources import Source
+from vorox.data.text.unit_reader import read_units
 from vorox.data.text.unit_splitter import UnitSplitter
 
 _MIN_HELD_OUT_FILES = 4

@@ -1,16 +1,13 @@
-"""Sources: their files, pinned and deduplicated, and the records of a unit.
+"""Sources: their files, listed, pinned by SHA-256 and deduplicated.
 
-A ``SourceConfig`` goes in; ``list_source`` returns its files (sorted, deduplicated, pinned by SHA-256), and
-``read_unit`` yields the documents and bad records of a unit. Invariant: files and records depend only on the
-configuration and the content of the files, so that the same files give the same rows on every machine, whether or not
-a build was interrupted.
+A ``SourceConfig`` goes in; ``list_source`` returns its files in order. Invariant: the files depend only on the
+configuration and their content, so that the same files give the same rows on every machine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vorox.core.atomic import canonical_json
@@ -18,12 +15,13 @@ from vorox.core.config.setting_dependencies import source_conflicts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.documents import Record, SourceFile, Unit
-from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, iterate_in_budget, retry_budget
-from vorox.data.text.file_content import Limits, SequentialReads, detect_damage
+from vorox.data.chat_template import ChatTemplate
+from vorox.data.documents import SourceFile
+from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, retry_budget
+from vorox.data.text.file_content import Limits, detect_damage
 from vorox.data.text.file_signatures import compression_by_suffix
-from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, read_records, split_blocks
-from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
+from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, split_blocks
+from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
 
 _FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
@@ -46,6 +44,7 @@ class Source:
             it. ``None`` for all of a compressed, Parquet or Arrow file, whose length in text is known when it is read.
         notes: Messages for the user that are not errors.
         holdout: Its holdout rule, once ``holdout_selection`` has selected one.
+        chat_template: Renders its conversations; ``None`` until the tokenizer is known, and for sources of text.
     """
 
     config: SourceConfig
@@ -56,6 +55,7 @@ class Source:
     end_bytes: tuple[int | None, ...]
     notes: tuple[Note, ...] = ()
     holdout: ValidationConfig = NO_HOLDOUT
+    chat_template: ChatTemplate | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -73,7 +73,11 @@ class Source:
         if is_extension(config.format):
             identity = identity_text(config.format, f"{self.key}.format", kind="format")
             definition["format"], _, definition["function"] = identity.partition(" ")  # without its file path
-        if config.format in _FIELDS:
+        if config.chat_fields:
+            definition["chat_fields"] = ",".join(config.chat_fields)
+            definition |= {"preference_pairs": "true"} if config.preference_pairs else {}
+            definition |= {} if self.chat_template is None else {"chat_template": self.chat_template.digest}
+        elif config.format in _FIELDS:
             definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
                 "text_field": config.text_field,
             }  # fmt: skip
@@ -122,7 +126,7 @@ def list_source(
     """
     _check(config, key)
     versions = versions or ContentVersions()
-    with retry_budget(retry_policy(config)):
+    with retry_budget(RetryPolicy.from_source(config)):
         config, found, notes = find_files(config, key)
     _check(config.model_copy(update={"fallback": ()}), key)  # of a fallback, only its own settings count
     candidates = [file for file in found if file.stored.size_bytes > 0]
@@ -278,32 +282,3 @@ def _empty_source_error(
         which = found[0].stored.uri if len(found) == 1 else "every file"
         what, hint = f"Source {config.name!r} is empty: {which} has 0 bytes", f"check {key}.paths"
     return DataError(what, where=", ".join(config.paths) or key, hint=hint)
-
-
-def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
-    """Yield the records of one unit that belong to the split, in order.
-
-    Raises:
-        DataError: A file cannot be read, or changed since it was listed.
-    """
-    yield from iterate_in_budget(_read_unit(source, unit, split, validation), retry_policy(source.config))
-
-
-def read_units(
-    source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
-) -> Iterator[Record]:  # fmt: skip
-    """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
-    with contextlib.closing(SequentialReads()) as reads:
-        for unit in units:
-            yield from reads.iterate(read_unit(source, unit, split, validation))
-
-
-def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
-    for span in unit.spans:
-        accept = document_filter(validation, split, source.relative_paths[span.file_index])
-        yield from read_records(source.config, source.stored[span.file_index], span, accept)
-
-
-def retry_policy(config: SourceConfig) -> RetryPolicy:
-    """Return the retry policy of a source."""
-    return RetryPolicy(retries_per_unit=config.max_retries_per_unit, stall_seconds=config.stall_seconds)

@@ -1,24 +1,53 @@
-"""Readers of the units of a source, for one split or for both in one pass.
+"""Reading the units of a source as documents and bad records, for one split or for both in one pass.
 
 A source and a split go in once, then units one by one; records come out. ``UnitReader`` can be pickled, so that worker
-processes and other machines read the same records. Invariants: prefetching changes when bytes are read, never which;
-each split gets the records that a reader of its own would yield, in the same order.
+processes and other machines read the same records. Invariants: records depend only on the configuration and the content
+of the files; prefetching changes when bytes are read, never which; each split gets the records that a reader of its own
+would yield, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vorox.core.schema.data import ValidationConfig
+from vorox.data.chat_template import rendered
 from vorox.data.documents import BadRecord, Record, Unit
-from vorox.data.storage import PrefetchedRanges, StoredFile, open_range, retry_budget
+from vorox.data.storage import PrefetchedRanges, RetryPolicy, StoredFile, iterate_in_budget, open_range, retry_budget
+from vorox.data.text.file_content import SequentialReads
 from vorox.data.text.file_signatures import compression_by_suffix
-from vorox.data.text.formats import has_many_records, has_row_groups
+from vorox.data.text.formats import has_many_records, has_row_groups, read_records
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
-from vorox.data.text.sources import Source, read_unit, retry_policy
+from vorox.data.text.sources import Source
 
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
+
+
+def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
+    """Yield the records of one unit that belong to the split, in order.
+
+    Raises:
+        DataError: A file cannot be read, or changed since it was listed.
+    """
+    yield from iterate_in_budget(_read_unit(source, unit, split, validation), RetryPolicy.from_source(source.config))
+
+
+def read_units(
+    source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
+) -> Iterator[Record]:  # fmt: skip
+    """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
+    with contextlib.closing(SequentialReads()) as reads:
+        for unit in units:
+            yield from reads.iterate(read_unit(source, unit, split, validation))
+
+
+def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
+    for span in unit.spans:
+        accept = document_filter(validation, split, source.relative_paths[span.file_index])
+        records = read_records(source.config, source.stored[span.file_index], span, accept)
+        yield from (rendered(record, source.chat_template) for record in records) if source.chat_template else records
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +81,7 @@ class UnitReader:
             DataError: A file cannot be read, or changed since it was listed.
         """
         ranges: list[tuple[StoredFile, int, bytes]] = []
-        with retry_budget(retry_policy(self.source.config)):
+        with retry_budget(RetryPolicy.from_source(self.source.config)):
             for span in unit.spans:
                 file = self.source.stored[span.file_index]
                 if self._is_plain(file):

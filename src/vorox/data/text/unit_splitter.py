@@ -17,12 +17,13 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Unit, UnitSpan
 from vorox.data.size_groups import batch_by_size
-from vorox.data.storage import retry_budget
+from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.text.file_content import Limits, compressed_length_bytes
 from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
 from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
-from vorox.data.text.sources import Source, read_units, retry_policy
+from vorox.data.text.sources import Source
+from vorox.data.text.unit_reader import read_units
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ class _EndTracker(Iterator[T]):
 def _with_retry_budgets(items: Iterator[T], source: Source) -> Iterator[T]:
     """Yield the items, each computed under its own retry budget."""
     while True:
-        with retry_budget(retry_policy(source.config)):
+        with retry_budget(RetryPolicy.from_source(source.config)):
             try:
                 item = next(items)
             except StopIteration:

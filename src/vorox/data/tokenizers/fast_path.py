@@ -8,13 +8,11 @@ permanently with a warning, and ``fallbacks`` is incremented, so that units in p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -30,9 +28,6 @@ from vorox.data.tokenizers.word_pattern import (
     digits_pattern,
     word_pattern,
 )
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _logger = logging.getLogger(__name__)
 
@@ -232,41 +227,6 @@ def _key(text: str) -> int:
 
 def _is_checked(text: str) -> bool:
     return _key(text) % _CHECKED_ONE_IN == 0
-
-
-def rebuild_after_fallback(
-    tokenizer: object,
-    items: Iterable[Item],
-    build: Callable[[Iterable[Item]], Generator[Result]],
-    rebuild: Callable[[Item], Result],
-) -> Generator[Result]:
-    """Build a result for each item, and rebuild those during which the fast path was disabled.
-
-    Such an item may contain ids of the faulty fast path. No other code of a build handles this.
-
-    Args:
-        tokenizer: The tokenizer that ``build`` and ``rebuild`` use.
-        items: Consumed by ``build``, from any of its threads.
-        build: Yields one result per item, in order; may work ahead.
-        rebuild: Returns the result of one item.
-    """
-    in_progress: deque[tuple[Item, int]] = deque()
-
-    def fallbacks() -> int:
-        return getattr(tokenizer, "fast_path_fallbacks", 0)
-
-    def tracked() -> Iterator[Item]:
-        for item in items:
-            in_progress.append((item, fallbacks()))
-            yield item
-
-    with contextlib.closing(build(tracked())) as results:
-        for result in results:
-            item, before = in_progress.popleft()
-            while before != fallbacks():
-                before = fallbacks()
-                result = rebuild(item)
-            yield result
 
 
 def make_fast_path(value: dict[str, Any], library: Any, dtype: TokenType, reference: Encoder) -> FastPath | None:

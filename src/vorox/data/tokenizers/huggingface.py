@@ -18,10 +18,11 @@ from typing import Any, cast
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.schema.data import TokenizerConfig
+from vorox.data.chat_template import read_chat_template
 from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 
 _SPECIAL_NAME = "special_tokens_map.json"
-_WANTED = ("*.json", "*.model", "*.txt", "*.tiktoken")
+_WANTED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -52,7 +53,9 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
         )  # fmt: skip
     file = directory / TOKENIZER_NAME
     text = file.read_text(encoding="utf-8") if file.is_file() else _convert(directory, config.path)
-    return Tokenizer(text, config.end_of_text or _end_of_text(directory), where=config.path)
+    template, bos_token = read_chat_template(directory)
+    end_of_text = config.end_of_text or _end_of_text(directory)
+    return Tokenizer(text, end_of_text, where=config.path, chat_template=template, bos_token=bos_token)
 
 
 def _end_of_text(directory: Path) -> str:

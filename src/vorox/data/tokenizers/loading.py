@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.extensions import load_function
 from vorox.core.schema.data import TokenizerConfig
+from vorox.data.chat_template import read_chat_template
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
 from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer, special_token
@@ -45,7 +46,8 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
         ) from error  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise DataError("The tokenizer's files are not valid", where=str(file.parent)) from error
-    return Tokenizer(text, end_of_text, where=str(file))
+    template, bos_token = read_chat_template(file.parent)
+    return Tokenizer(text, end_of_text, where=str(file), chat_template=template, bos_token=bos_token)
 
 
 def load_from_function(config: TokenizerConfig) -> Tokenizer:

@@ -20,9 +20,11 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import is_extension
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import DataConfig, TokenizerConfig
+from vorox.data.chat_template import BUILT_IN, check_syntax, configured_source
 from vorox.data.documents import Document
 from vorox.data.text.holdout import SPLITS
-from vorox.data.text.sources import Source, read_units
+from vorox.data.text.sources import Source
+from vorox.data.text.unit_reader import read_units
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.huggingface import load_huggingface
 from vorox.data.tokenizers.loading import load, load_from_function, train
@@ -88,6 +90,21 @@ def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | 
     tokenizer = load(directory, end_of_text=config.end_of_text or END_OF_TEXT)
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
+
+
+def with_chat_template(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
+    """Return a tokenizer with the configured chat template: by default its own, else chatml.
+
+    Raises:
+        ConfigError: The template does not exist or has an error.
+    """
+    if config.chat_template is not None:
+        tokenizer = tokenizer.with_chat_template(configured_source(config.chat_template))
+    elif tokenizer.chat_template is None:
+        tokenizer = tokenizer.with_chat_template(BUILT_IN["chatml"])
+    assert tokenizer.chat_template is not None
+    check_syntax(tokenizer.chat_template)
+    return tokenizer
 
 
 def load_untrained(config: TokenizerConfig) -> Tokenizer | None:

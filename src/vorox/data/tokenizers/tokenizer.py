@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
+from vorox.data.chat_template import ChatTemplate
 from vorox.data.rows import TokenArray
 from vorox.data.tokenizers.encoders import (
     REPLACEMENT,
@@ -53,9 +54,22 @@ class Tokenizer:
         dtype: uint16 if it holds every id, else uint32.
         lossless: Whether ids determine the text's bytes, so that bits per byte are exact.
         fingerprint: SHA-256 over everything that determines the ids; independent of the fast path.
+        chat_template: Renders conversations, and is saved with the tokenizer; not part of the fingerprint.
     """
 
-    def __init__(self, text: str, end_of_text: str, *, where: str, fast: bool = False) -> None:
+    chat_template: ChatTemplate | None = None
+    bos_token: str = ""
+
+    def __init__(
+        self,
+        text: str,
+        end_of_text: str,
+        *,
+        where: str,
+        fast: bool = False,
+        chat_template: str | None = None,
+        bos_token: str = "",
+    ) -> None:
         value, library = _parse_deterministic(text, where)
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
             library.add_special_tokens([special_token(end_of_text)])
@@ -77,6 +91,8 @@ class Tokenizer:
         self._reference: Encoder = encoder(value, library, end_of_text, self.dtype)
         self._fast = make_fast_path(value, library, self.dtype, self._reference) if fast else None
         self._encode: Encoder = self._fast or self._reference
+        self.bos_token = bos_token
+        self.chat_template = None if chat_template is None else self._chat_template(chat_template)
         self._reject_ambiguous_end(value, where)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
@@ -89,6 +105,44 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         return self._encode([text])[0]
+
+    def encode_with_specials(self, texts: Sequence[str]) -> list[tuple[TokenArray, npt.NDArray[np.int64]]]:
+        """Encode rendered conversations, in which special tokens are recognised.
+
+        Returns:
+            For each text, its ids, and the first character and the end of each token in the text, ``[tokens, 2]``.
+
+        Raises:
+            DataError: A text has a character that a character vocabulary lacks.
+        """
+        found: list[tuple[TokenArray, npt.NDArray[np.int64]]] = []
+        for encoding in self._library_with_specials.encode_batch(list(texts), add_special_tokens=False):
+            ranges_N2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            found.append((cast("TokenArray", np.array(encoding.ids, self.dtype)), ranges_N2))
+        if is_character_level(self._value):
+            for text, (_, ranges_N2) in zip(texts, found, strict=True):
+                if int((ranges_N2[:, 1] - ranges_N2[:, 0]).sum()) < len(text):
+                    raise DataError(
+                        "A conversation has a character that is not in the vocabulary", where="tokenizer.kind",
+                        hint="a character vocabulary covers only its training text; use tokenizer.kind: byte or bpe",
+                    )  # fmt: skip
+        return found
+
+    @functools.cached_property
+    def _library_with_specials(self) -> Any:
+        value = json.loads(self._library.to_str())
+        value["post_processor"] = None  # it would trim white space from the ranges of tokens
+        return LibraryTokenizer.from_str(json.dumps(value))
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """Return this tokenizer with a chat template."""
+        other = self._with_encoder(self._fast)
+        other.chat_template = self._chat_template(source)
+        return other
+
+    def _chat_template(self, source: str) -> ChatTemplate:
+        special = tuple(token["content"] for token in self._value["added_tokens"] if token["special"])
+        return ChatTemplate(source, self.bos_token, self.end_of_text, special)
 
     @property
     def fast_path_fallbacks(self) -> int:
@@ -134,7 +188,11 @@ class Tokenizer:
             )  # fmt: skip
         library: Any = LibraryTokenizer.from_str(json.dumps(self._value))
         library.add_special_tokens([special_token(token) for token in missing])
-        extended = Tokenizer(library.to_str(), self.end_of_text, where="tokenizer.special_tokens")
+        own = None if self.chat_template is None else self.chat_template.source
+        extended = Tokenizer(
+            library.to_str(), self.end_of_text, where="tokenizer.special_tokens", chat_template=own,
+            bos_token=self.bos_token,
+        )  # fmt: skip
         return extended if self._fast is None else extended.with_fast_path()
 
     def first_conflict(self, other: Tokenizer) -> int | None:
@@ -191,6 +249,10 @@ class Tokenizer:
             "padding_side": "right",
             "clean_up_tokenization_spaces": False,
         }
+        if self.chat_template is not None:
+            config |= {"chat_template": self.chat_template.source, "bos_token": self.bos_token}
+            if not self.bos_token:  # the template writes none
+                del config["bos_token"]
         if max_positions_tokens is not None:
             config["model_max_length"] = max_positions_tokens
         text = json.dumps(self._value, ensure_ascii=False, separators=(",", ":"))
@@ -204,7 +266,9 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the tokenizer.json."""
-        return _unpickle, (self.files()[TOKENIZER_NAME].decode("utf-8"), self.end_of_text, self._fast is not None)
+        text = self.files()[TOKENIZER_NAME].decode("utf-8")
+        template = None if self.chat_template is None else self.chat_template.source
+        return _unpickle, (text, self.end_of_text, self._fast is not None, template, self.bos_token)
 
     def _reject_ambiguous_end(self, value: dict[str, Any], where: str) -> None:
         ids = self._library.encode(self.end_of_text, add_special_tokens=False).ids
@@ -215,8 +279,11 @@ class Tokenizer:
             )  # fmt: skip
 
 
-def _unpickle(text: str, end_of_text: str, fast: bool = False) -> Tokenizer:
-    return Tokenizer(text, end_of_text, where="a tokenizer of another process", fast=fast)
+def _unpickle(text: str, end_of_text: str, fast: bool, chat_template: str | None, bos_token: str) -> Tokenizer:
+    return Tokenizer(
+        text, end_of_text, where="a tokenizer of another process", fast=fast, chat_template=chat_template,
+        bos_token=bos_token,
+    )  # fmt: skip
 
 
 def special_token(text: str) -> AddedToken:

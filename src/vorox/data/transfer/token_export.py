@@ -70,11 +70,17 @@ def export_tokens(
         on_progress: Called while tokens are written.
 
     Raises:
-        ConfigError: The directory exists, or the format has no shards.
+        ConfigError: The directory exists, the format has no shards, or a source has conversations.
         DataError: A cache is damaged, no validation text is held out, or the files cannot be written.
     """
     if to == "npy" and shard_tokens is not None:
         raise ConfigError("npy has no shards", where="--shard-tokens", hint="omit it, or export to bin or mds")
+    chats = [cache.source.config.name for cache in corpus.caches if cache.source.config.chat_fields]
+    if chats:
+        raise ConfigError(
+            f"Source {chats[0]!r} has conversations, whose loss mask these formats cannot hold", where="data.sources",
+            hint="leave the source out",
+        )  # fmt: skip
     output = output.expanduser().absolute()
     if output.exists():
         raise ConfigError(

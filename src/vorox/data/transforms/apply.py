@@ -121,15 +121,16 @@ class Applier:
             ids = [array for array in made if array is not None]
         return left, ids
 
-    def token_sequences(self, record: AnyDocument, encode: Callable[[str], Ids]) -> list[Ids]:
+    def token_sequences(
+        self, record: AnyDocument, encode: Callable[[Sequence[AnyDocument]], Sequence[Ids]]
+    ) -> list[Ids]:  # fmt: skip
         """Return the ids of all documents made from a record, without deduplication.
 
         For verifying the content of a cache, where earlier documents are not known.
         """
         kept: dict[int, IsDuplicate] = {transform.number: lambda _: False for transform in self.transforms}
         made = self.texts([record], kept, {})
-        ids = [record.tokens if isinstance(record, TokenDocument) else encode(document.text or "") for document in made]
-        return self.tokens(made, ids, {})[1]
+        return self.tokens(made, encode(made), {})[1]
 
     def _texts_of(self, transform: Transform, document: AnyDocument) -> list[AnyDocument]:
         result = self._call(transform, document, document.text)
@@ -142,6 +143,8 @@ class Applier:
         if texts == [document.text]:
             return [document]
         assert isinstance(document, Document), "transforms of text are refused for sources of tokens"
+        if document.answers:
+            raise self._error(transform, document, "changes a conversation, whose answers it cannot mark")
         original = document.text if document.original is None else document.original
         return [replace(document, text=cast("str", text), original=original) for text in texts]
 
@@ -154,6 +157,8 @@ class Applier:
             raise self._error(
                 transform, document, f"returned {array.dtype} of shape {array.shape} instead of a list of ids"
             )
+        if isinstance(document, Document) and document.answers and not np.array_equal(array, tokens):
+            raise self._error(transform, document, "changes a conversation, whose answers it cannot mark")
         return array if array.size else array.astype(np.int64)
 
     def _call(self, transform: Transform, document: AnyDocument, subject: object) -> object:

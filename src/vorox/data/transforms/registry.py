@@ -41,6 +41,7 @@ BUILT_IN: Mapping[str, str] = {
     "token_dropout": "vorox.data.transforms.augmentation:token_dropout",
     "local_model": "vorox.data.transforms.augmentation:local_model",
 }
+_AUGMENTATIONS = ("fill_in_the_middle", "token_dropout", "local_model")
 _DUPLICATES = ("exact_duplicates", "near_duplicates")
 _GIVEN: Mapping[Kind, tuple[str, ...]] = {
     "text": ("rng", "tokenizer"),
@@ -204,6 +205,12 @@ def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key
                     where=f"{key}.{transform.number}",
                     hint=f"give the source its own transforms: {source_key}.transforms",
                 )
+    for transform in found:
+        if source.chat_fields and transform.name in _AUGMENTATIONS:
+            raise ConfigError(
+                f"Transform {transform.name} changes text, but source {source.name!r} consists of conversations",
+                where=f"{key}.{transform.number}", hint=f"give the source its own transforms: {source_key}.transforms",
+            )  # fmt: skip
     return found
 
 

@@ -22,7 +22,7 @@ from vorox.core.log import Echo
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import is_run, refuse_links
 from vorox.data.storage import StoredFile, list_objects, open_range
-from vorox.training.checkpoint_store import Checkpoint, latest_valid, quarantine, verify
+from vorox.training.checkpoints.store import Checkpoint, latest_valid, quarantine, verify
 from vorox.training.mirror.contents import (
     SNAPSHOT_MANIFEST,
     Contents,

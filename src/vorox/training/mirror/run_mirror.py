@@ -25,7 +25,7 @@ from vorox.core.run_lookup import is_run, same_run_directories
 from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, canonical_uri, check_writable, list_objects, remove_object
-from vorox.training.checkpoint_store import steps_to_keep
+from vorox.training.checkpoints.store import steps_to_keep
 from vorox.training.mirror.contents import (
     CHECKPOINT_NAME,
     CHECKPOINTS,

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vorox.core.errors import DataError
-from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Record, UnitSpan
+from vorox.data.documents import BadRecord, Record, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
 from vorox.data.text import file_signatures
+from vorox.data.text.conversations import lone_surrogate
 from vorox.data.text.file_content import Limits, detect_damage, length_bytes
 from vorox.data.text.formats import arrow, custom, delimited, json_lines, mds, parquet, plain_text, token_shards
-from vorox.data.text.formats.json_lines import UnreadableRecord, lone_surrogate, parse_line
+from vorox.data.text.formats.json_lines import parse_line
 from vorox.data.text.formats.plain_text import text_boundary_before
 from vorox.data.text.formats.record_blocks import RecordBlock, line_end_after, line_end_before
 
@@ -57,6 +57,7 @@ class _Format:
         count: Records in a block; ``None`` where a block is one record.
         read: Records of a span.
         measure: Bytes of text before an offset, where that is not the offset itself.
+        has_row_groups: Whether records have no byte range of their own, only that of their row group or file.
     """
 
     suffixes: tuple[str, ...]
@@ -64,6 +65,7 @@ class _Format:
     count: Callable[[SourceConfig, StoredFile, int, int], int] | None
     read: Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
     measure: Callable[[SourceConfig, StoredFile, int | None], int] | None = None
+    has_row_groups: bool = False
 
 
 _FORMATS: dict[str, _Format] = {
@@ -73,32 +75,37 @@ _FORMATS: dict[str, _Format] = {
     "csv": _Format(
         (".csv", ".tsv"), delimited.split_blocks, delimited.count, delimited.read_records, delimited.measure
     ),
-    "parquet": _Format((".parquet",), parquet.split_blocks, parquet.count, parquet.read_records, parquet.measure),
-    "arrow": _Format((".arrow",), arrow.split_blocks, arrow.count, arrow.read_records, arrow.measure),
+    "parquet": _Format(
+        (".parquet",), parquet.split_blocks, parquet.count, parquet.read_records, parquet.measure, has_row_groups=True
+    ),
+    "arrow": _Format(
+        (".arrow",), arrow.split_blocks, arrow.count, arrow.read_records, arrow.measure, has_row_groups=True
+    ),
     "mds": _Format((".mds",), mds.split_blocks, mds.count, mds.read_records, mds.measure),
     "bin": _Format(
         (".bin",), token_shards.split_blocks, token_shards.count, token_shards.read_records, token_shards.measure
     ),
 }
-_CUSTOM = _Format((), custom.split_blocks, custom.count, custom.read_records)
+_CUSTOM = _Format((), custom.split_blocks, custom.count, custom.read_records, has_row_groups=True)
+"""The format of a user's function, for every name that is not in ``_FORMATS``."""
 
 
-def has_row_groups(format_name: object) -> bool:
+def _format(source: SourceConfig) -> _Format:
+    return _FORMATS.get(source.format, _CUSTOM)
+
+
+def has_row_groups(format_name: str) -> bool:
     """Whether records have no byte range of their own, only that of their row group or file."""
-    return format_name in ("parquet", "arrow") or is_extension(format_name)
+    return _FORMATS.get(format_name, _CUSTOM).has_row_groups
 
 
 def records_are_lines(source: SourceConfig) -> bool:
     return source.format == "jsonl"
 
 
-def _format(source: SourceConfig) -> _Format:
-    return _CUSTOM if is_extension(source.format) else _FORMATS[source.format]
-
-
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
     """Return the file suffixes, in lower case, to search folders for."""
-    plain = custom.suffixes(source) if is_extension(source.format) else _format(source).suffixes
+    plain = custom.suffixes(source) if _format(source) is _CUSTOM else _format(source).suffixes
     if source.format in {"python_stdlib", "bin"}:
         return plain
     return (*plain, *(name + ending for name in plain for ending in file_signatures.SUFFIXES))

@@ -23,8 +23,8 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, length_bytes, open_content
 from vorox.data.text.formats.columnar import (
     RowGroup,
-    check_metadata_columns,
-    check_text_column,
+    check_columns,
+    check_present,
     read_batch,
     row_group_blocks,
     text_buffers,
@@ -117,15 +117,17 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
 
 
 def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
-    for row in _scan_batches(file, source.text_field, Limits.from_source(source)).tolist():
+    for row in _scan_batches(file, source.text_field, source.chat_fields, Limits.from_source(source)).tolist():
         yield RowGroup(*row)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
+def _scan_batches(
+    file: StoredFile, text_field: str, chat_fields: tuple[str, ...], limits: Limits
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """Return one ``RowGroup`` per row of an array, from one pass over the file."""
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
-    check_text_column(file, schema, text_field)
+    check_columns(file, schema, text_field, chat_fields)
     found: list[RowGroup] = []
     with _open_messages(file, 0, None, limits) as messages:
         messages.next()
@@ -133,7 +135,10 @@ def _scan_batches(file: StoredFile, text_field: str, limits: Limits) -> npt.NDAr
         for index, message in enumerate(iter(messages.next, None)):
             batch = ipc.read_record_batch(message, schema)
             if batch.num_rows:
-                text_bytes = sum(length or 0 for length in text_buffers(batch, text_field)[2])
+                if chat_fields:
+                    text_bytes = sum(batch.column(schema.names.index(name)).nbytes for name in chat_fields)
+                else:
+                    text_bytes = sum(length or 0 for length in text_buffers(batch, text_field)[2])
                 found.append(RowGroup(index, first_row, batch.num_rows, start, messages.offset, text_bytes))
             start, first_row = messages.offset, first_row + batch.num_rows
         end = messages.offset
@@ -175,8 +180,8 @@ def read_records(
     """Yield the rows of the record batches in a span for whose ordinal ``accept`` is true."""
     limits = Limits.from_source(source)
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
-    check_text_column(file, schema, source.text_field)
-    check_metadata_columns(file, schema.names, source.metadata_fields)
+    check_columns(file, schema, source.text_field, source.chat_fields)
+    check_present(file, schema.names, source.metadata_fields, "metadata_fields")
     ordinal = span.first_ordinal
     with _open_messages(file, span.start_byte, span.end_byte, limits) as messages:
         start = messages.offset

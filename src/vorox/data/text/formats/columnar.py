@@ -7,7 +7,7 @@ Invariant: a row group is never split, so a unit holds at least one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,8 +16,9 @@ import numpy as np
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document
+from vorox.data.documents import BadRecord, Document, UnreadableRecord
 from vorox.data.storage import StoredFile
+from vorox.data.text.conversations import messages_of, plain_text, read_messages
 from vorox.data.text.formats.json_lines import as_text
 from vorox.data.text.formats.record_blocks import RecordBlock, too_large
 
@@ -61,7 +62,7 @@ def row_group_blocks(
         yield RecordBlock(run[0].start_byte, run[-1].end_byte, run[0].first_row, size)
 
 
-def check_text_column(file: StoredFile, schema: Any, name: str) -> None:
+def _check_text_column(file: StoredFile, schema: Any, name: str) -> None:
     """Reject a file without a text column of that name.
 
     Raises:
@@ -89,8 +90,19 @@ def check_text_column(file: StoredFile, schema: Any, name: str) -> None:
         )  # fmt: skip
 
 
-def check_metadata_columns(file: StoredFile, names: Sequence[str], wanted: Sequence[str]) -> None:
-    """Reject a file that lacks a column of ``metadata_fields``.
+def check_columns(file: StoredFile, schema: Any, text_field: str, chat_fields: Sequence[str]) -> None:
+    """Reject a file without the text column, or without a column of the conversation.
+
+    Raises:
+        DataError: A column is missing, or the text column does not hold text.
+    """
+    if not chat_fields:
+        _check_text_column(file, schema, text_field)
+    check_present(file, schema.names, chat_fields, "chat_fields")
+
+
+def check_present(file: StoredFile, names: Sequence[str], wanted: Sequence[str], setting: str) -> None:
+    """Reject a file that lacks a column that a setting names.
 
     Raises:
         DataError: A column is missing.
@@ -99,7 +111,7 @@ def check_metadata_columns(file: StoredFile, names: Sequence[str], wanted: Seque
         if name not in names:
             raise DataError(
                 f"The file has no column {name!r}; it has {', '.join(map(repr, names[:20]))}", where=file.uri,
-                hint="set the source's metadata_fields to some of them",
+                hint=f"set the source's {setting} to some of them",
             )  # fmt: skip
 
 
@@ -114,17 +126,44 @@ def read_batch(
     """Yield the rows of a batch of a row group for whose ordinal ``accept`` is true."""
     byte_range = (group.start_byte, group.end_byte - group.start_byte)
     metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
+    if source.chat_fields:
+        for row in range(batch.num_rows):
+            if accept(first_ordinal + row):
+                yield _conversation(source, batch, row, (file_index, first_ordinal + row, *byte_range))
+        return
     content, starts, lengths = text_buffers(batch, source.text_field)
     for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True), first_ordinal):
         if not accept(row):
             continue
         record = _record(content, start_byte, length, source.max_record_bytes)
         if isinstance(record, str):
-            values = {name: column[row - first_ordinal].as_py() for name, column in metadata.items()}
-            texts = {name: as_text(value) for name, value in values.items() if value is not None}
-            yield Document(file_index, row, *byte_range, record, texts if metadata else None)
+            yield Document(file_index, row, *byte_range, record, _metadata(metadata, row - first_ordinal))
         else:
             yield BadRecord(file_index, row, *byte_range, None, f"column {source.text_field!r} {record[0]}")
+
+
+def _conversation(
+    source: SourceConfig, batch: Any, row: int, position: tuple[int, int, int, int]
+) -> Document | BadRecord:  # fmt: skip
+    columns = {name: batch.column(batch.schema.names.index(name)) for name in source.chat_fields}
+    try:
+        values = {name: column[row].as_py() for name, column in columns.items()}
+        messages = read_messages(source, values, batch.schema.names)
+    except (UnreadableRecord, UnicodeDecodeError) as error:
+        return BadRecord(*position, None, str(error))
+    size = sum(len(message.content) for message in messages_of(messages))
+    if size > source.max_record_bytes:
+        return BadRecord(*position, None, too_large(size, source.max_record_bytes))
+    metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
+    return Document(*position, plain_text(messages), _metadata(metadata, row), messages=messages)
+
+
+def _metadata(columns: Mapping[str, Any], row: int) -> Mapping[str, str] | None:
+    """Return the metadata of a row; null values are omitted."""
+    if not columns:
+        return None
+    values = {name: column[row].as_py() for name, column in columns.items()}
+    return {name: as_text(value) for name, value in values.items() if value is not None}
 
 
 def text_buffers(batch: Any, name: str) -> tuple[memoryview, list[int], list[int | None]]:

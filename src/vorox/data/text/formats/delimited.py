@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document, UnitSpan
+from vorox.data.documents import BadRecord, Conversation, Document, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
+from vorox.data.text.conversations import plain_text, read_messages
 from vorox.data.text.file_content import Limits, detect_damage, length_bytes, open_content
 from vorox.data.text.file_signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
-from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     RecordBlock,
@@ -184,7 +184,8 @@ def split_blocks(
         return
     if data_start == 0:
         return
-    _column(source, file, source.text_field)
+    for name in source.chat_fields or (source.text_field,):
+        _column(source, file, name)
     begin = max(start, data_start)
     key = ("csv", file, delimiter, begin, end, block_bytes, first_ordinal, limits)
     find = RecordEnds(delimiter.encode())
@@ -208,7 +209,8 @@ def read_records(
     """Yield the records in a span for whose first byte ``accept`` is true."""
     limits, delimiter = Limits.from_source(source), source.delimiter.encode()
     columns, data_start = header(file, source.delimiter, limits)
-    wanted = [_column(source, file, name) for name in (source.text_field, *source.metadata_fields)]
+    texts_of = source.chat_fields or (source.text_field,)
+    wanted = [_column(source, file, name) for name in (*texts_of, *source.metadata_fields)]
     start = max(span.start_byte, data_start)
     with open_content(file, start, span.end_byte, limits) as reader:
         find = RecordEnds(delimiter)
@@ -222,11 +224,16 @@ def read_records(
                 if record is None:
                     raise UnreadableRecord(too_large(length, source.max_record_bytes))
                 texts = _texts(split_fields(record, delimiter), columns, wanted)
+                messages: Conversation = ()
+                if source.chat_fields:
+                    messages = read_messages(source, dict(zip(texts_of, texts, strict=False)), columns)
             except UnreadableRecord as error:
                 yield BadRecord(*position, None, str(error))
                 continue
-            metadata = dict(zip(source.metadata_fields, texts[1:], strict=True)) if source.metadata_fields else None
-            yield Document(*position, texts[0], metadata)
+            further = texts[len(texts_of) :]
+            metadata = dict(zip(source.metadata_fields, further, strict=True)) if source.metadata_fields else None
+            text = plain_text(messages) if messages else texts[0]
+            yield Document(*position, text, metadata, messages=messages)
 
 
 def _texts(fields: Sequence[bytes], columns: Sequence[str], wanted: Sequence[int]) -> list[str]:

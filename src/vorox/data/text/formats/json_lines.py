@@ -14,8 +14,9 @@ from typing import Any, cast
 from pydantic_core import from_json
 
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document, UnitSpan
+from vorox.data.documents import BadRecord, Document, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
+from vorox.data.text.conversations import json_type, lone_surrogate, plain_text, read_messages
 from vorox.data.text.file_content import Limits, open_content
 from vorox.data.text.file_signatures import SIGNATURE_BYTES, reject_binary
 from vorox.data.text.formats.record_blocks import (
@@ -30,10 +31,6 @@ from vorox.data.text.formats.record_blocks import (
 )
 
 _ABSENT = object()
-
-
-class UnreadableRecord(ValueError):
-    """A record without readable text; the message is the reason."""
 
 
 def split_blocks(
@@ -70,6 +67,9 @@ def read_records(
         if not accept(offset) or not line or line.isspace():
             continue  # a blank line keeps its ordinal
         try:
+            if source.chat_fields:
+                yield _conversation(line, source, position)
+                continue
             text, metadata = parse_record(line, source.text_field, source.metadata_fields)
         except UnreadableRecord as error:
             yield BadRecord(*position, ordinal + 1, str(error))
@@ -120,6 +120,38 @@ def parse_record(
                 found = cast("dict[str, object]", fields).get(text_field)
                 if isinstance(found, str):
                     return found, None  # pydantic rejects lone surrogates itself
+    fields = _parse_object(line)
+    text = _field(fields, text_field)
+    if text is _ABSENT:
+        present = ", ".join(repr(key) for key in list(fields)[:8])
+        raise UnreadableRecord(
+            f"no field {text_field!r}; the record has {present or 'no fields'}: set the source's text_field"
+        )
+    if not isinstance(text, str):
+        raise UnreadableRecord(f"field {text_field!r} is not a string but {json_type(text)}")
+    surrogate = lone_surrogate(text)
+    if surrogate is not None:
+        raise UnreadableRecord(f"field {text_field!r} has half a surrogate pair at character {surrogate}")
+    return text, _metadata(fields, metadata_fields)
+
+
+def _conversation(line: bytes, source: SourceConfig, position: tuple[int, int, int, int]) -> Document:
+    fields = _parse_object(line)
+    found = {name: _field(fields, name) for name in source.chat_fields}
+    present = {name: value for name, value in found.items() if value is not _ABSENT}
+    messages = read_messages(source, present, tuple(fields))
+    return Document(*position, plain_text(messages), _metadata(fields, source.metadata_fields), messages=messages)
+
+
+def _metadata(fields: Mapping[str, object], names: Sequence[str]) -> Mapping[str, str] | None:
+    """Return the requested metadata fields; absent ones are omitted."""
+    if not names:
+        return None
+    found = {name: _field(fields, name) for name in names}
+    return {name: as_text(value) for name, value in found.items() if value is not _ABSENT and value is not None}
+
+
+def _parse_object(line: bytes) -> dict[str, object]:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -131,23 +163,8 @@ def parse_record(
     except ValueError as error:  # a number with more digits than Python converts
         raise UnreadableRecord(f"invalid JSON: {error}") from error
     if not isinstance(record, dict):
-        raise UnreadableRecord(f"the record is not an object but {_json_type(record)}")
-    fields = cast("dict[str, object]", record)
-    text = _field(fields, text_field)
-    if text is _ABSENT:
-        present = ", ".join(repr(key) for key in list(fields)[:8])
-        raise UnreadableRecord(
-            f"no field {text_field!r}; the record has {present or 'no fields'}: set the source's text_field"
-        )
-    if not isinstance(text, str):
-        raise UnreadableRecord(f"field {text_field!r} is not a string but {_json_type(text)}")
-    surrogate = lone_surrogate(text)
-    if surrogate is not None:
-        raise UnreadableRecord(f"field {text_field!r} has half a surrogate pair at character {surrogate}")
-    if not metadata_fields:
-        return text, None
-    found = {name: _field(fields, name) for name in metadata_fields}
-    return text, {name: as_text(value) for name, value in found.items() if value is not _ABSENT and value is not None}
+        raise UnreadableRecord(f"the record is not an object but {json_type(record)}")
+    return cast("dict[str, object]", record)
 
 
 def _field(fields: Mapping[str, Any], name: str) -> object:
@@ -163,17 +180,3 @@ def as_text(value: object) -> str:
     """Return a metadata value as text: strings unchanged, everything else as JSON."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _json_type(value: object) -> str:
-    names = {"dict": "an object", "list": "an array", "bool": "a boolean", "str": "a string", "NoneType": "null"}
-    return names.get(type(value).__name__, "a number")
-
-
-def lone_surrogate(text: str) -> int | None:
-    """Return the index of the first lone surrogate, which UTF-8 cannot encode; ``None`` if there is none."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return error.start
-    return None

@@ -23,10 +23,9 @@ import xxhash
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document, Record, TokenDocument, UnitSpan
+from vorox.data.documents import BadRecord, Document, Record, TokenDocument, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.file_content import Limits, length_bytes, open_content
-from vorox.data.text.formats.json_lines import UnreadableRecord
 from vorox.data.text.formats.record_blocks import RecordBlock, blocks_from_ends, too_large
 from vorox.data.text.formats.token_shards import end_of_text
 

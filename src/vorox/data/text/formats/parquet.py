@@ -23,8 +23,8 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import Limits, length_bytes, open_content_seekable
 from vorox.data.text.formats.columnar import (
     RowGroup,
-    check_metadata_columns,
-    check_text_column,
+    check_columns,
+    check_present,
     read_batch,
     row_group_blocks,
 )
@@ -49,26 +49,29 @@ def _open_parquet(file: StoredFile, limits: Limits) -> Generator[Any]:
             ) from error  # fmt: skip
 
 
-def row_groups(file: StoredFile, text_field: str, limits: Limits) -> Iterator[RowGroup]:
+def row_groups(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
     """Yield the row groups of a file that are not empty.
 
     Raises:
         DataError: The file is not Parquet, lacks the text column, or has an inconsistent footer.
     """
-    for row in _row_groups(file, text_field, limits).tolist():
+    for row in _row_groups(file, source.text_field, source.chat_fields, Limits.from_source(source)).tolist():
         yield RowGroup(*row)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArray[np.int64]:
+def _row_groups(
+    file: StoredFile, text_field: str, chat_fields: tuple[str, ...], limits: Limits
+) -> npt.NDArray[np.int64]:  # fmt: skip
     """Return one ``RowGroup`` per row of an array, which is compact for many large files."""
     with _open_parquet(file, limits) as opened:
-        check_text_column(file, opened.schema_arrow, text_field)
+        check_columns(file, opened.schema_arrow, text_field, chat_fields)
         footer = opened.metadata
-        column = next(
-            index for index in range(footer.num_columns)
-            if opened.schema.column(index).path in {text_field, f"{text_field}.list.element"}
-        )  # fmt: skip
+        paths = [opened.schema.column(index).path for index in range(footer.num_columns)]
+        if chat_fields:
+            columns = [index for index, path in enumerate(paths) if path.partition(".")[0] in chat_fields]
+        else:
+            columns = [next(i for i, path in enumerate(paths) if path in {text_field, f"{text_field}.list.element"})]
         found: list[RowGroup] = []
         first_row = 0
         for index in range(footer.num_row_groups):
@@ -77,9 +80,11 @@ def _row_groups(file: StoredFile, text_field: str, limits: Limits) -> npt.NDArra
                 chunks = [group.column(number) for number in range(group.num_columns)]
                 start = min(_start(chunk) for chunk in chunks)
                 end = max(_start(chunk) + chunk.total_compressed_size for chunk in chunks)
-                text = group.column(column)
-                _reject_bomb(file, text, limits)
-                found.append(RowGroup(index, first_row, group.num_rows, start, end, text.total_uncompressed_size))
+                texts = [group.column(column) for column in columns]
+                for text in texts:
+                    _reject_bomb(file, text, limits)
+                size = sum(text.total_uncompressed_size for text in texts)
+                found.append(RowGroup(index, first_row, group.num_rows, start, end, size))
             first_row += group.num_rows
     size_bytes, previous = length_bytes(file, limits), 0
     for group in found:
@@ -109,7 +114,7 @@ def _reject_bomb(file: StoredFile, chunk: Any, limits: Limits) -> None:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Return the approximate bytes of text before ``end``."""
-    groups = row_groups(file, source.text_field, Limits.from_source(source))
+    groups = row_groups(source, file)
     return sum(group.text_bytes for group in groups if end is None or group.start_byte < end)
 
 
@@ -118,14 +123,12 @@ def split_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield blocks of whole row groups with about ``block_bytes`` of text."""
     del first_ordinal  # known from the footer
-    yield from row_group_blocks(
-        row_groups(file, source.text_field, Limits.from_source(source)), start, end, block_bytes
-    )
+    yield from row_group_blocks(row_groups(source, file), start, end, block_bytes)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the rows of the row groups in a range."""
-    groups = row_groups(file, source.text_field, Limits.from_source(source))
+    groups = row_groups(source, file)
     return sum(group.num_rows for group in groups if start <= group.start_byte < end)
 
 
@@ -133,10 +136,9 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """Yield the rows of the row groups in a span for whose ordinal ``accept`` is true."""
-    limits = Limits.from_source(source)
-    groups = list(row_groups(file, source.text_field, limits))
-    with _open_parquet(file, limits) as opened:
-        check_metadata_columns(file, opened.schema_arrow.names, source.metadata_fields)
+    groups = list(row_groups(source, file))
+    with _open_parquet(file, Limits.from_source(source)) as opened:
+        check_present(file, opened.schema_arrow.names, source.metadata_fields, "metadata_fields")
         for group in groups:
             if span.start_byte <= group.start_byte < span.end_byte:
                 yield from _read_group(source, opened, group, span.file_index, accept)
@@ -146,7 +148,7 @@ def _read_group(
     source: SourceConfig, opened: Any, group: RowGroup, file_index: int, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     batch_rows = max(1, min(group.num_rows, group.num_rows * _BATCH_BYTES // max(group.text_bytes, 1)))
-    columns = [source.text_field, *source.metadata_fields]
+    columns = [*(source.chat_fields or (source.text_field,)), *source.metadata_fields]
     ordinal = group.first_row
     for batch in opened.iter_batches(batch_rows, row_groups=[group.index], columns=columns, use_threads=False):
         yield from read_batch(source, batch, group, file_index, ordinal, accept)

@@ -1,0 +1,359 @@
+"""A causal language model of any ``nn.Module`` on this rank (implements ``network.py``).
+
+``huggingface_network.py`` builds models of transformers, ``user_network.py`` models of the user.
+
+Documents of a packed row must not see each other. Whether a model separates them by their
+position ids is measured when it is created: on random weights, a document in a packed row must have the logits that it
+has alone. If it does not (Mamba, ALiBi, models without position ids), each document runs as a row of its own
+(``document_rows.py``). A model in which a token changes earlier logits is refused.
+
+Shape legend: B rows, T positions, M = B x T, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.decoder import PrefixDecoder
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.document_rows import group_documents
+from vorox.backends.torch_engine.dpo_loss import (
+    PairSums,
+    answer_log_probs,
+    dpo_loss,
+    log_probs_of_logits,
+    targets_to_device,
+)
+from vorox.backends.torch_engine.inputs import labels_to_device, to_device
+from vorox.backends.torch_engine.logits_loss import LogitsLoss
+from vorox.backends.torch_engine.loss import Labels, LossSums
+from vorox.backends.torch_engine.module_table import named_tensors
+from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
+from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.taps import Taps
+from vorox.core.batch import IGNORED_LABEL, Batch, Int32Array
+from vorox.core.engine import NamedArray
+from vorox.core.errors import ConfigError
+from vorox.core.preference_pairs import find_pairs
+from vorox.core.schema import RunConfig
+from vorox.models.module_spec import ModuleSpec
+from vorox.models.optimizer_groups import optimizer_groups
+
+_PROBE_LENGTHS = (7, 9)
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Largest difference of a document's logits alone and in a packed row, relative to the largest logit, by the precision
+of the weights. A leak changes logits by about their own size."""
+_log = logging.getLogger("vorox.torch_engine")
+
+
+class ModuleNetwork(ABC):
+    """See ``network.Network``.
+
+    Attributes:
+        module: The model.
+        parameters: Its parameters and gradients on this rank.
+        taps: Without points: blocks of other models have no common form.
+        separates_documents: Whether position ids keep the documents of a row apart.
+    """
+
+    is_random = True  # whether a model has dropout is not known
+    setting: str
+    """The setting that names the model, for messages."""
+
+    def __init__(self, config: RunConfig, spec: ModuleSpec, compute: Compute, ranks: Ranks) -> None:
+        self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
+        self.taps = Taps(0)
+        self.parameters: Parameters
+        self.module: Any = self._build()
+        self._run: Callable[..., Any] = self.module
+        self._place()
+        if config.train.activation_checkpointing == "block":
+            self._recompute_blocks()
+        self._loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
+        self.separates_documents = self._probe()
+
+    @abstractmethod
+    def _build(self) -> nn.Module:
+        """Build the model with parameters on the meta device."""
+
+    @abstractmethod
+    def _recompute_blocks(self) -> None:
+        """Save only the inputs of blocks for the backward pass."""
+
+    @property
+    @abstractmethod
+    def _takes_positions(self) -> bool:
+        """Whether the model accepts the position of every token."""
+
+    @abstractmethod
+    def _call(self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run the model.
+
+        Args:
+            tokens: Token ids, ``[B, T]``.
+            positions: Position of each token in its document, ``[B, T]``; ``None`` for consecutive ones.
+            is_token: Whether there is a token, ``[B, T]``; padding is at the end of rows. ``None`` without padding.
+
+        Returns:
+            Logits ``[B, T, V]``, and the auxiliary loss per target, if the model has one.
+        """
+
+    @abstractmethod
+    def initial_weights(self, seed: int) -> Iterator[NamedArray]:
+        """Yield initial weights, a function of the seed."""
+
+    # -- placement ----------------------------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        config, spec, module = self._config, self._spec, self.module
+        groups = optimizer_groups(spec, config.optimizer)
+        is_zero = config.parallel.kind == "deepspeed"
+        if self._ranks.fsdp_size == 1 and not is_zero:
+            self.parameters = FlatParameters(spec, groups, device=self._compute.device)
+            _replace(module, self.parameters.modules)
+            _move_buffers(module, self._compute.device)
+            return
+        frozen = [row.name for row in spec.rows if not row.trainable]
+        if frozen:
+            raise ConfigError(
+                f"{frozen[0]} is not trainable, which sharding does not support",
+                where="parallel.kind" if is_zero else "parallel.fsdp_size",
+                hint="set parallel.kind=native and parallel.fsdp_size=1",
+            )  # fmt: skip
+        if is_zero:
+            device, dtype = self._compute.device, self._compute.dtype
+            self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, device, dtype)
+            _replace(module, zero.modules)
+            _move_buffers(module, device)
+            self._run = zero.shard_by_zero(module, external={})
+            return
+        self.parameters = sharded = ShardedParameters(spec, groups, ranks=self._ranks)
+        _replace(module, sharded.modules)
+        _move_buffers(module, self._compute.device)
+        reshard = config.parallel.reshard_after_forward
+        sharded.shard(module, blocks(module), self._compute.dtype, reshard=reshard)
+
+    # -- losses and logits --------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        batch: Batch,
+        index: int,
+        *,
+        scale: float,
+        loss_scale: Tensor | None,
+        reference_H: Tensor | None = None,
+        compiled: bool = True,
+    ) -> LossSums | PairSums:
+        del compiled
+        self.module.train()
+        if reference_H is not None:
+            return self._train_on_pairs(batch, index, reference_H, scale, loss_scale)
+        total: LossSums | None = None
+        for inputs, labels in self._forward_passes(batch, index):
+            logits_MV, auxiliary = self._forward(**inputs)
+            objective, sums = self._loss.train(logits_MV, labels)
+            if auxiliary is not None:
+                objective = objective + auxiliary * _num_targets(labels)
+            self.parameters.backward(objective * scale, loss_scale)
+            total = sums if total is None else _added(total, sums)
+        assert total is not None
+        return total
+
+    def evaluate(self, batch: Batch, index: int) -> LossSums:
+        self.module.eval()
+        total: LossSums | None = None
+        for inputs, labels in self._forward_passes(batch, index):
+            sums = self._loss.evaluate(self._forward(**inputs)[0], labels)
+            total = sums if total is None else _added(total, sums)
+        self.parameters.release()
+        assert total is not None
+        return total
+
+    def check_pairs(self) -> None:
+        """Check that both answers of a preference pair run in one forward pass.
+
+        Raises:
+            ConfigError: Each document runs as a row of its own.
+        """
+        if not self.separates_documents:
+            raise ConfigError(
+                f"{type(self.module).__name__} carries state between the documents of a row, and loss.name=dpo needs "
+                "both answers of a pair in one forward pass", where="loss.name",
+                hint="choose a model that separates documents by their position ids",
+            )  # fmt: skip
+
+    def _train_on_pairs(
+        self, batch: Batch, index: int, reference_H: Tensor, scale: float, loss_scale: Tensor | None
+    ) -> PairSums:
+        policy_H, auxiliary = self._answer_log_probs(batch, index)
+        loss, sums = dpo_loss(policy_H, reference_H, self._config.loss)
+        if auxiliary is not None:
+            loss = loss + auxiliary * (len(policy_H) // 2)
+        self.parameters.backward(loss * scale, loss_scale)
+        return sums
+
+    @torch.no_grad()
+    def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
+        self.module.eval()
+        found, _ = self._answer_log_probs(batch, index)
+        self.parameters.release()
+        return found
+
+    def _answer_log_probs(self, batch: Batch, index: int) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probability of each answer, and the auxiliary loss of the model, if it has one."""
+        assert batch.segment_ids_ABT is not None
+        ((inputs, _),) = self._forward_passes(batch, index)
+        pairs = find_pairs(batch.segment_ids_ABT[index], batch.labels_ABT[index])
+        targets = targets_to_device(pairs, self._compute.device)
+        logits_MV, auxiliary = self._forward(**inputs)
+        return answer_log_probs(log_probs_of_logits(logits_MV, targets), targets), auxiliary
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Int32Array) -> Tensor:
+        self.module.eval()
+        logits_MV, _ = self._forward(to_device(tokens_BT, self._compute.device))
+        self.parameters.release()
+        return logits_MV.view(*tokens_BT.shape, -1)
+
+    def decoder(self, batch_size: int, max_tokens: int) -> PrefixDecoder:
+        return PrefixDecoder(self.logits, batch_size, max_tokens)
+
+    def _forward(
+        self, tokens: Tensor, positions: Tensor | None = None, is_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits in fp32, ``[M, V]``, and the auxiliary loss of the model, if it has one."""
+        with self._compute.autocast():
+            logits, auxiliary = self._call(tokens.long(), positions, is_token)
+        return logits.float().flatten(0, 1), auxiliary
+
+    def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
+        """Yield inputs and labels of the forward passes of a micro-batch: one, or one per group of documents."""
+        device = self._compute.device
+        tokens_BT, labels_BT = batch.tokens_ABT[index], batch.labels_ABT[index]
+        segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
+        if segments_ABT is None:
+            yield {"tokens": to_device(tokens_BT, device)}, labels_to_device(labels_BT, device)
+            return
+        if self.separates_documents:
+            assert positions_ABT is not None
+            positions = to_device(positions_ABT[index], device).long()
+            yield {"tokens": to_device(tokens_BT, device), "positions": positions}, labels_to_device(labels_BT, device)
+            return
+        groups = list(group_documents(tokens_BT, labels_BT, segments_ABT[index]))
+        for number in range(self._largest(len(groups))):
+            group = groups[number] if number < len(groups) else None
+            tokens_GL = np.zeros((1, 1), np.int32) if group is None else group.tokens_GL
+            labels_GL = np.full((1, 1), IGNORED_LABEL, np.int32) if group is None else group.labels_GL
+            is_token_GL = np.ones((1, 1), np.bool_) if group is None else group.is_token_GL
+            mask = to_device(is_token_GL.astype(np.int32), device)
+            yield {"tokens": to_device(tokens_GL, device), "is_token": mask}, labels_to_device(labels_GL, device)
+
+    def _largest(self, count: int) -> int:
+        """Return the largest count of all ranks: ranks that share a model run equally many forward passes."""
+        if self._ranks.fsdp_size == 1:
+            return max(1, count)
+        largest = torch.tensor(max(1, count), device=self._compute.device)
+        self._ranks.maximum(largest)
+        return int(largest)
+
+    # -- packed rows --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """Measure on random weights whether position ids separate the documents of a row.
+
+        Raises:
+            ConfigError: A token changes earlier logits.
+        """
+        self._randomise()
+        self.module.eval()
+        generator = torch.Generator().manual_seed(0)
+        first, second = (
+            torch.randint(0, self._spec.vocab_size, (1, length), generator=generator) for length in _PROBE_LENGTHS
+        )
+        packed = torch.cat([first, second], dim=1)
+        alone_LV, packed_TV = self._run_probe(second), self._run_probe(packed)
+        allowed = _TOLERANCE[self._weights_dtype] * float(alone_LV.abs().max())
+        start = _PROBE_LENGTHS[0]
+        if not float((packed_TV[:start] - self._run_probe(first)).abs().max()) <= allowed:
+            raise ConfigError(
+                f"{type(self.module).__name__} is not causal: a token changes earlier logits",
+                where=self.setting, hint="use a causal language model",
+            )  # fmt: skip
+        if not self._takes_positions:
+            return False
+        positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])[None]
+        difference = float((self._run_probe(packed, positions)[start:] - alone_LV).abs().max())
+        if difference > allowed and self._config.data.document_mask:
+            _log.info("%s carries state between documents; each runs as its own row", type(self.module).__name__)
+        return difference <= allowed
+
+    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        device = self._compute.device
+        logits = self._call(tokens.to(device), None if positions is None else positions.to(device), None)[0]
+        logits = logits[0].float().cpu()
+        self.parameters.release()
+        return logits
+
+    @property
+    def _weights_dtype(self) -> torch.dtype:
+        """Precision of the weights in a forward pass without autocast."""
+        is_whole = self._ranks.fsdp_size == 1 and self._config.parallel.kind == "native"
+        return torch.float32 if is_whole else self._compute.dtype
+
+    def _randomise(self) -> None:
+        """Fill all parameters so that every layer affects the logits: vectors near 1, and matrices that keep scale."""
+        values = self.parameters.values
+        generator = torch.Generator(next(iter(values.values()))[0].device).manual_seed(0)
+        for piece in self.parameters.pieces(values):
+            if piece.view.ndim < 2:
+                piece.view.uniform_(0.5, 1.5, generator=generator)
+            else:
+                piece.view.normal_(std=piece.view.shape[-1] ** -0.5, generator=generator)
+        self.parameters.store(values)
+
+
+def blocks(module: Any) -> list[nn.Module]:
+    """Return the repeated blocks: of the classes that transformers does not split, else the longest list of modules."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    found = [child for child in module.modules() if type(child).__name__ in names]
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
+    longest = list(max(lists, key=len)) if lists else []
+    outer = [child for child in found if not any(child in other.modules() for other in found if other is not child)]
+    return outer if len(outer) >= len(longest) else longest
+
+
+def _replace(module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
+    """Replace parameters and persistent buffers by tensors of the same names, in every module that uses them."""
+    replaced = {id(tensor): tensors[name] for name, tensor in named_tensors(module)}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = replaced[id(parameter)]
+        for name, buffer in child._buffers.items():
+            if id(buffer) in replaced:
+                child._buffers[name] = replaced[id(buffer)].data
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            child._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+def _added(first: LossSums, second: LossSums) -> LossSums:
+    return LossSums(*(here + there for here, there in zip(first, second, strict=True)))
+
+
+def _num_targets(labels: Labels) -> Tensor | int:
+    return labels.index_M.numel() if labels.kept_M is None else labels.kept_M.sum()

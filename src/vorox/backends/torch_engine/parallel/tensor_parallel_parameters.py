@@ -1,0 +1,137 @@
+"""Parameters of a decoder that several ranks share by tensor parallelism, around either other layout.
+
+The layout inside holds the share of this rank as if it were a whole model; here its parts have their place in the
+canonical parameters. A parameter is divided along rows, along columns, or replicated. Replicated parameters stay equal
+bit by bit, because their gradients are made equal before every update.
+
+Shape legend: R ranks of the group, O rows, C columns of a rank's part of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.parallel.tensor_parallel import DIVIDED_AXES, TensorParallel
+from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
+from vorox.models.optimizer_groups import Group
+
+
+class TensorParallelParameters:
+    """See ``Parameters``.
+
+    Args:
+        inner: The parameters of ``parallel.local``.
+        parallel: This rank's share.
+    """
+
+    def __init__(self, inner: Parameters, parallel: TensorParallel) -> None:
+        self._inner, self._parallel = inner, parallel
+        self._dims: dict[str, int | None] = {}
+        self._sizes = {parameter.name: parameter.shape for parameter in parallel.spec.parameters}
+        self._is_per_head: set[str] = set()
+        for parameter in parallel.spec.parameters:
+            divided = [dim for dim, axis in enumerate(parameter.axes) if axis in DIVIDED_AXES]
+            self._dims[parameter.name] = divided[0] if divided else None
+            if parameter.axes == ("head",):
+                self._is_per_head.add(parameter.name)
+
+    @property
+    def local(self) -> TensorParallelParameters:
+        return self
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self._inner.groups
+
+    @property
+    def modules(self) -> Mapping[str, nn.Parameter]:
+        return self._inner.modules
+
+    @property
+    def values(self) -> Buffers:
+        return self._inner.values
+
+    @property
+    def gradients(self) -> Buffers:
+        return self._inner.gradients
+
+    @property
+    def gradient_divisor(self) -> int:
+        return self._inner.gradient_divisor
+
+    def store(self, values: Buffers) -> None:
+        self._inner.store(values)
+
+    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
+        self._inner.backward(objective, loss_scale)
+
+    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
+        return self._inner.new_buffers(groups)
+
+    def zero_gradients(self) -> None:
+        self._inner.zero_gradients()
+
+    def release(self) -> None:
+        self._inner.release()
+
+    def finish_gradients(self) -> None:
+        """Sum gradients of replicated parameters that each rank has a part of; give all ranks the others of rank 0."""
+        self._inner.finish_gradients()
+        pieces = [piece for piece in self._inner.pieces(self._inner.gradients) if self._dims[piece.name] is None]
+        parts = [
+            piece.view if piece.name in self._is_per_head or self._parallel.index == 0 else torch.zeros_like(piece.view)
+            for piece in pieces
+        ]
+        if parts:
+            total = torch.cat([part.reshape(-1) for part in parts])
+            self._parallel.sum_(total)
+            for piece, values in zip(pieces, total.split([part.numel() for part in parts]), strict=True):
+                piece.view.copy_(values.view(piece.view.shape))
+
+    def owned(self, buffers: Buffers) -> Iterator[Tensor]:
+        for piece in self._inner.pieces(buffers):
+            if self._dims[piece.name] is not None or self._parallel.index == 0:
+                yield piece.view
+
+    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
+        for piece in self._inner.pieces(buffers):
+            dim = self._dims[piece.name]
+            first = 0 if dim is None else self._parallel.range_of(self._sizes[piece.name][dim])[0]
+            if dim == 1:
+                yield piece._replace(first_column=first)
+            else:
+                yield piece._replace(first_row=piece.first_row + first)
+
+    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
+        """Yield rows; ranks exchange columns for rows, and the first one yields replicated parameters."""
+        for piece in self.pieces(buffers):
+            dim = self._dims[piece.name]
+            if dim == 1:
+                yield self._exchange(piece)
+            elif dim == 0 or self._parallel.index == 0:
+                yield piece
+            else:
+                yield piece._replace(view=piece.view[:0])
+
+    def _exchange(self, piece: Piece) -> Piece:
+        """Return this rank's part of the rows of a piece, with the columns of all ranks. All have the same rows."""
+        parallel, (num_rows, num_columns) = self._parallel, piece.view.shape
+        first, count = parallel.range_of(num_rows)
+        share = -(-num_rows // parallel.size)
+        sent = piece.view.new_zeros(share * parallel.size, num_columns)
+        sent[:num_rows] = piece.view
+        received = torch.empty_like(sent)
+        if share:
+            dist.all_to_all_single(received, sent, group=parallel.group)
+        parts_ROC = received.view(parallel.size, share, num_columns)
+        rows = parts_ROC.transpose(0, 1).reshape(share, -1)[:count]
+        return Piece(piece.name, piece.first_row + first, rows)
+
+    def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
+        for name, local in self._inner.whole(buffers):
+            dim = self._dims[name]
+            yield name, local if dim is None else self._parallel.join(local, self._sizes[name][dim], dim)

@@ -1,0 +1,53 @@
+"""The output head and loss over a vocabulary that is divided over ranks (``tensor_parallel.py``).
+
+Each rank computes the logits of its part. For each chunk of positions the ranks exchange three numbers per position:
+the highest logit, the sum of exponentials below it, and the logit of the target, which one rank has.
+
+Shape legend: C positions of a chunk, V vocabulary of this rank, R ranks of the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vorox.backends.torch_engine.loss import HeadLoss, Labels, Partition
+from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
+
+
+class VocabularyLoss(HeadLoss):
+    """See ``HeadLoss``; the head is this rank's part of the vocabulary.
+
+    Args:
+        parallel: This rank's share of the decoder.
+        arguments: Those of ``HeadLoss``.
+        options: Those of ``HeadLoss``.
+    """
+
+    def __init__(self, parallel: TensorParallel, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._parallel = parallel
+        self._num_tokens = parallel.spec.vocab_size
+
+    def _total(self, d_hidden_MD: Tensor) -> Tensor:
+        self._parallel.sum_(d_hidden_MD)
+        return d_hidden_MD
+
+    def _partition(self, logits_CV: Tensor, labels: Labels) -> Partition:
+        highest_C = logits_CV.amax(dim=1)
+        exponentials_CV = (logits_CV - highest_C[:, None]).exp_()
+        index_C, is_here_C = self._parallel.local_tokens(labels.index_M)
+        target_C = logits_CV.gather(1, index_C[:, None])[:, 0].where(is_here_C, 0.0)
+        highest_RC, sums_RC, target_RC = self._parallel.gather(
+            torch.stack([highest_C, exponentials_CV.sum(dim=1), target_C])
+        ).unbind(1)
+        top_C = highest_RC.amax(dim=0)
+        total_C = (sums_RC * (highest_RC - top_C).exp()).sum(dim=0)
+        probabilities_CV = exponentials_CV.mul_(((highest_C - top_C).exp() / total_C)[:, None])
+        return Partition(probabilities_CV, top_C + total_C.log(), target_RC.sum(dim=0), top_C)
+
+    def _target(self, labels: Labels) -> tuple[Tensor, Tensor | float]:
+        index_C, is_here_C = self._parallel.local_tokens(labels.index_M)
+        return index_C[:, None], is_here_C[:, None].float()

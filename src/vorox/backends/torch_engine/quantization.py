@@ -1,0 +1,186 @@
+"""Quantise a model of transformers with torchao, and measure what transformers computes with it.
+
+In: a directory with ``config.json`` and ``model.safetensors``. Out: the same with the linear layers of the blocks in 8
+or 4 bits and a ``quantization_config``, which ``AutoModelForCausalLM.from_pretrained`` reads. The file is safetensors;
+nothing is pickled.
+
+Shape legend: M positions of a forward pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.document_rows import group_documents
+from vorox.backends.torch_engine.inputs import labels_to_device, to_device
+from vorox.backends.torch_engine.logits_loss import LogitsLoss
+from vorox.backends.torch_engine.loss import Labels
+from vorox.core.batch import Batch
+from vorox.core.engine import EvalValues
+from vorox.core.errors import ConfigError
+from vorox.core.installation import install_command
+from vorox.core.schema import LossConfig
+
+_KEY = "--quantize"
+_HARMLESS = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "<enum ",
+    "torchao.kernel.intmm": "Warning: Detected no triton",
+}
+"""Loggers and starts of the messages by which importing torchao reports kernels for other devices."""
+
+
+@contextlib.contextmanager
+def quiet_torchao() -> Generator[None]:
+    """Silence what torchao logs when it is first imported, which transformers does for it; all else is logged."""
+    removes: list[Callable[[], None]] = []
+    for name, start in _HARMLESS.items():
+        logger = logging.getLogger(name)
+
+        def is_wanted(record: logging.LogRecord, start: str = start) -> bool:
+            return not record.getMessage().startswith(start)
+
+        logger.addFilter(is_wanted)
+        removes.append(lambda logger=logger, wanted=is_wanted: logger.removeFilter(wanted))
+    try:
+        yield
+    finally:
+        for remove in removes:
+            remove()
+
+
+def check_quantization(scheme: str) -> None:
+    """Check that this machine can quantise by a scheme.
+
+    Raises:
+        ConfigError: torchao or transformers is missing, or 4 bits have no kernels here.
+    """
+    missing = [name for name in ("torchao", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"Quantising needs {missing[0]}", where=_KEY, hint=install_command("compress"))
+    if scheme == "int4" and not torch.cuda.is_available():
+        raise ConfigError(
+            "int4 needs a CUDA device: torchao has stable 4-bit kernels for no other", where=_KEY,
+            hint="use int8-weight-only or int8-dynamic",
+        )  # fmt: skip
+    if scheme == "int4" and importlib.util.find_spec("mslk") is None:
+        raise ConfigError("int4 needs the kernels of mslk", where=_KEY, hint="pip install mslk")
+
+
+def quantize(source: Path, target: Path, scheme: str) -> None:
+    """Write the quantised model of a directory into another one.
+
+    Args:
+        source: ``config.json`` and ``model.safetensors``.
+        target: An existing directory.
+        scheme: ``int8-weight-only``, ``int8-dynamic`` or ``int4``.
+
+    Raises:
+        ConfigError: The model has no linear layer to quantise.
+    """
+    with quiet_torchao():
+        import transformers
+        from torchao import quantization
+
+        settings: Mapping[str, Callable[[], Any]] = {
+            "int8-weight-only": quantization.Int8WeightOnlyConfig,
+            "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+            "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
+        }
+        with _quiet_transformers(transformers):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(source), quantization_config=transformers.TorchAoConfig(settings[scheme]()),
+                dtype="bfloat16" if scheme == "int4" else "float32", local_files_only=True,
+                device_map="cuda" if scheme == "int4" else None,
+            )  # fmt: skip
+            if not any(_is_quantized(child) for child in model.modules()):
+                raise ConfigError(
+                    f"{type(model).__name__} has no linear layer that torchao quantises", where=_KEY,
+                    hint="GPT-2 stores transposed matrices; train a family with linear layers, such as llama",
+                )  # fmt: skip
+            model.save_pretrained(str(target))
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) and type(weight).__module__.startswith("torchao.")
+
+
+class TransformersModel:
+    """A model that transformers loads from a directory, quantised or not.
+
+    Args:
+        directory: The model.
+        on_cuda: Whether it runs on the CUDA device.
+    """
+
+    def __init__(self, directory: Path, *, on_cuda: bool) -> None:
+        self._device = torch.device("cuda" if on_cuda else "cpu")
+        with quiet_torchao():
+            import transformers
+
+            with _quiet_transformers(transformers):
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    str(directory), dtype="auto", local_files_only=True, device_map=str(self._device)
+                )
+        self._model = model.eval()
+        self._loss = LogitsLoss(LossConfig(), count_correct=True)
+
+    @torch.inference_mode()
+    def eval_step(self, batch: Batch) -> EvalValues:
+        """Sum the loss of a batch; each document of a packed row is a row of its own."""
+        loss_sum, num_correct = 0.0, 0
+        for index in range(batch.tokens_ABT.shape[0]):
+            for inputs, labels in self._forward_passes(batch, index):
+                logits_MV = self._model(**inputs, use_cache=False).logits.float().flatten(0, 1)
+                sums = self._loss.evaluate(logits_MV, labels)
+                loss_sum += float(sums.cross_entropy)
+                num_correct += int(sums.num_correct)
+        return EvalValues(loss_sum, batch.num_target_tokens, num_correct)
+
+    def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
+        tokens_BT, labels_BT = batch.tokens_ABT[index], batch.labels_ABT[index]
+        if batch.segment_ids_ABT is None:
+            yield {"input_ids": to_device(tokens_BT, self._device).long()}, labels_to_device(labels_BT, self._device)
+            return
+        for group in group_documents(tokens_BT, labels_BT, batch.segment_ids_ABT[index]):
+            inputs = {
+                "input_ids": to_device(group.tokens_GL, self._device).long(),
+                "attention_mask": to_device(group.is_token_GL.astype("int32"), self._device),
+            }
+            yield inputs, labels_to_device(group.labels_GL, self._device)
+
+    @torch.inference_mode()
+    def decoding_seconds(self, prompt: Sequence[int], num_tokens: int) -> float:
+        """Decode greedily with the key/value cache and return the time."""
+        tokens = torch.tensor([list(prompt)], device=self._device)
+        started = time.perf_counter()
+        self._model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0,
+            min_new_tokens=num_tokens, max_new_tokens=num_tokens,
+        )  # fmt: skip
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _quiet_transformers(transformers: Any) -> Generator[None]:
+    """Hide the progress bars of reading and writing weights."""
+    log = transformers.utils.logging
+    was_enabled = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            log.enable_progress_bar()

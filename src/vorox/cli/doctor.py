@@ -1,0 +1,106 @@
+"""``vorox doctor``: check this machine and its installation, and name the remedy of every problem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json, print_wrapped
+from vorox.core.pluralize import pluralize
+
+if TYPE_CHECKING:
+    from vorox.runtime.machine_checks import Finding
+
+_NAME_COLUMNS = 15
+_TEXT_COLUMN = len("warn  ") + _NAME_COLUMNS + 1
+_COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+
+
+def doctor(
+    network: Annotated[bool, typer.Option("--network", help="Also check the network (huggingface.co).")] = False,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine and its installation; every problem comes with its remedy.
+
+    Checks Python, PyTorch and JAX (each in a process of its own), driver, compiler, memory, disks and clock. The
+    network is used only with --network. Exit code 0 if a run can start, 1 if a check fails; warnings do not count.
+    """
+    findings: list[Finding] = []
+    for finding in _findings(Path(root), network=network):
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
+    num_failed = sum(finding.status == "fail" for finding in findings)
+    num_warnings = sum(finding.status == "warn" for finding in findings)
+    if as_json:
+        print_json({"ok": not num_failed, "checks": [asdict(finding) for finding in findings]})
+    else:
+        verdict = "Not ready to train" if num_failed else "Ready to train"
+        counts = f"{pluralize(num_failed, 'failure')}, {pluralize(num_warnings, 'warning')}"
+        typer.echo(f"\n{verdict}: {pluralize(len(findings), 'check')}, {counts}.")
+    raise typer.Exit(int(num_failed > 0))
+
+
+def _print(finding: Finding) -> None:
+    status = typer.style(f"{finding.status:<4}", fg=_COLOURS[finding.status])
+    head, *rest = _wrapped(f"{finding.name:<{_NAME_COLUMNS}} {finding.text}")
+    typer.echo(f"{status}  {head}")
+    for line in rest:
+        typer.echo(f"      {line}")
+    if finding.remedy:
+        print_wrapped([f"{'':{_TEXT_COLUMN - 3}}-> {finding.remedy}"], indent_columns=_TEXT_COLUMN)
+
+
+def _wrapped(line: str) -> list[str]:
+    import textwrap
+
+    from vorox.cli.output import terminal_width
+
+    width = terminal_width()
+    if width is None:
+        return [line]
+    return textwrap.wrap(
+        line, max(20, width - len("warn  ")), subsequent_indent=" " * (_NAME_COLUMNS + 1), break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+def _findings(root: Path, *, network: bool) -> Iterator[Finding]:
+    """Yield what the checks find, quick ones first."""
+    from vorox.backends import BACKENDS
+    from vorox.backends.installation_probe import probe_installation
+    from vorox.core.windows_variables import set_windows_variables
+    from vorox.data.cache_location import root_of
+    from vorox.runtime import framework_checks, machine_checks
+
+    environment = dict(os.environ)
+    set_windows_variables(environment, Path.cwd())
+    yield machine_checks.check_python()
+    yield machine_checks.check_processor(environment)
+    yield machine_checks.check_memory()
+    gpus = framework_checks.driver_gpus()
+    yield framework_checks.check_driver(gpus)
+    probes = {name: probe_installation(name) for name in BACKENDS}
+    yield from framework_checks.check_frameworks(
+        {name: probe.report for name, probe in probes.items() if probe.report},
+        {name: probe.problem for name, probe in probes.items() if probe.is_installed and not probe.report},
+        {name: probe.install for name, probe in probes.items()},
+        gpus,
+    )
+    yield machine_checks.check_compiler(environment)
+    yield from machine_checks.check_triton_cache(environment)
+    yield machine_checks.check_allocator(environment)
+    yield machine_checks.check_shared_memory()
+    yield machine_checks.check_open_files()
+    yield from machine_checks.check_disk("disk of runs", root, "run.directory to a folder on another disk")
+    caches = root_of(None)
+    yield from machine_checks.check_disk("disk of caches", caches, "VOROX_CACHE to a folder on another disk")
+    yield machine_checks.check_clock()
+    if network:
+        yield machine_checks.check_network()

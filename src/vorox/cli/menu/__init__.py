@@ -1,0 +1,1 @@
+"""The start menu of vorox train; see start_menu.py."""

@@ -1,0 +1,66 @@
+"""The first screen of the menu: the devices of this machine, and whether memory and disks have room."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vorox.cli import humanize
+from vorox.cli.menu.questions import title
+from vorox.core.windows_variables import windows_variables
+
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
+    from vorox.runtime.hardware import Hardware
+
+_NAME_COLUMNS = 15
+
+
+def print_machine(root: Path, hardware: Hardware) -> None:
+    """Print what training uses on this machine and why, and what is scarce."""
+    import vorox
+    from vorox.cli.output import print_wrapped
+
+    title(f"Vorox {vorox.__version__}")
+    print_wrapped(
+        (f"  {name:<{_NAME_COLUMNS}}{text}" for name, text in _lines(root, hardware)), indent_columns=_NAME_COLUMNS + 2
+    )
+
+
+def _lines(root: Path, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    from vorox.core.environment import processor_name, usable_cores
+    from vorox.core.pluralize import pluralize
+    from vorox.core.run_lookup import short_path
+    from vorox.data.cache_location import root_of
+    from vorox.runtime.machine_checks import MIN_FREE_BYTES, check_memory, check_shared_memory
+    from vorox.training.disk_space import free_bytes
+
+    if hardware.is_cpu:
+        yield "device", f"{pluralize(usable_cores(), 'core')} of {processor_name()}; no NVIDIA GPU was found"
+    else:
+        memory = humanize.size(hardware.memory_bytes)
+        yield "device", f"{hardware.num_devices} x {hardware.product}, {memory} usable on each"
+        if hardware.num_devices > 1:
+            yield "", f"training uses one; --nproc {hardware.num_devices} uses all"
+    for finding in (check_memory(), check_shared_memory()):
+        if finding.name == "memory" or finding.status != "ok":
+            yield finding.name, finding.text
+            yield from [("", f"-> {finding.remedy}")] if finding.remedy else []
+    caches = root_of(None)
+    for name, folder in (("disk of runs", root), ("disk of caches", caches)):
+        free = free_bytes(folder)
+        text = f"{humanize.size(free)} free in {short_path(folder.absolute())}"
+        yield name, text + ("; -> free some space" if free < MIN_FREE_BYTES else "")
+    for name in windows_variables(Path()) if sys.platform == "win32" else ():
+        yield "", f"{name}={os.environ.get(name)}"
+
+
+def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[str, str]]:
+    """Return the settings that suit this machine better than those of a preset, each with the reason."""
+    has_bf16 = not hardware.is_cpu and hardware.peak_flops_per_second("bf16") is not None
+    if has_bf16 and config.precision.dtype == "fp32":
+        return [("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory")]
+    return []

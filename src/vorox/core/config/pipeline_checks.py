@@ -1,0 +1,110 @@
+"""Checks of a configuration with ``parallel.pipeline_parallel_size`` above 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vorox.core.config.tree import Problem
+from vorox.core.extensions import is_extension
+from vorox.core.pluralize import pluralize
+from vorox.core.schema import RunConfig
+
+SIZE = "parallel.pipeline_parallel_size"
+
+
+def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that a pipeline does not support, and sizes that do not fit it."""
+    if config.parallel.pipeline_parallel_size == 1:
+        return
+    for is_refused, key, value, remedy in _unsupported(config):
+        if is_refused:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield Problem(f"{key}={shown} is not supported with {SIZE} above 1; it needs {remedy}", keys=(key, SIZE))
+    fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
+    if fault:
+        yield Problem(fault, keys=("model.num_layers", SIZE))
+    fault = micro_batches_fault(config, config.parallel.num_row_parts)
+    if fault:
+        yield Problem(fault, keys=("train.micro_batch_sequences", "train.global_batch_sequences", SIZE))
+
+
+def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]:
+    model, parallel, runtime, train = config.model, config.parallel, config.runtime, config.train
+    return (
+        (model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
+        (model.block is not None, "model.block", model.block, "the built-in blocks"),
+        (model.dropout_fraction > 0, "model.dropout_fraction", model.dropout_fraction, "model.dropout_fraction=0"),
+        (parallel.fsdp_size > 1, "parallel.fsdp_size", parallel.fsdp_size, "parallel.fsdp_size=1, or replicas"),
+        (
+            parallel.tensor_parallel_size > 1,
+            "parallel.tensor_parallel_size",
+            parallel.tensor_parallel_size,
+            "parallel.tensor_parallel_size=1, or replicas",
+        ),
+        (config.adapter.kind != "none", "adapter.kind", config.adapter.kind, "adapter.kind=none"),
+        (config.loss.name == "dpo", "loss.name", "dpo", "another loss"),
+        (
+            train.distillation.teacher is not None,
+            "train.distillation.teacher",
+            train.distillation.teacher,
+            "no teacher",
+        ),
+        (
+            train.forward_backward is not None,
+            "train.forward_backward",
+            train.forward_backward,
+            "train.forward_backward=null",
+        ),
+        (
+            is_extension(config.optimizer.name) or config.optimizer.name == "adamw_8bit",
+            "optimizer.name",
+            config.optimizer.name,
+            "optimizer.name=adamw or muon",
+        ),
+        (runtime.compile, "runtime.compile", True, "runtime.compile=false"),
+        (
+            runtime.determinism == "bitwise-any-world",
+            "runtime.determinism",
+            runtime.determinism,
+            "runtime.determinism=bitwise",
+        ),
+    )
+
+
+def layers_fault(config: RunConfig, num_layers: int) -> str:
+    """Return why the blocks of a model do not divide into the stages of the pipeline; empty if they do."""
+    size, per_device = config.parallel.pipeline_parallel_size, config.parallel.pipeline_stages_per_device
+    if num_layers >= size * per_device:
+        return ""
+    advice = f"set {SIZE}={num_layers // per_device} or less" if num_layers >= 2 * per_device else f"set {SIZE}=1"
+    if per_device > 1 and num_layers >= size:
+        advice += ", or parallel.pipeline_schedule=1f1b"
+    stages = f"{size} x {per_device} stages" if per_device > 1 else f"{size} stages"
+    return f"{pluralize(num_layers, 'layer')} cannot be divided into {stages} ({SIZE}={size}); {advice}"
+
+
+def micro_batches_fault(config: RunConfig, num_row_parts: int) -> str:
+    """Return why the micro-batches of a step do not fill the pipeline; empty if they do.
+
+    Args:
+        config: The run.
+        num_row_parts: Replicas, each of which is a pipeline.
+    """
+    parallel, rows = config.parallel, config.train.global_batch_sequences
+    size, share = parallel.pipeline_parallel_size, -(-rows // num_row_parts)
+    limit = config.train.micro_batch_sequences
+    micro = parallel.micro_batch_sequences(limit, rows, num_row_parts)
+    count = parallel.num_micro_batches(limit, rows, num_row_parts)
+    if parallel.fills_pipeline(count):
+        return ""
+    needed = f"a multiple of {size}" if parallel.pipeline_schedule == "interleaved" else f"at least {size}"
+    parts = [part for part in range(1, share + 1) if share % part == 0 and parallel.fills_pipeline(share // part)]
+    if parts:
+        advice = f"set train.micro_batch_sequences={max(parts)}"
+    else:
+        advice = f"set train.global_batch_sequences={size * num_row_parts * micro}"
+    per_replica = " for each replica" if num_row_parts > 1 else ""
+    return (
+        f"A step has {pluralize(count, 'micro-batch', 'micro-batches')} of {pluralize(micro, 'row')}{per_replica}, but "
+        f"{SIZE}={size} with pipeline_schedule={parallel.pipeline_schedule} needs {needed}; {advice}"
+    )

@@ -1,0 +1,1 @@
+"""The dashboard: a local web page on runs, read from their directories."""

@@ -1,0 +1,169 @@
+"""The metrics of a run as columns, read incrementally while the run trains.
+
+``metrics.jsonl`` goes in; per metric, ascending steps and values come out, and for each step the tokens, the seconds of
+training and the FLOPs. The rules are those of ``tracking.read_metrics``: values of steps that a resume rolled back are
+void, and of several values of a step the one of the latest attempt counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.json_lines import LineTail, as_number, sample_lines
+from vorox.core.run_layout import RunLayout
+from vorox.dashboard.downsampling import Numbers
+
+Steps = npt.NDArray[np.int64]
+
+
+class MetricSeries:
+    """The metrics of one run. Thread-safe.
+
+    Args:
+        directory: The run directory.
+
+    Attributes:
+        is_sample: Whether this is only a sample of the file.
+    """
+
+    is_sample = False
+
+    def __init__(self, directory: Path) -> None:
+        self._tail, self._lock = LineTail(RunLayout(directory).metrics), threading.RLock()
+        self._clear()
+
+    @classmethod
+    def sampled(cls, directory: Path, num_lines: int = 1500) -> MetricSeries:
+        """Return a sample of the metrics of a run, read from evenly distributed lines. It is not refreshed."""
+        series = cls(directory)
+        series.is_sample = True
+        for record in sample_lines(RunLayout(directory).metrics, num_lines):
+            attempt, step = record.get("attempt"), record.get("step")
+            is_later = series._attempts and type(attempt) is int and attempt > series._attempts[-1]
+            if is_later and type(step) is int:
+                series._resumes.append((len(series._steps), step - 1))  # the line of the resume may not be a sample
+            series._read(record)
+        return series
+
+    @property
+    def unread_bytes(self) -> int:
+        """The size of what a refresh would read."""
+        return self._tail.unread_bytes
+
+    def _clear(self) -> None:
+        self._steps, self._attempts, self._times = array("q"), array("q"), array("d")
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._resumes: list[tuple[int, int]] = []
+        self._alive: npt.NDArray[np.bool_] | None = None
+
+    def refresh(self) -> bool:
+        """Read what was appended; return whether anything was."""
+        with self._lock:
+            records, is_replaced = self._tail.read()
+            if is_replaced:
+                self._clear()
+            num_records = 0
+            for num_records, record in enumerate(records, start=1):  # noqa: B007 - counted below
+                self._read(record)
+            if num_records:
+                self._alive = None
+            return num_records > 0 or is_replaced
+
+    def _read(self, record: dict[str, Any]) -> None:
+        attempt, values, step = record.get("attempt"), record.get("values"), record.get("step")
+        resume_step = record.get("resume_step")
+        if type(attempt) is not int:
+            return
+        if type(resume_step) is int:
+            self._resumes.append((len(self._steps), resume_step))
+        elif type(step) is int and isinstance(values, dict):
+            self._add(step, attempt, as_number(record.get("time")), cast("dict[str, object]", values))
+
+    def _add(self, step: int, attempt: int, time: float | None, values: dict[str, object]) -> None:
+        row = len(self._steps)
+        self._steps.append(step)
+        self._attempts.append(attempt)
+        self._times.append(float("nan") if time is None else time)
+        columns = self._columns
+        for name, value in values.items():
+            number = value if type(value) is float else as_number(value)
+            if number is None:
+                continue
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = (array("q"), array("d"))
+            column[0].append(row)
+            column[1].append(number)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order of their first value."""
+        with self._lock:
+            return list(self._columns)
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a valid record; 0 if there is none."""
+        with self._lock:
+            steps = np.array(self._steps)[self._valid_rows()]
+            return int(steps.max()) if steps.size else 0
+
+    def points(self, name: str) -> tuple[Steps, Numbers]:
+        """Return the steps and values of a metric, steps ascending; empty if the run does not have it."""
+        with self._lock:
+            if name not in self._columns:
+                return np.empty(0, np.int64), np.empty(0)
+            rows, numbers = (np.array(column) for column in self._columns[name])
+            keep = self._valid_rows()[rows]
+            rows, numbers = rows[keep], numbers[keep]
+            return self._latest(rows, numbers)
+
+    def _latest(self, rows: Steps, numbers: Numbers) -> tuple[Steps, Numbers]:
+        """Sort by step; of several rows of a step keep the one of the latest attempt."""
+        steps, attempts = np.array(self._steps)[rows], np.array(self._attempts)[rows]
+        order = np.lexsort((rows, attempts, steps))
+        steps, numbers = steps[order], numbers[order]
+        is_last = np.append(steps[1:] != steps[:-1], True) if steps.size else np.empty(0, bool)
+        return steps[is_last], numbers[is_last]
+
+    def seconds_at(self, steps: Steps) -> Numbers:
+        """Return the seconds of training at some steps; time between attempts does not count."""
+        with self._lock:
+            valid = np.flatnonzero(self._valid_rows())
+            known, times = self._latest(valid, np.array(self._times)[valid])
+            _, attempts = self._latest(valid, np.array(self._attempts)[valid].astype(np.float64))
+        if known.size == 0:
+            return np.zeros(len(steps))
+        same = attempts[1:] == attempts[:-1]
+        gaps = np.where(same, np.maximum(np.nan_to_num(np.diff(times)), 0.0), 0.0)
+        return np.interp(steps, known, np.concatenate([[0.0], np.cumsum(gaps)]))
+
+    def tokens_at(self, steps: Steps) -> Numbers:
+        """Return the tokens processed at some steps; NaN if the run recorded none."""
+        known, tokens = self.points("tokens_total")
+        if known.size == 0:
+            return np.full(len(steps), np.nan)
+        return np.interp(steps, np.append(0, known), np.append(0.0, tokens))
+
+    def flops_per_token(self) -> float:
+        """Return the FLOPs that a token costs, by the recorded rates; NaN if unknown."""
+        steps, rates = self.points("model_flops_per_second")
+        speed_steps, speeds = self.points("tokens_per_second")
+        shared, first, second = np.intersect1d(steps, speed_steps, return_indices=True)
+        ratios = rates[first] / np.where(speeds[second] > 0, speeds[second], np.nan) if shared.size else np.empty(0)
+        ratios = ratios[np.isfinite(ratios)]
+        return float(np.median(ratios)) if ratios.size else float("nan")
+
+    def _valid_rows(self) -> npt.NDArray[np.bool_]:
+        if self._alive is None:
+            steps = np.array(self._steps, np.int64)
+            self._alive = np.ones(len(steps), bool)
+            for num_rows, resume_step in self._resumes:
+                self._alive[:num_rows] &= steps[:num_rows] <= resume_step
+        return self._alive

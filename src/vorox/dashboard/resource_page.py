@@ -1,0 +1,105 @@
+"""Plan against actual: what was estimated before a run, next to what it measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vorox.core.errors import VoroxError
+from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
+from vorox.core.schema import RunConfig
+from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.run_index import environment_of
+from vorox.data.tokenizers.loading import load
+from vorox.experiments.artifacts import inspect_run, list_checkpoints
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.memory_estimate import planned_memory
+from vorox.runtime.device_peaks import peak_flops_per_second
+from vorox.training.disk_space import checkpoint_space
+from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
+
+_PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "copy_bytes", "activation_bytes", "logits_bytes",
+          "mask_bytes", "snapshot_bytes")  # fmt: skip
+
+
+def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
+    """Return rows of (quantity, unit, planned, actual, note), and the parts of the planned memory.
+
+    A planned value is ``None`` where no estimate exists, with the reason in the note.
+    """
+    config, environment = recorded_config(directory), environment_of(directory)
+    spec, why = _spec(directory, config)
+    summary = inspect_run(directory)
+    total_steps = summary.total_steps or 0
+    on_device = environment.get("device_kind") == "cuda"
+    measured = _largest(series, "memory/device_peak_bytes" if on_device else "memory/host_peak_bytes")
+    speed = _median(series, "tokens_per_second")
+    tokens = total_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
+    planned_speed, speed_note = _planned_speed(config, environment, series)
+    seconds = series.seconds_at(series.points("loss")[0])
+    memory = None if spec is None else planned_memory(spec, config)
+    space = None if spec is None or not total_steps else checkpoint_space(config, spec, total_steps)
+    saved = [entry.size_bytes for entry in list_checkpoints(directory)]
+    kind = str(environment.get("device_kind", "cpu"))
+    rows = [
+        _row("Memory, peak", "bytes", None if memory is None else memory.total_bytes_on(kind), measured,
+             why or ("" if on_device else "The process, with framework and caches; the plan has tensors only.")),
+        _row("Speed", "tokens/s", planned_speed, speed, speed_note),
+        _row("Duration of the steps", "s", tokens / planned_speed if planned_speed and tokens else None,
+             tokens / speed if speed and tokens else None, "Measured: tokens of the run at the median speed."),
+        _row("Trained so far", "s", None, float(seconds[-1]) if seconds.size else None, ""),
+        _row("Tokens", "tokens", tokens or None, _last(series, "tokens_total"), ""),
+        _row("One checkpoint", "bytes", None if space is None else space.checkpoint_bytes,
+             max(saved, default=None), why),
+        _row("Disk, all checkpoints", "bytes", None if space is None else space.total_bytes, sum(saved) or None,
+             why or "Planned: the most that are on disk at any time."),
+    ]  # fmt: skip
+    parts = [] if memory is None else [{"name": name, "bytes": getattr(memory, name)} for name in _PARTS]
+    return {"rows": rows, "memory_parts": [part for part in parts if part["bytes"]]}
+
+
+def _row(name: str, unit: str, planned: float | None, actual: float | None, note: str) -> dict[str, Any]:
+    ratio = actual / planned if planned and actual is not None else None
+    return {"name": name, "unit": unit, "planned": planned, "actual": actual, "ratio": ratio, "note": note}
+
+
+def _spec(directory: Path, config: RunConfig) -> tuple[DecoderSpec | None, str]:
+    """Return the model of a run, or why it is not known without loading the model."""
+    if config.model.kind != "decoder":
+        return None, f"No estimate for model.kind={config.model.kind}."
+    try:
+        vocabulary = load(RunLayout(directory).tokenizer).vocab_size
+    except VoroxError:
+        vocabulary = config.model.vocab_size or config.tokenizer.vocab_size
+    try:
+        length = config.data.sequence_length_tokens
+        return decoder_spec(config.model, tokenizer_vocab_size=vocabulary, sequence_length_tokens=length), ""
+    except VoroxError as error:
+        return None, error.what
+
+
+def _planned_speed(config: RunConfig, environment: dict[str, Any], series: MetricSeries) -> tuple[float | None, str]:
+    dtype = config.precision.dtype
+    arithmetic = "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
+    peak = peak_flops_per_second(str(environment.get("device", "")), arithmetic)
+    per_token = series.flops_per_token()
+    if peak is None or per_token != per_token:
+        return None, "No data-sheet peak of this device."
+    peak *= int(environment.get("num_devices", 1))
+    return peak * DEFAULT_MFU_FRACTION / per_token, f"Planned at an MFU of {DEFAULT_MFU_FRACTION:.0%}."
+
+
+def _largest(series: MetricSeries, name: str) -> float | None:
+    values = series.points(name)[1]
+    return float(values.max()) if values.size else None
+
+
+def _last(series: MetricSeries, name: str) -> float | None:
+    values = series.points(name)[1]
+    return float(values[-1]) if values.size else None
+
+
+def _median(series: MetricSeries, name: str) -> float | None:
+    values = sorted(value for value in series.points(name)[1].tolist() if value == value)
+    return values[len(values) // 2] if values else None

@@ -1,0 +1,214 @@
+"""What the pages of one run show: overview, curves, samples, health, plan against actual, checkpoints.
+
+A run directory goes in; plain JSON values come out. Everything is read with the readers of the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vorox.core.errors import VoroxError
+from vorox.core.json_lines import read_lines
+from vorox.core.run_context import recorded_config
+from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument, run_attempts
+from vorox.dashboard.downsampling import Numbers, min_max_indices, moving_average
+from vorox.dashboard.metric_series import MetricSeries
+from vorox.experiments.artifacts import list_checkpoints
+from vorox.experiments.metrics import metric
+
+SMOOTHED = {"loss", "grad_norm", "tokens_per_second", "mfu_fraction"}
+MARKED_EVENTS = {
+    "checkpoint_saved": "save",
+    "validation": "validation",
+    "resumed": "resume",
+    "nonfinite_step": "non-finite step",
+    "loss_spike_rollback": "rollback",
+    "stage": "mixture change",
+    "dataset_grew": "growth",
+    "config_changed": "settings change",
+    "finished": "end",
+}
+"""Events that charts mark, with their label."""
+
+_SAMPLE = re.compile(r"Sample at step ([\d,]+): (.*)")
+_MAX_EVENTS = 2000
+
+
+def overview(directory: Path) -> dict[str, Any]:
+    """Return the resolved settings, attempts and failure of a run."""
+    config: dict[str, Any] | None = None
+    problem = ""
+    try:
+        config = recorded_config(directory).model_dump(mode="json")
+    except VoroxError as error:
+        problem = str(error)
+    attempts = [
+        {key: attempt.get(key) for key in ("attempt", "started_at", "ended_at", "outcome", "argv", "code")}
+        for attempt in run_attempts(directory)
+    ]
+    return {"config": config, "config_problem": problem, "attempts": attempts, "argument": run_argument(directory)}
+
+
+def curves(
+    series: MetricSeries,
+    names: Sequence[str],
+    *,
+    num_points: int = 1000,
+    smoothing: float = 0.9,
+    first_step: int = 0,
+    last_step: int | None = None,
+) -> dict[str, Any]:
+    """Return down-sampled metrics, each point with its step, tokens, seconds and FLOPs.
+
+    Args:
+        series: The metrics of the run.
+        names: The metrics; those that the run does not have are omitted.
+        num_points: About how many points to return per metric.
+        smoothing: Weight of the moving average of noisy metrics; computed before the down-sampling.
+        first_step: First step of the range.
+        last_step: Last step of the range; ``None`` for all.
+    """
+    per_token, found = series.flops_per_token(), {}
+    for name in names:
+        steps, values = series.points(name)
+        if not steps.size:
+            continue
+        smooth = moving_average(values, smoothing) if name in SMOOTHED else None
+        inside = slice(
+            int(np.searchsorted(steps, first_step)),
+            None if last_step is None else int(np.searchsorted(steps, last_step, "right")),
+        )
+        steps, values = steps[inside], values[inside]
+        chosen = min_max_indices(steps, values, num_points)
+        steps = steps[chosen]
+        tokens = series.tokens_at(steps)
+        found[name] = {
+            **definition(name),
+            "steps": steps.tolist(),
+            "values": _plain(values[chosen]),
+            "smooth": None if smooth is None else _plain(smooth[inside][chosen]),
+            "tokens": _plain(tokens),
+            "seconds": _plain(series.seconds_at(steps)),
+            "flops": _plain(tokens * per_token),
+        }
+    return {"metrics": found, "names": series.names, "last_step": series.last_step, "is_sample": series.is_sample}
+
+
+def definition(name: str) -> dict[str, str | None]:
+    """Return unit and description of a metric; another version may have written ones that are unknown here."""
+    try:
+        known = metric(name)
+    except VoroxError:
+        return {"unit": "", "description": "", "better": None}
+    return {"unit": known.unit, "description": known.description, "better": known.better}
+
+
+def _plain(values: Numbers) -> list[float | None]:
+    """Return numbers with six digits, which a chart cannot tell from more; ``None`` where not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of all ranks by time, newest last."""
+    found: list[dict[str, Any]] = []
+    for path in sorted(directory.glob(RunLayout.events.pattern)):
+        for record in read_lines(path):
+            fields = record.get("fields") or {}
+            step = fields.get("step") if isinstance(fields, dict) else None
+            kind = str(record.get("kind", ""))
+            found.append(
+                {
+                    "time": str(record.get("time", "")),
+                    "kind": kind,
+                    "mark": MARKED_EVENTS.get(kind),
+                    "level": str(record.get("level", "info")),
+                    "message": str(record.get("message", "")),
+                    "step": step if type(step) is int else None,
+                    "rank": record.get("process", 0),
+                    "attempt": record.get("attempt"),
+                    "trace": fields.get("traceback") if isinstance(fields, dict) else None,
+                }
+            )
+    return sorted(found, key=lambda event: event["time"])[-_MAX_EVENTS:]
+
+
+def samples(directory: Path) -> dict[str, Any]:
+    """Return the completions of the fixed prompts: ``{prompt: {step: text}}``; a repeated step has its last text."""
+    found: dict[str, dict[int, str]] = {}
+    for step, prompt, text in _logged_samples(RunLayout(directory).log):
+        found.setdefault(prompt, {})[step] = text
+    steps = sorted({step for texts in found.values() for step in texts})
+    rows = [{"prompt": prompt, "texts": [texts.get(step) for step in steps]} for prompt, texts in found.items()]
+    return {"steps": steps, "prompts": rows}
+
+
+def _logged_samples(path: Path) -> Iterator[tuple[int, str, str]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            match = _SAMPLE.search(line)
+            pair = None if match is None else _two_literals(match[2].rstrip("\n"))
+            if match is not None and pair is not None:
+                yield int(match[1].replace(",", "")), *pair
+
+
+def _two_literals(text: str) -> tuple[str, str] | None:
+    """Parse ``'prompt' -> 'completion'``, where both may contain an arrow."""
+    at = text.find(" -> ")
+    while at >= 0:
+        try:
+            pair = ast.literal_eval(text[:at]), ast.literal_eval(text[at + 4 :])
+            return (pair[0], pair[1]) if all(isinstance(part, str) for part in pair) else None
+        except (ValueError, SyntaxError):
+            at = text.find(" -> ", at + 1)
+    return None
+
+
+def health(directory: Path, series: MetricSeries) -> dict[str, Any]:
+    """Return what each rank reported last, the parts of the time, memory, warnings, and skipped steps."""
+    found = events(directory)
+    ranks: dict[int, dict[str, Any]] = {}
+    for event in found:
+        rank = ranks.setdefault(int(event["rank"]), {"rank": int(event["rank"]), "warnings": 0, "errors": 0})
+        rank.update(last_time=event["time"], last_message=event["message"])
+        rank["warnings"] += event["level"] == "warning"
+        rank["errors"] += event["level"] == "error"
+    names = [name for name in series.names if name.startswith(("time/", "memory/", "mirror/"))]
+    names += ["queue_depth", "data_wait_seconds", "nonfinite_steps", "step_seconds", "seconds_since_save"]
+    nonfinite = [path.name for path in sorted(RunLayout(directory).nonfinite.glob("step-*"))]
+    return {
+        "ranks": [ranks[rank] for rank in sorted(ranks)],
+        "curves": curves(series, names, num_points=400)["metrics"],
+        "problems": [event for event in found if event["level"] != "info"][-200:],
+        "nonfinite": nonfinite,
+    }
+
+
+def checkpoints(directory: Path) -> dict[str, Any]:
+    """Return the checkpoints of a run, and the commands to resume, generate, export and verify."""
+    run = run_argument(directory)
+    rows = []
+    for entry in list_checkpoints(directory):
+        values = asdict(entry) | {"eval_loss": entry.eval_loss, "path": str(entry.path)}
+        values.pop("metadata")
+        rows.append({**values, "fingerprint": str(entry.metadata.get("fingerprint", "")), "name": entry.name})
+    commands = {
+        "generate": f"vorox generate {run} --step STEP",
+        "export": f"vorox export {run} --step STEP --to hf --check",
+        "verify": f"vorox checkpoints verify {run} --step STEP",
+    }
+    rules: dict[str, Any] = {}
+    with contextlib.suppress(VoroxError):
+        rules = recorded_config(directory).checkpoint.model_dump(mode="json")
+    return {"checkpoints": rows, "argument": run, "commands": commands, "rules": rules}

@@ -1,0 +1,36 @@
+// Plan against actual: memory, speed, duration, disk.
+
+import { ask } from "../api.js";
+import { card, dataTable, h, replace } from "../dom.js";
+import { bytes, count, duration, percent } from "../format.js";
+
+const PLAN_FORMATS = { bytes, s: duration, tokens: count, "tokens/s": (value) => (value === null ? count(value) : `${count(value)} tokens/s`) };
+const PLAN_PARTS = { parameter: "parameters", gradient: "gradients", optimizer: "optimizer state", copy: "copies in lower precision",
+  activation: "activations", logits: "logits", mask: "attention mask", snapshot: "checkpoint copy" };
+
+export async function planPage(root, { run }) {
+  async function refresh() {
+    const found = await ask("plan", { id: run });
+    const total = found.memory_parts.reduce((sum, part) => sum + part.bytes, 0);
+    const share = (part) => {
+      const node = h("div", { class: "shares" }, h("span"));
+      node.firstChild.style.width = `${(part.bytes / total) * 100}%`;
+      return node;
+    };
+    replace(root,
+      card("Plan against actual", dataTable([
+        { title: "Quantity", cell: (one) => h("b", null, one.name) },
+        { title: "Planned", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.planned) },
+        { title: "Actual", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.actual) },
+        { title: "Actual / planned", number: true, cell: (one) => percent(one.ratio, 0) },
+        { title: "Note", cell: (one) => h("span", { class: "muted" }, one.note) },
+      ], found.rows, { caption: "Plan against actual" })),
+      found.memory_parts.length ? card("Planned memory of a device", dataTable([
+        { title: "Part", cell: (one) => PLAN_PARTS[one.name.replace("_bytes", "")] },
+        { title: "Size", number: true, cell: (one) => bytes(one.bytes) },
+        { title: "Share", cell: share, className: "wide" },
+      ], found.memory_parts, { caption: "Planned memory of a device" })) : null);
+  }
+  await refresh();
+  return { refresh };
+}

@@ -1,0 +1,73 @@
+"""Listings of remote stores: one object, a folder or a pattern, from two operations of a ``Store``.
+
+A location goes in, its files come out. Invariant: a listing is sorted and omits hidden names.
+"""
+
+from __future__ import annotations
+
+from vorox.core.errors import DataError
+from vorox.data.storage import background
+from vorox.data.storage.locations import (
+    NoMatchingSuffix,
+    StoredFile,
+    canonical_uri,
+    glob_root,
+    has_magic,
+    matches_glob,
+)
+from vorox.data.storage.remote import Store
+from vorox.data.storage.retry import RetryingClient, current_budget
+
+
+def list_remote(
+    store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str]
+) -> list[StoredFile]:
+    """List all files of a location of a store, sorted by uri: see ``storage.list_files``."""
+    budget, location = current_budget(), canonical_uri(location)
+    listing = _list(store, location, suffixes, skip_directories, RetryingClient(location, budget))
+    return sorted(background.run(listing, location, budget), key=lambda file: file.uri)
+
+
+async def _list(
+    store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str], client: RetryingClient
+) -> list[StoredFile]:
+    if has_magic(location):
+        return await _list_glob(store, location, client)
+    if not location.endswith("/"):
+        single = await store.describe(location, client)
+        if single is not None:
+            return [single]
+    folder = location.rstrip("/") + "/"
+    other_suffixes: set[str] = set()
+
+    def matches(uri: str) -> bool:
+        *folders, name = uri[len(folder) :].split("/")
+        if any(part.startswith(".") for part in (*folders, name)) or not name or skip_directories & set(folders):
+            return False
+        other_suffixes.add("." + name.rpartition(".")[2] if "." in name else "")
+        return name.lower().endswith(suffixes)
+
+    found = await store.list_prefix(folder, matches, client)
+    if found:
+        return found
+    if other_suffixes:
+        raise NoMatchingSuffix(location, suffixes, other_suffixes)
+    raise DataError(
+        "No object has this name, and no folder of this name contains any", where=location,
+        hint="check the uri, and that the bucket or repository exists and is readable",
+    )  # fmt: skip
+
+
+async def _list_glob(store: Store, location: str, client: RetryingClient) -> list[StoredFile]:
+    folder = glob_root(location) + "/"
+    pattern = location[len(folder) :]
+    literal = pattern[: min(pattern.find(sign) for sign in "*?[" if sign in pattern)]
+    found = await store.list_prefix(
+        folder + literal, lambda uri: matches_glob(uri[len(folder) :], pattern), client
+    )  # fmt: skip
+    if not found:
+        raise DataError(
+            "The pattern matches no object", where=location,
+            hint="check the pattern: * stays within a folder, ** crosses folders",
+        )  # fmt: skip
+    return found

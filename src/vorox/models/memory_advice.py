@@ -1,0 +1,263 @@
+"""Advice where memory is too small: the part that grew, and settings that fit with their cost.
+
+Estimates (``memory_estimate.py``) and the memory of a device go in; alternatives and errors come out. ``vorox plan``,
+the checks before step 1, the rehearsal and a failing step give the same advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vorox.core.errors import DoesNotFitError
+from vorox.core.schema import RunConfig
+from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory
+from vorox.models.spec import ModelSpec
+
+COPYING = "copying the state for a checkpoint"
+READING = "reading the state for a checkpoint"
+SAMPLING = "sampling"
+"""What an engine does when it runs out of memory, where the remedy is not that of a training step."""
+
+_MAX_NAMED = 3
+_SAVED_FRACTION = 0.5
+"""Fraction of the part that grew which settings must save: the device ran out, so the estimate may be too low."""
+_SHORTEST_ROW_TOKENS = 32
+
+Change = tuple[str, str, object]
+"""Section, setting and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of a run, as far as memory is concerned.
+
+    Attributes:
+        count: Number of devices.
+        memory_bytes: Memory of one that training can use.
+        is_cpu: Whether they share the memory of the host.
+        has_bf16: Whether they multiply bf16 faster than fp32.
+    """
+
+    count: int
+    memory_bytes: int
+    is_cpu: bool
+    has_bf16: bool
+
+    def memory(self, config: RunConfig, spec: ModelSpec) -> tuple[MemoryEstimate, int]:
+        """Return the estimate for one device, and its total."""
+        memory = memory_per_device(spec, config)
+        return memory, memory.total_bytes_on("cpu" if self.is_cpu else "cuda")
+
+    def fit(self, config: RunConfig, spec: ModelSpec) -> bool:
+        """Whether a run fits into them."""
+        return self.memory(config, spec)[1] <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Settings that fit, with the memory of a device and their cost."""
+
+    settings: tuple[str, ...]
+    memory_bytes: int
+    cost: str
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.settings)} ({self.cost})"
+
+
+def on_devices(config: RunConfig, num_devices: int) -> RunConfig:
+    """Return the configuration with replicas on all devices, and the micro-batch that the run would use."""
+    parallel = config.parallel.model_copy(
+        update={"data_parallel_size": config.parallel.data_parallel_size_on(num_devices)}
+    )
+    rows = config.parallel.micro_batch_sequences(
+        config.train.micro_batch_sequences, config.train.global_batch_sequences, parallel.num_row_parts
+    )
+    train = config.train.model_copy(update={"micro_batch_sequences": rows})
+    return config.model_copy(update={"parallel": parallel, "train": train})
+
+
+def largest_micro_batch(config: RunConfig, spec: ModelSpec, devices: Devices) -> int:
+    """Return the largest micro-batch that fits and divides a device's rows; 0 if none does."""
+    rows = -(-config.train.global_batch_sequences // config.parallel.num_row_parts)
+    fills = config.parallel.fills_pipeline
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0 and fills(rows // size)]
+    return next((size for size in sizes if devices.fit(_changed(config, _micro_batch(size)), spec)), 0)
+
+
+def _micro_batch(size: int) -> Change:
+    return ("train", "micro_batch_sequences", size)
+
+
+def _changed(config: RunConfig, *changes: Change) -> RunConfig:
+    for section, name, value in changes:
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
+def alternatives(config: RunConfig, spec: ModelSpec, devices: Devices) -> Iterator[Alternative]:
+    """Yield changes that fit, alone or together, each with the largest micro-batch that fits beside it."""
+    for changes, cost in _changes(config, devices):
+        changed = on_devices(_changed(config, *changes), devices.count)
+        size = largest_micro_batch(changed, spec, devices)
+        if not size:
+            continue
+        needed = changes if size >= changed.train.micro_batch_sequences else (*changes, _micro_batch(size))
+        final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_sequences)))
+        settings = tuple(f"{section}.{name}={str(value).lower()}" for section, name, value in needed)
+        yield Alternative(settings, devices.memory(final, spec)[1], cost)
+
+
+def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change, ...], str]]:
+    """Yield the changes to try, with their cost."""
+    recompute: Change = ("train", "activation_checkpointing", "block")
+    lower: Change = ("precision", "dtype", "bf16")
+    shard: Change = ("parallel", "fsdp_size", devices.count)
+    can_recompute = config.train.activation_checkpointing != "block"
+    can_lower = config.precision.dtype == "fp32" and devices.has_bf16
+    is_divided = config.parallel.tensor_parallel_size > 1 or config.parallel.pipeline_parallel_size > 1
+    can_shard = devices.count > config.parallel.fsdp_size == 1 and not is_divided
+    yield (), "more accumulation"
+    if can_lower:
+        yield (lower,), "faster, less precise"
+    if can_recompute:
+        yield (recompute,), "about a third more compute"
+    if can_shard:
+        yield (shard,), "communication of all parameters in every pass"
+    if devices.is_cpu and config.checkpoint.asynchronous:
+        yield (("checkpoint", "asynchronous", False),), "training waits for saves"
+    if can_shard and can_recompute:
+        yield (shard, recompute), "communication, and about a third more compute"
+    if can_lower and can_recompute:
+        yield (lower, recompute), "less precise, and about a third more compute"
+    if can_lower and can_shard and can_recompute:
+        yield (lower, shard, recompute), "less precise, communication, and about a third more compute"
+
+
+def settings_that_fit(config: RunConfig, spec: ModelSpec, devices: Devices) -> list[Alternative]:
+    """Return up to three alternatives, single settings if there are any; a shorter row is the last resort."""
+    found = [one for one in alternatives(config, spec, devices) if one.settings]
+    length = config.data.sequence_length_tokens
+    for shorter in (
+        1 << power for power in range((length - 1).bit_length() - 1, _SHORTEST_ROW_TOKENS.bit_length() - 2, -1)
+    ):
+        changed = _changed(config, ("data", "sequence_length_tokens", shorter))
+        if devices.fit(on_devices(changed, devices.count), spec):
+            used = devices.memory(on_devices(changed, devices.count), spec)[1]
+            found.append(Alternative((f"data.sequence_length_tokens={shorter}",), used, "shorter context"))
+            break
+    single = [one for one in found if len(one.settings) == 1]
+    return (single or found)[:_MAX_NAMED]
+
+
+def _hint(found: Sequence[Alternative]) -> str:
+    *first, last = map(str, found)
+    return f"set {', '.join(first)} or {last}" if first else f"set {last}"
+
+
+def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
+    """Check before step 1 that a run on the CPU fits into the machine's memory.
+
+    Raises:
+        DoesNotFitError: It does not; the hint names settings that fit.
+    """
+    needed_bytes = planned_memory(spec, config).total_bytes_on("cpu")
+    if needed_bytes > available_bytes:
+        fitting = settings_that_fit(config, spec, Devices(1, available_bytes, is_cpu=True, has_bf16=False))
+        tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+        raise DoesNotFitError(
+            f"A micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
+            f"{available_bytes / 2**30:,.1f} GiB",
+            where="memory",
+            hint=_hint(fitting) if fitting else "lower model.num_layers or model.hidden_size",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """The estimated peak memory of a run and the memory of its device.
+
+    Attributes:
+        planned: The estimate.
+        available_bytes: Memory of the device; ``None`` if unknown.
+        state_parts: Number of devices over which parameters and optimizer state are sharded.
+        advise: Returns alternatives, given the bytes of the part that grew.
+    """
+
+    planned: MemoryEstimate
+    available_bytes: int | None
+    state_parts: int = 1
+    advise: Callable[[int], Sequence[Alternative]] = lambda _: ()
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, spec: ModelSpec, available_bytes: int | None, *, num_devices: int, device_kind: str
+    ) -> MemoryBudget:
+        """Return the budget of a run on some devices, for example of kind ``cpu`` or ``cuda``."""
+        is_cpu = device_kind == "cpu"
+
+        def advise(grown_bytes: int) -> Sequence[Alternative]:
+            known = Devices(num_devices, available_bytes or 0, is_cpu, not is_cpu)
+            limit_bytes = known.memory(config, spec)[1] - int(_SAVED_FRACTION * grown_bytes)
+            if available_bytes is not None:
+                limit_bytes = min(limit_bytes, available_bytes)
+            return settings_that_fit(config, spec, replace(known, memory_bytes=limit_bytes))
+
+        parts = config.parallel.fsdp_size * config.parallel.tensor_parallel_size
+        return cls(planned_memory(spec, config), available_bytes, parts, advise)
+
+    @property
+    def _state_bytes(self) -> int:
+        whole = self.planned.parameter_bytes + self.planned.gradient_bytes + self.planned.optimizer_bytes
+        return whole // self.state_parts
+
+    def check_state(self) -> None:
+        """Check, before allocating, that parameters, gradients and optimizer state fit into the device.
+
+        Raises:
+            DoesNotFitError: They do not.
+        """
+        if self.available_bytes is not None and self._state_bytes > self.available_bytes:
+            raise self.error("creating the model")
+
+    def error(self, doing: str) -> DoesNotFitError:
+        """Return the error for a device or host that ran out of memory.
+
+        Args:
+            doing: One of the constants above, or another text such as ``training``.
+        """
+        if doing == COPYING:
+            return DoesNotFitError(
+                f"Out of memory while {doing}: it takes {self.planned.snapshot_bytes / 2**30:,.2f} GiB of host memory",
+                where="checkpoint.asynchronous", hint="set checkpoint.asynchronous=false (training waits for saves)",
+            )  # fmt: skip
+        if doing == READING:
+            return DoesNotFitError(
+                f"Out of memory while {doing}", where="memory",
+                hint="free host memory, or lower model.num_layers or model.hidden_size",
+            )  # fmt: skip
+        if doing == SAMPLING:
+            return DoesNotFitError(
+                f"Out of memory while {doing}: the cache of keys and values has no room", where="sampling",
+                hint="sample fewer tokens or prompts at a time (in training: eval.sample_tokens, eval.prompts)",
+            )  # fmt: skip
+        has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
+        planned = self.planned
+        parts = {planned.activation_bytes: "activations", planned.logits_bytes: "logits", planned.mask_bytes: "masks"}
+        grown_bytes = max(parts)
+        what = (
+            f"Out of memory while {doing}: parameters, gradients and optimizer state take about "
+            f"{self._state_bytes / 2**30:,.2f} GiB, and {parts[grown_bytes]} grow to {grown_bytes / 2**30:,.2f} GiB"
+            + has
+        )
+        found = self.advise(grown_bytes)
+        if found:
+            return DoesNotFitError(what, where=found[0].settings[0].partition("=")[0], hint=_hint(found))
+        if self.available_bytes is not None and self._state_bytes > 0.9 * self.available_bytes:
+            return DoesNotFitError(what, where="model", hint="lower model.num_layers or model.hidden_size")
+        return DoesNotFitError(
+            what, where="train.micro_batch_sequences",
+            hint="lower train.micro_batch_sequences or data.sequence_length_tokens, or set "
+            "train.activation_checkpointing=block",
+        )  # fmt: skip

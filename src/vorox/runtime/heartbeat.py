@@ -1,0 +1,220 @@
+"""Heartbeats: what a rank is doing, in a small mapped file that the watchdog of its machine reads.
+
+In: the phase and step of the training loop. Out: ``watchdog/rank-00000.beat`` in the run directory, updated by memory
+stores without a system call. A thread adds what the main thread cannot report while it waits, and ends the process when
+the watchdog requests it; on ``SIGUSR2``, the stacks of all threads are appended to ``watchdog/stacks-00000.txt``. The
+rank with local rank 0 starts the watchdog (``runtime/watchdog.py``) as a process of its own. Without a time limit,
+nothing is written and nothing starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Literal
+
+from vorox.core.errors import StalledError
+from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.run_layout import RunLayout
+
+Phase = Literal["start", "compile", "data", "step", "sync", "settle", "save", "validation", "end"]
+"""``data``: waits for a batch; ``step``: forward, backward and update; ``sync``: waits for the other ranks; ``settle``:
+waits for the numbers of a step from the device; the others may take any time."""
+
+PHASES: tuple[Phase, ...] = ("start", "compile", "data", "step", "sync", "settle", "save", "validation", "end")
+WATCHED: frozenset[Phase] = frozenset({"data", "step", "sync", "settle"})
+
+STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
+_MAGIC = b"VXBEAT01"
+_FIXED_BYTES = 464
+_FILE_BYTES = 512
+_COUNT, _STEP, _PHASE, _QUEUE, _WAITING, _ENDS = range(6)
+_ATTEND_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The content of a heartbeat file.
+
+    Attributes:
+        rank: Rank, from 0.
+        attempt: Number of the attempt.
+        process: The rank's process.
+        count: Changes with every sign of progress.
+        step: The step that the phase belongs to, from 1.
+        phase: What the rank is doing.
+        queue_depth: Batches that are ready.
+        is_waiting: Whether a store does not answer, which storage retries and logs itself.
+    """
+
+    rank: int
+    attempt: int
+    process: ProcessIdentity
+    count: int
+    step: int
+    phase: Phase
+    queue_depth: int
+    is_waiting: bool
+
+
+class Heartbeat:
+    """The heartbeat of this rank. Use it as a context manager.
+
+    Args:
+        run_directory: The run.
+        rank: Rank, from 0.
+        local_rank: Rank on this machine; 0 starts the watchdog.
+        attempt: Number of the attempt.
+        timeout_seconds: Time without progress after which the watchdog ends the run; ``None``: no watchdog.
+
+    Attributes:
+        observe: Returns the number of ready batches, and whether storage waits for a store; called from a thread.
+        listen: Called at the start of every phase, also without a watchdog.
+    """
+
+    def __init__(
+        self, run_directory: Path, *, rank: int = 0, local_rank: int = 0, attempt: int = 1,
+        timeout_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        self._layout, self._rank, self._local_rank, self._attempt = RunLayout(run_directory), rank, local_rank, attempt
+        self._timeout_seconds = timeout_seconds
+        self._cells = memoryview(bytearray(_FILE_BYTES - _FIXED_BYTES)).cast("Q")
+        self._shapes: set[tuple[int, ...]] = set()
+        self._closed = threading.Event()
+        self._stack = contextlib.ExitStack()
+        self.observe: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self.listen: Callable[[Phase], None] = lambda _: None
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """Record the start of a phase, with three memory stores."""
+        if step is not None:
+            self._cells[_STEP] = step
+        self._cells[_PHASE] = PHASES.index(phase)
+        self._cells[_COUNT] += 1
+        self.listen(phase)
+
+    def progressed(self) -> None:
+        """Record a sign of progress within a phase; from any thread."""
+        self._cells[_COUNT] += 1
+
+    def compute(self, step: int, shape: tuple[int, ...]) -> None:
+        """Record the start of a step; one with a new batch shape may compile first, which may take any time."""
+        self.enter("step" if shape in self._shapes else "compile", step)
+        self._shapes.add(shape)
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Generator[None]:
+        """Record a phase for the duration of a block, then the one before."""
+        before = PHASES[self._cells[_PHASE]]
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def __enter__(self) -> Heartbeat:
+        if self._timeout_seconds is None:
+            return self
+        self._layout.watchdog.mkdir(exist_ok=True)
+        self._map_file()
+        self._dump_stacks_on_signal()
+        thread = threading.Thread(target=self._attend, name="vorox-heartbeat", daemon=True)
+        self._stack.callback(thread.join, 5.0)
+        self._stack.callback(self._closed.set)
+        if self._local_rank == 0:
+            self._stack.callback(_end, _start_watchdog(self._layout.directory, self._attempt, self._timeout_seconds))
+        thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.enter("end")
+        self._stack.close()
+
+    def _map_file(self) -> None:
+        path = self._layout.heartbeat(self._rank)
+        fixed = _MAGIC + json.dumps({"rank": self._rank, "attempt": self._attempt, **this_process().to_json()}).encode()
+        path.write_bytes(fixed.ljust(_FILE_BYTES, b"\0"))
+        with path.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), _FILE_BYTES)
+        view = memoryview(mapped)[_FIXED_BYTES:]
+        cells = view.cast("Q")
+        cells[:] = self._cells
+        self._cells = cells
+        self._stack.callback(path.unlink, missing_ok=True)
+
+    def _dump_stacks_on_signal(self) -> None:
+        if STACKS_SIGNAL is None or not hasattr(faulthandler, "register"):
+            return
+        path = self._layout.stacks(self._rank)
+        file: IO[bytes] = self._stack.enter_context(path.open("wb"))
+        has_handler = callable(signal.getsignal(STACKS_SIGNAL))
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=has_handler)
+        self._stack.callback(_remove_if_empty, path)
+        self._stack.callback(faulthandler.unregister, STACKS_SIGNAL)
+
+    def _attend(self) -> None:
+        """Report what the main thread cannot report while it waits; end the process when the watchdog requests it."""
+        cells, known_depth = self._cells, 0
+        while not self._closed.wait(_ATTEND_SECONDS):
+            depth, is_waiting = self.observe()
+            cells[_QUEUE], cells[_WAITING] = depth, is_waiting
+            if depth > known_depth:
+                self.progressed()
+            known_depth = depth
+            if cells[_ENDS]:
+                os._exit(StalledError.exit_code)
+
+
+def read_beat(path: Path) -> Beat | None:
+    """Read a heartbeat file; ``None`` if it is absent or not complete yet."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return None
+    if len(raw) != _FILE_BYTES or not raw.startswith(_MAGIC):
+        return None
+    fixed = json.loads(raw[len(_MAGIC) : _FIXED_BYTES].rstrip(b"\0"))
+    process = ProcessIdentity.from_json(fixed)
+    cells = memoryview(raw)[_FIXED_BYTES:].cast("Q")
+    if process is None:
+        return None
+    return Beat(
+        fixed["rank"], fixed["attempt"], process, cells[_COUNT], cells[_STEP], PHASES[cells[_PHASE]], cells[_QUEUE],
+        bool(cells[_WAITING]),
+    )  # fmt: skip
+
+
+def request_end(path: Path) -> None:
+    """Request that the rank of a heartbeat file ends with the exit code of a stall."""
+    with contextlib.suppress(OSError), path.open("r+b") as file, mmap.mmap(file.fileno(), _FILE_BYTES) as mapped:
+        mapped[_FIXED_BYTES + 8 * _ENDS] = 1
+
+
+def _start_watchdog(run_directory: Path, attempt: int, timeout_seconds: float) -> subprocess.Popen[bytes]:
+    arguments = [str(run_directory), str(attempt), str(timeout_seconds)]
+    return subprocess.Popen([sys.executable, "-m", "vorox.runtime.watchdog", *arguments], stdin=subprocess.DEVNULL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5.0)
+
+
+def _remove_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == 0:
+            path.unlink()

@@ -1,0 +1,238 @@
+"""The watchdog of a run: a process that names a stalled rank, keeps all stacks and ends the run.
+
+In: the heartbeats of all ranks (``runtime/heartbeat.py``). Out, after the time limit without progress: one sentence,
+the stacks of all threads of all ranks, ``failure.json``, and the end of the ranks with exit code 6. It imports no
+framework. Time during which the watchdog itself did not run, such as a suspended machine, does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from vorox.core import atomic
+from vorox.core.errors import StalledError
+from vorox.core.failure_record import failure_record
+from vorox.core.process_identity import ProcessIdentity
+from vorox.core.redaction import redact
+from vorox.core.run_layout import RunLayout, parse_checkpoint_name
+from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, request_end
+
+_MAX_POLL_SECONDS = 1.0
+_STACKS_SECONDS = 2.0
+_END_SECONDS = 5.0
+_SHOWN_STACK_CHARACTERS = 20_000
+_ORDER = {"compile": 0, "data": 0, "step": 1, "sync": 2, "settle": 3}
+"""Phases of a step, in order: the least advanced rank is the one that the others wait for."""
+
+Condition = Literal["running", "stopped", "dead", "remote"]
+
+
+@dataclass(slots=True)
+class Watched:
+    """A rank and how long it has made no progress.
+
+    Attributes:
+        beat: Its newest heartbeat.
+        condition: State of its process; ``remote`` on another machine.
+        idle_seconds: Time without progress.
+    """
+
+    beat: Beat
+    condition: Condition = "running"
+    idle_seconds: float = 0.0
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether its phase may take any time."""
+        if self.condition in {"stopped", "dead"}:
+            return False
+        return self.beat.phase not in WATCHED or self.beat.is_waiting
+
+    def __str__(self) -> str:
+        beat, host = self.beat, self.beat.process.host
+        who = f"Rank {beat.rank} on host {host}"
+        time_text = f"for {self.idle_seconds:.0f} s"
+        if self.condition == "dead":
+            return f"{who} died in step {beat.step:,}, and the other ranks have made no progress {time_text}"
+        queue = "its data queue is empty" if not beat.queue_depth else f"its data queue has {beat.queue_depth} batches"
+        what = {
+            "data": f"has waited for the batch of step {beat.step:,}",
+            "step": f"has not finished forward and backward pass of step {beat.step:,}",
+            "sync": f"has waited for the other ranks after step {beat.step:,}",
+            "settle": f"has waited for the device to finish step {beat.step:,}",
+        }.get(beat.phase, f"has not left phase {beat.phase} at step {beat.step:,}")
+        stopped = "; its process is stopped (SIGSTOP)" if self.condition == "stopped" else ""
+        return f"{who} {what} {time_text}; {queue}{stopped}"
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Watches the ranks of one attempt.
+
+    Attributes:
+        layout: The run directory.
+        attempt: Number of the attempt.
+        timeout_seconds: Time without progress that is a stall.
+        host: Name of this machine.
+        ranks: The ranks, by number.
+    """
+
+    layout: RunLayout
+    attempt: int
+    timeout_seconds: float
+    host: str = field(default_factory=socket.gethostname)
+    ranks: dict[int, Watched] = field(default_factory=dict[int, Watched])
+
+    def run(self) -> None:
+        """Watch until the ranks of this machine have ended, or one has stalled."""
+        poll = min(_MAX_POLL_SECONDS, self.timeout_seconds / 8)
+        last = time.monotonic()
+        while True:
+            time.sleep(poll)
+            now = time.monotonic()
+            self.update(self._read(), min(now - last, 2 * poll))
+            last = now
+            if not any(rank.condition in {"running", "stopped"} for rank in self.ranks.values()):
+                return
+            stalled = self.stalled()
+            if stalled:
+                self._end_run(stalled)
+                return
+
+    def _read(self) -> dict[int, tuple[Beat, Condition]]:
+        found: dict[int, tuple[Beat, Condition]] = {}
+        for path in self.layout.watchdog.glob("rank-*.beat"):
+            beat = read_beat(path)
+            if beat is not None and beat.attempt == self.attempt and beat.phase != "end":
+                found[beat.rank] = beat, _condition(beat.process, self.host)
+        return found
+
+    def update(self, found: Mapping[int, tuple[Beat, Condition]], elapsed_seconds: float) -> None:
+        """Add the time since the last look to the ranks whose heartbeat has not changed."""
+        for rank, (beat, condition) in found.items():
+            known = self.ranks.get(rank)
+            idle = 0.0 if known is None or known.beat.count != beat.count else known.idle_seconds + elapsed_seconds
+            self.ranks[rank] = Watched(beat, condition, idle)
+        for rank in self.ranks.keys() - found.keys():
+            del self.ranks[rank]
+
+    def stalled(self) -> list[Watched]:
+        """Return the ranks that the others wait for, least advanced first; empty without a stall."""
+        ranks = [self.ranks[number] for number in sorted(self.ranks)]
+        local = [rank for rank in ranks if rank.condition != "remote"]
+        idle = [rank for rank in local if rank.idle_seconds >= self.timeout_seconds and not rank.is_excused]
+        if not any(rank.condition != "dead" for rank in idle) or any(rank.is_excused for rank in ranks):
+            return []
+        for condition in ("dead", "stopped"):
+            if any(rank.condition == condition for rank in idle):
+                return [rank for rank in idle if rank.condition == condition]
+        places = [(rank.beat.step, _ORDER.get(rank.beat.phase, 0)) for rank in idle]
+        return [rank for rank, place in zip(idle, places, strict=True) if place == min(places)]
+
+    def _end_run(self, stalled: Sequence[Watched]) -> None:
+        local = [rank for rank in self.ranks.values() if rank.condition in {"running", "stopped"}]
+        stacks = self._collect_stacks(local)
+        error = self.error(stalled)
+        record = {**failure_record(error), "traceback": redact(stacks)[-_SHOWN_STACK_CHARACTERS:]}
+        failure = {**record, "attempt": self.attempt, "at": datetime.now(UTC).isoformat(timespec="seconds")}
+        self._write_failure(failure)
+        sys.stderr.write(
+            f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
+            f"  saved   {error.saved or '-'}\n  do      {error.hint}\n"
+        )
+        sys.stderr.flush()
+        for rank in local:
+            request_end(self.layout.heartbeat(rank.beat.rank))
+        until = time.monotonic() + _END_SECONDS
+        while time.monotonic() < until and any(_is_alive(rank.beat.process, self.host) for rank in local):
+            time.sleep(0.05)
+        for rank in local:
+            if _is_alive(rank.beat.process, self.host):  # it holds the interpreter lock, or is stuck in the kernel
+                _send(rank.beat.process, signal.SIGKILL)
+        if self.layout.failure.exists():  # a rank that lost its peers may have recorded that instead
+            self._write_failure(failure)
+
+    def error(self, stalled: Sequence[Watched]) -> StalledError:
+        """Return the error that names the stalled ranks."""
+        first = stalled[0].beat
+        more = f" (so have ranks {', '.join(str(rank.beat.rank) for rank in stalled[1:])})" if stalled[1:] else ""
+        return StalledError(
+            f"{stalled[0]}{more}",
+            where=f"step {first.step:,}, {first.process}",
+            saved=_newest_checkpoint(self.layout),
+            hint=f"the stacks of all ranks are in {self.layout.watchdog}; `vorox data where {self.layout.directory} "
+            f"--step {first.step}` shows the documents of the step; the same command resumes the run",
+        )
+
+    def _collect_stacks(self, local: Sequence[Watched]) -> str:
+        """Request the stacks of all threads of all ranks, wait until they are written, and return them."""
+        if STACKS_SIGNAL is None:
+            return ""
+        for rank in local:
+            _send(rank.beat.process, STACKS_SIGNAL)
+            if rank.condition == "stopped":
+                _send(rank.beat.process, signal.SIGCONT)  # it then writes where it was stopped
+        paths = {rank.beat.rank: self.layout.stacks(rank.beat.rank) for rank in local}
+        until, sizes = time.monotonic() + _STACKS_SECONDS, list[int]()
+        while time.monotonic() < until:
+            time.sleep(0.2)
+            before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths.values()]
+            if all(sizes) and sizes == before:
+                break
+        texts = [
+            f"rank {rank}:\n{path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''}"
+            for rank, path in paths.items()
+        ]
+        return "\n".join(texts)
+
+    def _write_failure(self, failure: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
+
+
+def _condition(process: ProcessIdentity, host: str) -> Condition:
+    if process.host != host:
+        return "remote"
+    if process.is_dead():
+        return "dead"
+    with contextlib.suppress(psutil.Error):
+        return "stopped" if psutil.Process(process.process_id).status() == psutil.STATUS_STOPPED else "running"
+    return "running"
+
+
+def _is_alive(process: ProcessIdentity, host: str) -> bool:
+    return process.host == host and not process.is_dead()
+
+
+def _send(process: ProcessIdentity, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(process.process_id, number)
+
+
+def _newest_checkpoint(layout: RunLayout) -> str:
+    found = [
+        (name.step, path.name)
+        for path in layout.checkpoints.glob(f"*/{atomic.MANIFEST_NAME}")
+        if (name := parse_checkpoint_name(path.parent.name)) is not None and not name.status
+    ]
+    if not found:
+        return ""
+    step = max(found)[0]
+    return f"training state up to step {step:,} is safe in {layout.checkpoint(step).name}"
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the ranks, which end the watchdog
+    Watchdog(RunLayout(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3])).run()

@@ -1,0 +1,261 @@
+"""Sign checkpoints, and verify their signatures: DSSE envelopes around in-toto statements.
+
+A statement lists the SHA-256 of every file of a checkpoint, because the xxh3 hashes of its manifest detect damage but
+not a forger, and binds them to run, step and the head of the replay chain. Keys are Ed25519 or ECDSA P-256 in PEM
+files. Formats: DSSE 1.0 (https://github.com/secure-systems-lab/dsse), in-toto Statement 1 (https://in-toto.io).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vorox.core import atomic
+from vorox.core.atomic import MANIFEST_NAME, canonical_json
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.installation import install_command
+from vorox.core.run_layout import RunLayout
+from vorox.core.staged_directory import read_manifest, unreadable_error, verify_directory
+from vorox.training.replay_chain import examine_chain
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+    PrivateKey = Ed25519PrivateKey | EllipticCurvePrivateKey
+    PublicKey = Ed25519PublicKey | EllipticCurvePublicKey
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "urn:vorox:checkpoint:1"
+_KINDS = "an Ed25519 or ECDSA P-256 key in PEM, as of `openssl genpkey -algorithm ed25519`"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The signature of one checkpoint.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: The envelope.
+        key_id: SHA-256 of the public key in DER, hex.
+    """
+
+    step: int
+    path: Path
+    key_id: str
+
+
+def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signature:
+    """Verify a checkpoint against its manifest and the replay chain, and write its signature.
+
+    Raises:
+        CheckpointError: It is damaged, or the replay chain has another head at its step.
+    """
+    checkpoint = RunLayout(run_directory).checkpoint(step)
+    metadata = verify_directory(checkpoint)
+    _check_chain(run_directory, step, metadata.get("chain"))
+    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in _digests(checkpoint).items()]
+    statement = {
+        "_type": STATEMENT_TYPE,
+        "subject": subjects,
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {"run": run_directory.resolve().name, "step": step, "chain": metadata.get("chain")},
+    }
+    payload = canonical_json(statement)
+    key_id = _key_id(key.public_key())
+    signature = {"keyid": key_id, "sig": _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))}
+    envelope = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
+    path = RunLayout(run_directory).signature(step)
+    atomic.make_directory(path.parent)
+    atomic.write_file(path, atomic.pretty_json(envelope))
+    return Signature(step, path, key_id)
+
+
+def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
+    """Verify the signature of a checkpoint, every byte of its files, and the replay chain up to its step.
+
+    Raises:
+        CheckpointError: It is not signed, not by this key, or differs from what was signed.
+    """
+    layout = RunLayout(run_directory)
+    path, checkpoint = layout.signature(step), layout.checkpoint(step)
+    key_id = _key_id(key)
+    statement = _signed_statement(path, key, key_id)
+    predicate = statement["predicate"]
+    if predicate["step"] != step or predicate["run"] != run_directory.resolve().name:
+        raise CheckpointError(
+            f"The signature is for step {predicate['step']} of run {predicate['run']}", where=str(path),
+            hint="a signature belongs to one checkpoint; it cannot be moved or renamed",
+        )  # fmt: skip
+    signed = {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}
+    found = _digests(checkpoint)
+    for name in sorted(signed.keys() | found.keys()):
+        if signed.get(name) != found.get(name):
+            what = "was added" if name not in signed else "is missing" if name not in found else "has changed"
+            raise CheckpointError(
+                f"File {name} {what} since step {step:,} was signed", where=str(checkpoint / name),
+                hint="restore the checkpoint from a copy; do not use it",
+            )  # fmt: skip
+    _check_chain(run_directory, step, predicate["chain"])
+    return Signature(step, path, key_id)
+
+
+def load_private_key(path: Path) -> PrivateKey:
+    """Read a private key.
+
+    Raises:
+        ConfigError: The file cannot be read or has another kind of key, or the extra `sign` is not installed.
+    """
+    serialization, kinds = _cryptography()
+    try:
+        found = serialization.load_pem_private_key(_read_key(path), None)
+    except TypeError as error:
+        raise ConfigError(
+            "The private key is encrypted", where=str(path),
+            hint="decrypt it into a protected file, as by `openssl pkey -in KEY -out PLAIN`",
+        ) from error  # fmt: skip
+    except ValueError as error:
+        raise ConfigError("The file has no private key", where=str(path), hint=f"give {_KINDS}") from error
+    return _checked(found, kinds[0], path)
+
+
+def load_public_key(path: Path) -> PublicKey:
+    """Read a public key.
+
+    Raises:
+        ConfigError: The file cannot be read or has another kind of key, or the extra `sign` is not installed.
+    """
+    serialization, kinds = _cryptography()
+    try:
+        found = serialization.load_pem_public_key(_read_key(path))
+    except ValueError as error:
+        raise ConfigError(
+            "The file has no public key", where=str(path), hint="write it by `openssl pkey -in KEY -pubout -out PUBLIC`"
+        ) from error
+    return _checked(found, kinds[1], path)
+
+
+def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, Any]:
+    """Return the statement of an envelope if the key has signed it."""
+    try:
+        envelope = json.loads(path.read_bytes())
+        payload_type, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
+        signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "The checkpoint is not signed", where=str(path), hint="sign it with `vorox checkpoints sign`"
+        ) from error
+    except OSError as error:
+        raise unreadable_error(error, path) from error
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise CheckpointError("The signature file is damaged", where=str(path), hint="sign the checkpoint") from error
+    message = _encoded_for_signature(payload_type, payload)
+    if not any(_is_valid(key, one, message) for one in signatures):
+        raise CheckpointError(
+            f"The signature is not by this key, or was changed (key {key_id[:16]})", where=str(path),
+            hint="use the public key of the signer; if it is the right one, do not use the checkpoint",
+        )  # fmt: skip
+    if payload_type != PAYLOAD_TYPE or (statement := json.loads(payload)).get("predicateType") != PREDICATE_TYPE:
+        raise CheckpointError("The signature is not for a checkpoint", where=str(path), hint="sign the checkpoint")
+    return statement
+
+
+def _check_chain(run_directory: Path, step: int, head: str | None) -> None:
+    """Check that the replay chain has a head at a step, and is intact up to it."""
+    chain = examine_chain(run_directory)
+    entry = chain.entries.get(step)
+    if entry is None or entry.chain != head or any(changed <= step for changed in chain.changed):
+        raise CheckpointError(
+            f"The replay chain differs from the checkpoint at step {step:,} or before", where=str(chain.path),
+            hint="restore the file from a copy",
+        )  # fmt: skip
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of the manifest and of every file in the directory, by name."""
+    read_manifest(checkpoint)
+    found: dict[str, str] = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        try:
+            with path.open("rb") as file:
+                found[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable_error(error, path) from error
+    assert MANIFEST_NAME in found
+    return found
+
+
+def _encoded_for_signature(payload_type: str, payload: bytes) -> bytes:
+    """Return the bytes that DSSE signs: type and payload with their lengths (PAE)."""
+    kind = payload_type.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+
+
+def _sign(key: Any, message: bytes) -> bytes:
+    return key.sign(message, *_algorithm(key))
+
+
+def _is_valid(key: Any, signature: bytes, message: bytes) -> bool:
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        key.verify(signature, message, *_algorithm(key))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _algorithm(key: Any) -> tuple[Any, ...]:
+    """Return the arguments of a key's ``sign`` and ``verify``: none for Ed25519."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    is_ecdsa = isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey)
+    return (ec.ECDSA(hashes.SHA256()),) if is_ecdsa else ()
+
+
+def _key_id(key: PublicKey) -> str:
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def _cryptography() -> tuple[Any, tuple[Any, Any]]:
+    """Return the module that reads keys, and the supported kinds of private and public keys."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+    except ImportError as error:
+        raise ConfigError(
+            "Signatures need the package cryptography", where="--key", hint=install_command("sign")
+        ) from error
+    private = (ed25519.Ed25519PrivateKey, ec.EllipticCurvePrivateKey)
+    return serialization, (private, (ed25519.Ed25519PublicKey, ec.EllipticCurvePublicKey))
+
+
+def _checked(key: Any, kinds: Any, path: Path) -> Any:
+    if not isinstance(key, kinds) or getattr(getattr(key, "curve", None), "name", "secp256r1") != "secp256r1":
+        raise ConfigError("The key is of another kind", where=str(path), hint=f"give {_KINDS}")
+    return key
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"The key cannot be read: {error.strerror or error}", where=str(path), hint=f"give {_KINDS}"
+        ) from error
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,295 @@
+"""Checkpoints on disk: read, verify, choose and quarantine them.
+
+``checkpoints/step-00001000`` holds the engine's files, ``state.json`` (progress, horizon) and, where transformers knows
+the architecture, the files of a Hugging Face model. ``writer.py`` commits it atomically, with a hash of every
+byte. The latest checkpoint is the one of the highest step that verifies; neither clocks nor pointer files decide. A
+corrupt checkpoint is renamed, never deleted, and the next older one is used, with a warning. An I/O error is no
+evidence of corruption: it ends the command, and nothing is renamed. A checkpoint may be a symbolic link; it is read,
+but nothing behind the link is written or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from vorox.core import atomic, staged_directory
+from vorox.core.batch import Progress
+from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+from vorox.core.log import RunLog
+from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
+from vorox.core.run_lookup import refuse_links, run_argument
+from vorox.core.schema import CheckpointConfig
+from vorox.training.schedule import Horizon
+from vorox.training.step_history import read_history
+
+STATE_NAME = "state.json"
+STATE_FORMAT = "vorox-state/1"
+REASON_NAME = "REASON.txt"
+
+
+class Checkpoint(NamedTuple):
+    """A committed checkpoint and the metadata of its manifest."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.metadata["step"])
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint holds besides the engine's state.
+
+    Attributes:
+        progress: How far the run is.
+        horizon: The length of the run, fixed at its start.
+        nonfinite_in_a_row: Consecutive steps up to this one whose loss or gradient was not finite.
+    """
+
+    progress: Progress
+    horizon: Horizon
+    nonfinite_in_a_row: int = 0
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunState:
+        progress, length = Progress.from_json(value["progress"]), Horizon.from_json(value["horizon"])
+        return cls(progress, length, int(value["nonfinite_in_a_row"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": STATE_FORMAT,
+            "progress": self.progress.to_json(),
+            "horizon": self.horizon.to_json(),
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+
+@contextlib.contextmanager
+def translate_read_errors(path: Path) -> Generator[None]:
+    """Raise ``UnreadableCheckpointError`` instead of ``OSError``: an I/O error does not make a checkpoint corrupt."""
+    try:
+        yield
+    except OSError as error:
+        raise staged_directory.unreadable_error(error, path) from error
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Return the state of a verified checkpoint.
+
+    Raises:
+        CheckpointError: It has another version's format, or cannot be read.
+    """
+    path = checkpoint / STATE_NAME
+    with translate_read_errors(path):
+        value = json.loads(path.read_bytes())
+    if value.get("format") != STATE_FORMAT:
+        raise CheckpointError(f"State has format {value.get('format')}, expected {STATE_FORMAT}", where=str(path))
+    return RunState.from_json(value)
+
+
+def step_directories(run_directory: Path) -> dict[int, Path]:
+    """Return every directory with a checkpoint's name, by step, valid or not.
+
+    Raises:
+        UnreadableCheckpointError: The directory cannot be listed.
+    """
+    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
+    return dict(sorted((name.step, path) for name, path in found if name and not name.status))
+
+
+def _listed(run_directory: Path) -> list[Path]:
+    """List the subdirectories of ``checkpoints/``, including links to directories, by name."""
+    parent = RunLayout(run_directory).checkpoints
+    with translate_read_errors(parent):
+        try:
+            names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+        except FileNotFoundError:  # any other error leaves open whether there are checkpoints
+            names = []
+    return [parent / name for name in sorted(names)]
+
+
+def verify(path: Path) -> Checkpoint:
+    """Check every byte of a checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing or changed, or the directory has another step's name.
+        UnreadableCheckpointError: A file cannot be read.
+    """
+    with translate_read_errors(path):
+        checkpoint = Checkpoint(path, staged_directory.verify_directory(path))
+    name = parse_checkpoint_name(path.name)
+    if name and not name.status and checkpoint.metadata.get("step") != name.step:
+        raise CheckpointError(
+            f"Directory holds the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path)
+        )
+    return checkpoint
+
+
+def latest_valid(
+    run_directory: Path,
+    *,
+    at_or_before: int | None = None,
+    on_corrupt: Callable[[Path, CheckpointError], None] | None = None,
+) -> Checkpoint | None:
+    """Return the checkpoint of the highest step that verifies; ``None`` if the run has none yet.
+
+    Args:
+        run_directory: The run.
+        at_or_before: Consider only steps up to this one.
+        on_corrupt: Called with every corrupt checkpoint that is skipped. The owner of the run quarantines it
+            (``quarantine_corrupt``).
+
+    Raises:
+        CheckpointError: There are checkpoints but none is valid.
+        UnreadableCheckpointError: A checkpoint cannot be read. An older one is not used in its place.
+    """
+    directories = step_directories(run_directory)
+    failures: list[CheckpointError] = []
+    for step in sorted(directories, reverse=True):
+        if at_or_before is not None and step > at_or_before:
+            continue
+        try:
+            return verify(directories[step])
+        except UnreadableCheckpointError:
+            raise
+        except CheckpointError as error:
+            failures.append(error)
+            if on_corrupt is not None:
+                on_corrupt(directories[step], error)
+    if failures or (at_or_before is None and corrupt_checkpoints(run_directory)):
+        raise none_valid_error(run_directory, "; ".join(map(str, failures)) or "all are quarantined")
+    return None
+
+
+def none_valid_error(run_directory: Path, why: str, whose: str = "this run") -> CheckpointError:
+    """Return the error for a run (or one of its steps) whose checkpoints are all corrupt or quarantined."""
+    return CheckpointError(
+        f"No checkpoint of {whose} is valid: {why}",
+        where=str(RunLayout(run_directory).checkpoints),
+        hint=f"`vorox checkpoints verify {run_argument(run_directory)} --restore` restores those that verify; "
+        "otherwise restore one from a copy, or start over with --resume never",
+    )
+
+
+def corrupt_checkpoints(run_directory: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints quarantined as corrupt, with their steps."""
+    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
+    return [(name.step, path) for name, path in found if name and name.status == "corrupt"]
+
+
+def quarantine(path: Path, status: Literal["corrupt", "replaced"], reason: str) -> Path:
+    """Rename a checkpoint so that no run resumes from it, and write the reason into it; return its new path.
+
+    Of a symbolic link, only the link is renamed; nothing is written behind it.
+    """
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.{status}-{number}")):
+        number += 1
+    atomic.rename(path, target)
+    if not target.is_symlink():
+        with contextlib.suppress(OSError):  # optional, and the disk may be the reason
+            atomic.write_file(target / REASON_NAME, (reason + "\n").encode())
+    return target
+
+
+def quarantine_corrupt(log: RunLog) -> Callable[[Path, CheckpointError], None]:
+    """Return an ``on_corrupt`` for ``latest_valid`` that quarantines and logs."""
+
+    def on_corrupt(path: Path, error: CheckpointError) -> None:
+        target = quarantine(path, "corrupt", str(error))
+        step = parse_checkpoint_name(path.name)
+        older = [known for known in step_directories(path.parent.parent) if step and known < step.step]
+        following = f"trying step {max(older):,}" if older else "the run has no older one"
+        log.event(
+            "checkpoint_corrupt",
+            f"Checkpoint {path.name} is corrupt and was quarantined as {target.name} ({error}); {following}",
+            level="warning",
+            renamed_to=str(target),
+            reason=str(error),
+        )
+
+    return on_corrupt
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """The outcome of restoring one quarantined checkpoint.
+
+    Attributes:
+        name: Its directory's name.
+        step: Finished steps.
+        problem: Why it stays quarantined; empty if it is restored.
+    """
+
+    name: str
+    step: int
+    problem: str
+
+
+def restore_quarantined(run_directory: Path) -> list[RestoreResult]:
+    """Restore checkpoints that were quarantined as corrupt but verify.
+
+    A checkpoint is restored only if every byte matches its manifest, its name is free, and the replay chain records
+    exactly its state at that step.
+
+    Raises:
+        ConfigError: A process is training the run, or the directory is a link.
+        UnreadableCheckpointError: A checkpoint still cannot be read.
+    """
+    refuse_links(run_directory)
+    with lock_run(run_directory):
+        heads = {step: record.get("chain") for step, record in read_history(RunLayout(run_directory).chain).items()}
+        found: list[RestoreResult] = []
+        for step, path in corrupt_checkpoints(run_directory):
+            problem = _check_restorable(path, step, RunLayout(run_directory).checkpoint(step), heads)
+            if not problem:
+                atomic.rename(path, RunLayout(run_directory).checkpoint(step))
+            found.append(RestoreResult(path.name, step, problem))
+        return found
+
+
+def _check_restorable(path: Path, step: int, target: Path, heads: dict[int, str | None]) -> str:
+    """Return why a checkpoint cannot be restored; if it can, remove its reason file and return an empty string."""
+    if path.is_symlink():
+        return "it is a symbolic link"
+    if target.exists() or target.is_symlink():
+        return f"{target.name} was saved again since"
+    try:
+        metadata = staged_directory.verify_directory(path, extra_files=frozenset({REASON_NAME}))
+    except UnreadableCheckpointError:
+        raise
+    except CheckpointError as error:
+        return str(error)
+    if metadata.get("step") != step:
+        return f"it holds step {metadata.get('step')}"
+    if heads and heads.get(step) != metadata.get("chain"):
+        return "the run continued without it, from an earlier step"
+    atomic.remove_file(path / REASON_NAME)
+    return ""
+
+
+def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
+    """Return the steps whose checkpoints the retention rules keep, of the ascending ``steps``."""
+    keep = set(steps[-config.keep_last :])
+    best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
+    keep.update(step for _, step in best[: config.keep_best])
+    if config.keep_every_steps is not None:
+        keep.update(step for step in steps if step % config.keep_every_steps == 0)
+    return keep
+
+
+def request_save(run_directory: Path) -> None:
+    """Request a checkpoint after the current step from the process that trains this run."""
+    refuse_links(run_directory)
+    path = RunLayout(run_directory).save_request
+    atomic.make_directory(path.parent)
+    atomic.write_file(path, b"")

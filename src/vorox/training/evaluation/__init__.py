@@ -1,0 +1,1 @@
+"""What a run measures beside its steps: validation, samples, harness tasks, losses of documents."""

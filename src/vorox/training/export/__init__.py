@@ -1,0 +1,1 @@
+"""Checkpoints in the formats of other libraries, and their comparison with what was trained."""

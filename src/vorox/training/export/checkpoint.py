@@ -1,0 +1,294 @@
+"""Export a checkpoint as a directory that transformers or llama.cpp loads, atomically.
+
+In: a run or checkpoint. Out: ``config.json``, ``generation_config.json``, ``model.safetensors``, tokenizer files and a
+manifest; or ``model.gguf`` and a manifest. An adapter is merged, or written by itself (``adapter.py``).
+Repeating an export changes nothing; any other content at the target is refused, never overwritten. With an engine, the
+staged directory is compared with it before the commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from vorox.core import atomic, staged_directory
+from vorox.core.atomic import MANIFEST_NAME
+from vorox.core.disk_errors import room_text
+from vorox.core.engine import Engine, Weights
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.staged_directory import StagedDirectory
+from vorox.data.tokenizers import loading as tokenizers
+from vorox.data.tokenizers.token_ids import IDS_NAME
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.adapter_spec import AdapterSpec
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.gguf_tensors import require_gguf
+from vorox.models.huggingface_config import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    huggingface_files,
+    spec_from_huggingface,
+)
+from vorox.models.huggingface_families import require_family
+from vorox.models.huggingface_spec import KIND
+from vorox.models.spec import ModelSpec
+from vorox.models.stored_spec import spec_from_json
+from vorox.models.stored_weights import stored_entries
+from vorox.models.weights_file import write_weights
+from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
+from vorox.training.export.adapter import merged, write_peft
+from vorox.training.export.comparison import (
+    SAMPLE_TEXTS,
+    WEIGHTS_NAME,
+    Comparison,
+    canonical_weights,
+    checkpoint_weights,
+    compare,
+)
+from vorox.training.export.gguf import GGUF_NAME, Stored, check_gguf, import_gguf, write_gguf
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Target = Literal["hf", "gguf", "peft"]
+FORMAT = "vorox-export/1"
+_STORED: Mapping[Dtype, tuple[Stored, str]] = {
+    "fp32": ("F32", "float32"),
+    "bf16": ("BF16", "bfloat16"),
+    "fp16": ("F16", "float16"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A finished export.
+
+    Attributes:
+        existed: Whether the same export already existed.
+        has_tokenizer: Whether it has a tokenizer for transformers; a run on token ids has none.
+    """
+
+    path: Path
+    step: int
+    dtype: Dtype
+    num_parameters: int
+    size_bytes: int
+    existed: bool
+    has_tokenizer: bool
+    comparison: Comparison | None
+
+
+def export(
+    source: Path,
+    target: Path,
+    *,
+    to: Target = "hf",
+    dtype: Dtype = "fp32",
+    weights: Weights = "model",
+    engine: Engine | None = None,
+    texts: Sequence[str] = SAMPLE_TEXTS,
+    check: bool = True,
+) -> Export:
+    """Write a checkpoint in Hugging Face format, as GGUF or as an adapter of peft.
+
+    Args:
+        source: A checkpoint, or a run, whose latest valid checkpoint is exported.
+        target: Directory to create. It may be empty or hold the same export.
+        to: ``hf`` for transformers, ``gguf`` for llama.cpp, ``peft`` for an adapter without its base.
+        dtype: Type of the stored weights, rounded to nearest even.
+        weights: The parameters, or their moving average.
+        engine: An engine of the run's model that computes in fp32, with any optimizer, for the comparison; its weights
+            are replaced. ``None`` skips the comparison. To merge an adapter (``hf``), it is needed.
+        texts: Texts that the comparison encodes and scores, besides random tokens.
+        check: Whether to compare with the engine.
+
+    Raises:
+        ConfigError: The format does not have the architecture, or the target has other content.
+        CheckpointError: The checkpoint is corrupt or has no average, the export cannot be written, or the comparison
+            fails.
+    """
+    checkpoint = _checkpoint(source)
+    spec = _spec(checkpoint)
+    if isinstance(spec, AdapterSpec):
+        if check and engine is not None and dtype != "fp32":
+            raise ConfigError("The check of an adapter needs fp32", where="export --dtype", hint="leave out --dtype")
+    elif to == "peft":
+        raise ConfigError("The run has no adapter", where="export --to", hint="export with --to hf")
+    if to == "gguf":
+        require_gguf(_native(spec))
+        import_gguf()
+    metadata = _metadata(checkpoint, spec, dtype) | ({"to": to} if to != "hf" else {})
+    metadata |= {"weights": weights} if weights != "model" else {}
+    if target.parent.is_dir():
+        atomic.sweep_temporary(target.parent)
+    existed = _is_exported(target, metadata)
+
+    def compare_with(directory: Path) -> Comparison | None:
+        return compare(directory, checkpoint.path, spec, engine, texts, weights) if engine and check else None
+
+    if existed:
+        comparison = compare_with(target)
+    else:
+        try:
+            with StagedDirectory(target) as directory:
+                if to == "gguf":
+                    _write_gguf(directory, checkpoint.path, _native(spec), dtype, weights)
+                elif isinstance(spec, AdapterSpec):
+                    _write_adapter(directory, checkpoint.path, spec, engine, to, dtype, weights)
+                else:
+                    _write(directory, checkpoint.path, spec, _config(checkpoint), dtype, weights)
+                comparison = compare_with(directory.path)
+                directory.commit(metadata)
+        except OSError as error:
+            raise _write_failure(target, spec, dtype, error) from error
+    size_bytes = sum(path.stat().st_size for path in sorted(target.iterdir()))
+    written = spec.base if isinstance(spec, AdapterSpec) and to == "hf" else spec
+    has_tokenizer = not (checkpoint.path / IDS_NAME).exists()
+    return Export(
+        target, checkpoint.step, dtype, written.num_parameters, size_bytes, existed, has_tokenizer, comparison
+    )
+
+
+def _checkpoint(source: Path) -> Checkpoint:
+    if (source / MANIFEST_NAME).exists():
+        return verify(source)
+    checkpoint = latest_valid(source) if source.is_dir() else None
+    if checkpoint is None:
+        raise ConfigError("Source is neither a checkpoint nor a run with a checkpoint", where=str(source))
+    return checkpoint
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the checkpoint's ``config.json``; without one, refuse and name the setting that transformers lacks."""
+    path = checkpoint.path / CONFIG_NAME
+    if not path.exists():
+        spec = checkpoint.metadata.get("spec")
+        if spec is not None and isinstance(model := spec_from_json(spec), DecoderSpec):
+            require_family(model)
+        raise ConfigError("No architecture of transformers computes this model", where=str(checkpoint.path))
+    return json.loads(path.read_bytes())
+
+
+def _spec(checkpoint: Checkpoint) -> ModelSpec:
+    stored = checkpoint.metadata.get("spec", {})
+    if stored.get("kind") == KIND:
+        return spec_from_json(stored)
+    return decoder_spec(spec_from_huggingface(_config(checkpoint)), tokenizer_vocab_size=1, sequence_length_tokens=1)
+
+
+def _native(spec: ModelSpec) -> DecoderSpec:
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigError(
+            "GGUF export needs a native model", where="export --to", hint="export with --to hf, and convert that"
+        )
+    return spec
+
+
+def _metadata(checkpoint: Checkpoint, spec: ModelSpec, dtype: Dtype) -> dict[str, Any]:
+    hashes = {
+        name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
+    }
+    hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # sharded checkpoints store parts
+    described = (
+        (IDS_NAME,) if IDS_NAME in hashes else (tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
+    )  # a run on token ids has no tokenizer
+    configs = () if isinstance(spec, AdapterSpec) else (CONFIG_NAME, GENERATION_CONFIG_NAME)
+    named = (WEIGHTS_NAME, *configs, *described)
+    missing = [name for name in named if hashes.get(name) is None]
+    if missing:
+        raise CheckpointError(f"Checkpoint has no {missing[0]}", where=str(checkpoint.path))
+    sources = {name: hashes[name] for name in named}
+    return {"format": FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
+
+
+def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
+    if not target.exists():
+        return False
+    if target.is_dir() and not any(target.iterdir()):
+        target.rmdir()
+        return False
+    try:
+        found = staged_directory.verify_directory(target)
+    except (CheckpointError, OSError):
+        found = None
+    if found != metadata:
+        raise ConfigError(
+            "Target holds something other than this export", where=str(target),
+            hint="choose another directory, or remove this one",
+        )  # fmt: skip
+    return True
+
+
+def _write(
+    directory: StagedDirectory,
+    checkpoint: Path,
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    dtype: Dtype,
+    weights: Weights,
+) -> None:
+    stored, loaded = _STORED[dtype]
+    directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
+    directory.write(GENERATION_CONFIG_NAME, (checkpoint / GENERATION_CONFIG_NAME).read_bytes())
+    _write_tokenizer(directory, checkpoint, spec)
+    entries, arrays = checkpoint_weights(checkpoint, spec, weights)
+    with directory.open(WEIGHTS_NAME) as writer:
+        write_weights(writer, [replace(entry, dtype=stored) for entry in entries], arrays)
+
+
+def _write_tokenizer(directory: StagedDirectory, checkpoint: Path, spec: ModelSpec) -> Tokenizer:
+    tokenizer = tokenizers.load(checkpoint)  # earlier versions wrote fewer files
+    for name, content in tokenizer.files(spec.max_positions_tokens).items():
+        is_copied = name == tokenizers.TOKENIZER_NAME
+        directory.write(name, (checkpoint / name).read_bytes() if is_copied else content)
+    return tokenizer
+
+
+def _write_adapter(
+    directory: StagedDirectory,
+    checkpoint: Path,
+    spec: AdapterSpec,
+    engine: Engine | None,
+    to: Target,
+    dtype: Dtype,
+    weights: Weights,
+) -> None:
+    """Write the adapter by itself, or merged into its base."""
+    stored, loaded = _STORED[dtype]
+    tokenizer, adapter = _write_tokenizer(directory, checkpoint, spec), canonical_weights(checkpoint, spec, weights)
+    if to == "peft":
+        write_peft(directory, spec, adapter, stored)
+        return
+    assert engine is not None
+    files = huggingface_files(spec.base, end_of_text_id=tokenizer.end_of_text_id)
+    config = json.loads(files.pop(CONFIG_NAME))
+    directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
+    for name, content in files.items():
+        directory.write(name, content)
+    with directory.open(WEIGHTS_NAME) as writer:
+        entries = [replace(entry, dtype=stored) for entry in stored_entries(spec.base)]
+        write_weights(writer, entries, merged(adapter, engine))
+
+
+def _write_gguf(
+    directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, dtype: Dtype, weights: Weights
+) -> None:
+    path, tokenizer = directory.path / GGUF_NAME, tokenizers.load(checkpoint)
+    described: Any = {"stored": _STORED[dtype][0], "name": checkpoint.parent.parent.name}
+    write_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
+    check_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
+    directory.adopt("")
+
+
+def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
+    if not atomic.is_disk_full(error):
+        return CheckpointError(
+            f"Export cannot be written: {error.strerror}", where=str(error.filename or target),
+            hint="check the disk, or export to another directory", saved="the checkpoint is unchanged",
+        )  # fmt: skip
+    needed_bytes = spec.num_parameters * (4 if dtype == "fp32" else 2)
+    return CheckpointError(
+        f"No room for the export: {room_text(needed_bytes, target, error)}",
+        where=str(target), hint="free some space and export again", saved="the checkpoint is unchanged",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A trained model in one process: found, loaded, continued as text, talked to."""

@@ -1,0 +1,108 @@
+"""The frozen teacher of a distillation: find it, load it and identify it by its weights.
+
+Checkpoints hold the fingerprint of its weights, not the weights. So every start reads the teacher again, and a resume
+or replay with another one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
+
+from vorox.core.engine import Engine, NamedArray
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.schema import RunConfig
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.spec import ModelSpec
+from vorox.training.checkpoints.init_from import open_weights
+from vorox.training.checkpoints.weights_source import check_tokenizer, describe_weights
+
+MANIFEST_KEY = "teacher"
+"""Key of a checkpoint's metadata: the fingerprint of the teacher's weights."""
+_KEY = "train.distillation.teacher"
+
+
+class _Student(Protocol):
+    teacher_fingerprint: str
+
+    def set_teacher(self, spec: ModelSpec, weights: Iterable[NamedArray]) -> None: ...
+
+
+def load_teacher(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, engine: Engine) -> None:
+    """Load the teacher into a new engine, if the run has one.
+
+    Raises:
+        ConfigError: The teacher does not exist, or cannot teach this model.
+        CheckpointError: Its weights are damaged.
+    """
+    found = find_teacher(config, spec, tokenizer)
+    if found is not None:
+        with open_weights(_as_initial(config), found) as weights:
+            cast(_Student, engine).set_teacher(found, weights)
+
+
+def find_teacher(
+    config: RunConfig, spec: ModelSpec | None = None, tokenizer: Tokenizer | None = None
+) -> DecoderSpec | None:
+    """Find the teacher of a run, and check that it can teach, without reading its weights; ``None`` without one.
+
+    Args:
+        config: The run.
+        spec: Its model; ``None`` if the vocabulary is not known yet.
+        tokenizer: Its tokenizer; ``None`` if it is not known yet.
+
+    Raises:
+        ConfigError: The teacher does not exist, or has another vocabulary or too few positions.
+        CheckpointError: It is damaged.
+    """
+    name = config.train.distillation.teacher
+    if name is None:
+        return None
+    source = _as_initial(config)
+    try:
+        described = describe_weights(source)
+        if described is not None and tokenizer is not None:
+            check_tokenizer(source, tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"Teacher cannot be used: {error.what}", where=_KEY, hint=error.hint) from error
+    if described is None:
+        raise ConfigError(f"Teacher {name} is in a store", where=_KEY, hint="copy it to a local directory")
+    teacher = described.spec
+    if spec is not None and teacher.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"Teacher has a vocabulary of {teacher.vocab_size:,}, the model one of {spec.vocab_size:,}",
+            where=_KEY, hint=f"set model.vocab_size={teacher.vocab_size} and use the tokenizer of the teacher",
+        )  # fmt: skip
+    if teacher.max_positions_tokens < config.data.sequence_length_tokens:
+        raise ConfigError(
+            f"Teacher has {teacher.max_positions_tokens:,} positions, rows have {config.data.sequence_length_tokens:,}",
+            where=_KEY, hint=f"set data.sequence_length_tokens={teacher.max_positions_tokens}",
+        )  # fmt: skip
+    return teacher
+
+
+def _as_initial(config: RunConfig) -> RunConfig:
+    """Return the configuration with the teacher as initial weights, as readers of weights expect."""
+    train = config.train.model_copy(update={"from_weights": config.train.distillation.teacher})
+    return config.model_copy(update={"train": train})
+
+
+def describe_teacher(engine: Engine) -> dict[str, str]:
+    """Return what a checkpoint records of the teacher; nothing without one."""
+    fingerprint = getattr(engine, "teacher_fingerprint", "")
+    return {MANIFEST_KEY: fingerprint} if fingerprint else {}
+
+
+def check_teacher(engine: Engine, metadata: Mapping[str, Any]) -> None:
+    """Check that the teacher is the one that a checkpoint was trained with.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    recorded, found = metadata.get(MANIFEST_KEY), describe_teacher(engine).get(MANIFEST_KEY)
+    if recorded is not None and found is not None and recorded != found:
+        raise CheckpointError(
+            f"Teacher has changed: the run learned from weights {recorded[:16]}, but these are {found[:16]}",
+            where=_KEY, hint="restore the teacher; name a checkpoint, not a run that goes on",
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What the local servers share: access rules, and the socket they listen on."""

@@ -1,0 +1,246 @@
+"""The start menu with scripted answers: every choice leads to a command, and to the run that the command describes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_runs
+from vorox.cli import main
+from vorox.cli.menu import start_menu as menu
+from vorox.cli.menu.machine import settings_for_machine
+from vorox.cli.menu.new_run import next_run_number, suggest_names
+from vorox.core.config import load_config
+from vorox.core.lock import FileLock
+from vorox.core.run_lookup import run_directories
+from vorox.data.corpus import prepare
+from vorox.runtime.hardware import Hardware, named_hardware
+from vorox.training.checkpoints.store import step_directories
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, configuration and cache, but without a run."""
+    directory = tmp_path_factory.mktemp("prepared")
+    prepare(tiny_runs.configuration(directory))
+    return directory
+
+
+@pytest.fixture
+def vorox(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs a command in a folder of its own; the menu gets ``answers`` and then the end of the input."""
+    settings = json.loads((prepared / "tiny.yaml").read_text())
+    settings["run"] = {"name": "tiny"}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    tiny_runs.use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(menu, "has_terminal", lambda: True)
+
+    def run(*words: str, answers: str = "") -> tuple[int, str, str]:
+        waiting = answers.split()
+
+        def ask(prompt: str) -> str:
+            print(prompt, end="")
+            if not waiting:
+                raise EOFError
+            answer = waiting.pop(0)
+            print(answer)
+            return "" if answer == "-" else answer
+
+        monkeypatch.setattr("builtins.input", ask)
+        capsys.readouterr()
+        code = main(list(words))
+        captured = capsys.readouterr()
+        assert not waiting, f"not asked for: {waiting}\n{captured.out}"
+        return code, captured.out, captured.err
+
+    return run
+
+
+def run_ids() -> list[str]:
+    return [path.name for path in run_directories(Path("runs"))]
+
+
+def kill_at(step: int, vorox: Run, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    with monkeypatch.context() as patch:
+        tiny_runs.at_step(patch, step, tiny_runs.kill)
+        with pytest.raises(tiny_runs.Killed):
+            vorox("train", "tiny.yaml", *words)
+
+
+def printed_command(out: str) -> list[str]:
+    """The words of the command that the menu prints."""
+    after = out.partition("The same without this menu:\n")[2].splitlines()
+    return shlex.split(after[0])[1:]
+
+
+def test_a_new_run_and_its_command(vorox: Run) -> None:
+    code, out, err = vorox("train", answers="n tiny.yaml 2 y")
+    assert code == 0, err
+    assert "None in runs yet." in out
+    assert "tiny.yaml    a configuration in this folder" in out
+    command = printed_command(out)
+    assert command[:3] == ["train", "tiny.yaml", "--name"]
+    assert command[3].startswith("experiment_")
+    assert command[3].endswith("_text_16_run_1")
+    (first,) = run_ids()
+    assert first.startswith(command[3])
+    chain = (Path("runs") / first / "chain.jsonl").read_bytes()
+    shutil.rmtree("runs")
+    assert vorox(*command)[0] == 0  # the printed command leads to the same run
+    assert run_ids() == [first]
+    assert (Path("runs") / first / "chain.jsonl").read_bytes() == chain
+
+
+def test_run_numbers_and_own_names(vorox: Run) -> None:
+    assert vorox("train", answers="n tiny.yaml my:model y")[0] == 0
+    code, out, _ = vorox("train", answers="n 1 my-model n q")
+    assert code == 0
+    assert "The run is named my-model_run_2." in out
+    assert "Nothing was started." in out
+    assert [name.rpartition("-")[0] for name in run_ids()] == ["my-model_run_1"]
+    (Path("runs") / "my-model_run_12-00000000").mkdir()
+    (Path("runs") / "my-model_run_12-00000000" / "run.json").write_text("{}")
+    assert next_run_number(Path("runs"), "my-model") == 13
+    assert next_run_number(Path("runs"), "model") == 1
+
+
+def test_resuming_an_unfinished_run(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_at(6, vorox, monkeypatch)
+    (name,) = run_ids()
+    code, out, err = vorox("train", answers="1 y")
+    assert code == 0, err
+    assert f"  1  {name}\n     Step 4 of 12 | Loss " in out
+    assert printed_command(out) == ["train", "--resume", name]
+    assert "Resuming from step 4" in out
+    assert max(step_directories(Path("runs") / name)) == 12
+
+
+def test_a_finished_run_is_extended_and_an_older_checkpoint_resumed(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (name,) = run_ids()
+    code, out, err = vorox("train", answers="7 1 3 16 y")
+    assert code == 0, err
+    assert "  Please type 1, A, N, X or Q." in out
+    assert "This run is finished after 12 steps." in out
+    assert "  Please type a number of at least 13." in out
+    assert printed_command(out) == ["train", "train.num_steps=16", "--resume", name]
+    assert max(step_directories(Path("runs") / name)) == 16
+    code, out, err = vorox("train", answers="a 2 n q")
+    assert code == 0, err
+    assert "A  show 1 older one as well" in out
+    assert "the newer checkpoints are renamed and kept" in out
+    assert printed_command(out) == ["train", "--resume", f"runs/{name}/checkpoints/step-00000012"]
+
+
+def test_deleting_checkpoints_runs_and_orphaned_logs(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    kill_at(2, vorox, monkeypatch, "--name", "orphan")
+    kept, orphan = sorted(run_ids(), reverse=True)
+    assert orphan.startswith("orphan")
+    code, out, err = vorox("train", answers="x o n o y 1 1 n 1 1 y 1 1 y 1 r n 1 r y b q")
+    assert code == 0, err
+    assert "O  delete the logs of 1 run without a checkpoint" in out
+    assert out.count(f"Removed {orphan}") == 1
+    assert "Removed step-00000008 (" in out
+    assert "Removed step-00000012 (" not in out
+    assert "No valid checkpoint would remain" in out
+    assert "delete the whole run (R)" in out
+    assert "Kept: the caches of its data" in out
+    assert out.count(f"Removed {kept}") == 1
+    assert run_ids() == []
+
+
+def test_a_run_in_use_is_neither_resumed_nor_deleted(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (name,) = run_ids()
+    with FileLock(Path("runs") / name / "LOCK", blocking=False, purpose="run"):
+        code, out, _ = vorox("train", answers="1 x 1 b q")
+    assert code == 0
+    assert f"{name} is in use by process" in out
+    assert "nothing of it can be deleted until it stops" in out
+    assert sorted(step_directories(Path("runs") / name)) == [8, 12]
+
+
+def test_growth_is_found_and_the_run_extended(vorox: Run, tmp_path: Path) -> None:
+    text = tiny_runs.write_text(tmp_path / "text")
+    grown = [
+        f"data.sources=[{{name: text, format: jsonl, paths: ['{text}']}}]", "data.cache.grow=true",
+        f"data.cache.directory={tmp_path / 'cache'}", "train.num_steps=null", "train.num_epochs=1",
+        "schedule.warmup_steps=null", "schedule.warmup_fraction=0.1",
+    ]  # fmt: skip
+    code, _, err = vorox("train", "tiny.yaml", *grown)
+    assert code == 0, err
+    (name,) = run_ids()
+    total = max(step_directories(Path("runs") / name))
+    code, out, err = vorox("train", "tiny.yaml", *grown, "--dry-run")
+    assert code == 0, err
+    assert "growth" not in out  # nothing was added yet
+    more = tmp_path / "more"
+    tiny_runs.write_text(more, documents=90, seed=1)
+    (more / "text.jsonl").rename(text / "z.jsonl")
+    code, _, err = vorox("data", "build", "tiny.yaml", *grown)
+    assert code == 0, err
+    code, out, err = vorox("train", "--menu", answers="1 n 120 n 1 y y")
+    assert code == 0, err
+    assert "the data grew from " in out
+    last = out.rpartition("The same without this menu:\n")[2].splitlines()[0].split()
+    assert last == ["vorox", "train", "train.follow_growth=true", "--resume", name]
+    grown_total = max(step_directories(Path("runs") / name))
+    assert grown_total > 2 * total
+    assert f"Extend the run to {grown_total:,} steps?" in out
+
+
+def test_the_menu_stays_closed_without_a_terminal(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(menu, "has_terminal", lambda: False)
+    code, _, err = vorox("train", "--menu")
+    assert code == 2
+    assert "The menu needs a terminal" in err
+    code, out, err = vorox("train", "model.num_layers=0")  # as ever: the default preset, whose settings are checked
+    assert code == 2
+    assert "Checkpoints" not in out
+
+
+def test_the_menu_chooses_the_run(vorox: Run) -> None:
+    code, _, err = vorox("train", "--menu", "--name", "mine")
+    assert code == 2
+    assert "--menu chooses the run and its name" in err
+    code, out, err = vorox("train", "--menu", "tiny.yaml", "train.num_steps=8", "--minutes", "1", answers="n 3 n q")
+    assert code == 0, err
+    assert "What to train" not in out
+    assert printed_command(out)[1:4] == ["tiny.yaml", "train.num_steps=8", "--name"]
+    assert printed_command(out)[-2:] == ["--minutes", "1"]
+
+
+def test_a_configuration_that_is_refused_leads_back(vorox: Run) -> None:
+    Path("broken.yaml").write_text("preset: quickstart\nmodel: {num_layers: -1}\n")
+    code, out, err = vorox("train", answers="n broken.yaml n nowhere.txt tiny.yaml - n q")
+    assert code == 0, err
+    assert "num_layers" in out
+    assert "nowhere.txt is neither a number of the list nor a file or folder" in out
+
+
+def test_names_say_size_data_and_length() -> None:
+    config = load_config("gpt2-124m", ["data.sources=[{name: FineWeb, format: txt, paths: [x]}]"])
+    names = [one.name for one in suggest_names(config)]
+    assert names == ["124M_FineWeb_1024", "experiment_124M_FineWeb_1024", "gpt2_124M", "test_124M"]
+
+
+def test_settings_for_a_machine() -> None:
+    config = load_config("quickstart")
+    ((setting, why),) = settings_for_machine(config, named_hardware("rtx4090"))
+    assert setting == "precision.dtype=bf16"
+    assert "RTX 4090" in why
+    assert settings_for_machine(config, named_hardware("v100-16")) == []
+    assert settings_for_machine(config, Hardware("this machine", 1, 1 << 30)) == []
+    assert settings_for_machine(load_config("gpt2-124m"), named_hardware("rtx4090")) == []

@@ -1,0 +1,106 @@
+"""--nproc: who each process is, and how their ends become one end. Processes here are shells, not runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vorox.cli import rank_launcher
+from vorox.core.distributed_context import Membership, Node, membership, node_membership
+from vorox.core.errors import ConfigError
+
+HERE = Node("127.0.0.1", 4321, 0, 1)
+
+
+def test_each_process_is_told_who_it_is() -> None:
+    found = [membership(environment) for environment in rank_launcher.environments_of(3, HERE, {"HOME": "/root"})]
+    assert found == [Membership("127.0.0.1:4321", rank, 3, local_rank=rank, local_world_size=3) for rank in range(3)]
+    assert rank_launcher.environments_of(2, HERE, {"HOME": "/root"})[1]["HOME"] == "/root"
+
+
+def test_ranks_forget_the_run_that_the_launcher_is_part_of() -> None:
+    """Under torchrun or with the variables of a cluster set, ``--nproc`` starts a run of its own."""
+    around = {
+        "VOROX_COORDINATOR": "node7:80", "VOROX_PROCESS_COUNT": "9", "VOROX_PROCESS_INDEX": "8",
+        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    found = [membership(environment) for environment in rank_launcher.environments_of(2, HERE, around)]
+    assert found == [Membership("127.0.0.1:4321", rank, 2, local_rank=rank, local_world_size=2) for rank in range(2)]
+
+
+def test_ranks_of_several_machines_are_numbered_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = {"VOROX_COORDINATOR": "[fe80::1]:700", "VOROX_NODE_COUNT": "3", "VOROX_NODE_INDEX": "2"}
+    node = node_membership(around)
+    assert node == Node("fe80::1", 700, 2, 3)
+    found = [membership(environment) for environment in rank_launcher.environments_of(2, node, around)]
+    assert found == [Membership("[fe80::1]:700", 4 + rank, 6, local_rank=rank, local_world_size=2) for rank in range(2)]
+    assert node_membership(around | {"VOROX_NODE_COUNT": "1", "VOROX_NODE_INDEX": "0"}) is None
+    for wrong in ({"VOROX_NODE_INDEX": "3"}, {"VOROX_NODE_COUNT": ""}, {"VOROX_COORDINATOR": "host"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            node_membership(around | wrong)
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    assert rank_launcher.is_launcher(1, 0), "one rank on each of three machines"
+    with pytest.raises(ConfigError, match="several machines"):
+        rank_launcher.is_launcher(2, 5)
+
+
+def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_launcher.nproc_option() == ""
+    for name, value in rank_launcher.environments_of(2, HERE, {})[1].items():
+        monkeypatch.setenv(name, value)
+    assert rank_launcher.nproc_option() == " --nproc 2"
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    assert rank_launcher.nproc_option() == "", "each machine has a command of its own"
+
+
+def test_listed_gpus_must_divide_evenly() -> None:
+    found = rank_launcher.environments_of(2, HERE, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["4,5,6,7"] * 2, "the engine divides them by local rank"
+    with pytest.raises(ConfigError, match="Cannot divide 3 visible GPUs evenly among 2"):
+        rank_launcher.environments_of(2, HERE, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+
+def as_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> list[str]:
+    """Stands in for ``python -m vorox``: a program that sees who it is."""
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $RANK in\n{text}\nesac\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return ["train"]
+
+
+def test_all_well_is_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert rank_launcher.launch_ranks(3, as_program(monkeypatch, tmp_path, "*) exit 0;;")) == 0
+
+
+def test_the_first_failure_is_said_and_its_code_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 1 fails; the others hang and are ended after the grace."""
+    monkeypatch.setattr(rank_launcher, "GRACE_SECONDS", 0.2)
+    words = as_program(monkeypatch, tmp_path, "1) echo 'the disk is full' >&2; exit 5;;\n*) exec sleep 600;;")
+    assert rank_launcher.launch_ranks(3, words) == 5
+    assert "the disk is full" in capfd.readouterr().err
+
+
+def test_a_process_that_was_asked_to_stop_leaves_the_others_their_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0 may take as long as it needs to write the checkpoint, even if other ranks have exited."""
+    monkeypatch.setattr(rank_launcher, "GRACE_SECONDS", 0.0)
+    words = as_program(monkeypatch, tmp_path, f"1) exit 75;;\n*) sleep 1; touch {tmp_path}/saved; exit 75;;")
+    assert rank_launcher.launch_ranks(2, words) == 75
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_killed_process_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
+    )
+    assert "Rank 1 of 2 was killed by SIGKILL" in capfd.readouterr().err

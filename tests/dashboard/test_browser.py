@@ -1,0 +1,157 @@
+"""The dashboard in a browser: every page with real runs, live updates, hostile names, and the exported file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_runs
+from vorox.cli import main
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+CHROMIUM = Path("/usr/bin/chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+HOSTILE = "<img src=x onerror=alert(1)>"
+PAGES = ("curves", "samples", "data", "health", "plan", "checkpoints", "settings")
+OPENED = {"samples": "eval.prompts", "data": "Mixture", "health": "Warnings and errors", "plan": "Plan against actual",
+          "checkpoints": "Commands for step", "settings": "Attempts", "curves": "Gradient norm"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs of 12 steps, and one whose name is HTML."""
+    place = tmp_path_factory.mktemp("dashboard")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        tiny_runs.use_numpy_engine(monkeypatch)
+        for number, lr in enumerate((0.01, 0.02)):
+            config = tiny_runs.configuration(place, [f"run.name=run-{number}", f"optimizer.lr={lr}"])
+            tiny_runs.run(config)
+    hostile = place / "runs" / HOSTILE
+    hostile.mkdir()
+    (hostile / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
+    (hostile / "log.txt").write_text(f"x info    Sample at step 1: {HOSTILE!r} -> {HOSTILE!r}\n", encoding="utf-8")
+    (hostile / "metrics.jsonl").write_text(line_of(1) + line_of(2), encoding="utf-8")
+    return place / "runs"
+
+
+def line_of(step: int) -> str:
+    values = {"loss": 5.0 / step, "learning_rate": 0.1, "tokens_total": 64.0 * step}
+    return json.dumps({"step": step, "attempt": 1, "time": float(step), "values": values}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def url(runs: Path) -> Iterator[str]:
+    """The URL that ``vorox dash`` prints."""
+    command = [sys.executable, "-u", "-m", "vorox", "dash", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        killer = threading.Timer(240, server.kill)
+        killer.start()
+        try:
+            yield next(line.strip() for line in server.stdout if "http://" in line)
+        finally:
+            killer.cancel()
+            server.terminate()
+
+
+class Watched:
+    """A page of the browser, with everything it logged and requested."""
+
+    def __init__(self, page: playwright.Page) -> None:
+        self.page, self.problems, self.requests = page, list[str](), list[str]()
+        page.on("console", lambda message: self.problems.append(message.text))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: (self.problems.append("dialog"), dialog.dismiss()))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, address: str, text: str) -> None:
+        self.page.goto(address)
+        self.page.get_by_text(text, exact=False).first.wait_for(timeout=15_000)
+
+
+@pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide light", "narrow dark"])
+def browser(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    width, scheme = request.param
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        yield Watched(context.new_page())
+        chromium.close()
+
+
+def run_ids(runs: Path) -> list[str]:
+    return sorted(path.name for path in runs.iterdir() if path.name.startswith("run-"))
+
+
+def fits(browser: Watched) -> bool:
+    return browser.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_every_page(browser: Watched, runs: Path, url: str) -> None:
+    ids, base = run_ids(runs), url.split("?")[0]
+    browser.open(url, ids[0])
+    assert browser.page.get_by_text(HOSTILE).first.is_visible()
+    assert fits(browser)
+    for page in PAGES:
+        browser.open(f"{base}#/run/{ids[0]}/{page}", OPENED[page])
+        assert fits(browser), page
+        assert not browser.page.locator(".problem").count(), page
+    browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
+    assert browser.page.get_by_text("optimizer.lr", exact=True).first.is_visible()
+    browser.open(f"{base}#/run/{HOSTILE}/samples", "Samples by step")
+    assert browser.page.get_by_text(HOSTILE).count() >= 3
+    assert not browser.page.locator("main img").count()
+    assert browser.problems == []
+    assert {re.match(r"[a-z]+:(//[^/]+)?", request)[0] for request in browser.requests} <= {base.rstrip("/"), "data:"}
+
+
+def test_the_documents_of_a_step_lead_to_its_steps(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(url, "Runs")
+    browser.open(f"{url.split('?')[0]}#/run/{run_ids(runs)[0]}/data?step=3", "documents in 4 rows")
+    document = browser.page.locator("button.document").first
+    document.focus()
+    browser.page.keyboard.press("Enter")
+    steps = browser.page.get_by_role("region", name="Steps of the document")
+    steps.wait_for()
+    assert steps.get_by_role("button", name="3", exact=True).count() >= 1
+    assert browser.problems == []
+
+
+def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(url, "Live")
+    browser.page.goto(f"{url.split('?')[0]}#/run/{HOSTILE}/curves")
+    facts = browser.page.locator(".facts")
+    facts.get_by_text("Loss").wait_for()
+    step = sum(1 for _ in (runs / HOSTILE / "metrics.jsonl").open(encoding="utf-8")) + 1
+    with (runs / HOSTILE / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line_of(step))
+    facts.get_by_text(f"{5 / step:.3f}", exact=True).wait_for(timeout=10_000)
+    assert browser.problems == []
+
+
+def test_an_exported_file_opens_from_disk(browser: Watched, runs: Path, tmp_path: Path) -> None:
+    file = tmp_path / "runs.html"
+    assert main(["dash", str(runs), "--export", str(file)]) == 0
+    ids = run_ids(runs)
+    browser.open(file.as_uri(), ids[0])
+    for page in PAGES:
+        browser.page.goto(f"{file.as_uri()}#/run/{ids[0]}/{page}")
+        browser.page.get_by_text(OPENED[page]).first.wait_for(timeout=15_000)
+        assert fits(browser), page
+        assert not browser.page.locator(".problem").count(), page
+    assert browser.page.get_by_text("Exported").is_visible()
+    assert browser.problems == []
+    assert {request.split(":")[0] for request in browser.requests} <= {"file", "data"}

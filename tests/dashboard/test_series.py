@@ -1,0 +1,147 @@
+"""Down-sampling and incremental reading, against brute force and against the reader of the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vorox.core.json_lines import LineTail
+from vorox.core.run_layout import RunLayout
+from vorox.dashboard.downsampling import min_max_indices, moving_average
+from vorox.dashboard.metric_series import MetricSeries
+from vorox.experiments.tracking import read_metrics
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_downsampling_keeps_the_extremes_of_every_bucket(seed: int) -> None:
+    chooser = np.random.default_rng(seed)
+    steps = np.cumsum(chooser.integers(1, 9, 5000))
+    values = chooser.normal(size=5000)
+    values[chooser.integers(0, 5000, 20)] = np.nan
+    values[chooser.integers(0, 5000)] = 1e6  # a spike of one step
+    chosen = min_max_indices(steps, values, 400)
+    assert len(chosen) <= 2 * 400
+    assert chosen[0] == 0
+    assert chosen[-1] == 4999
+    assert (np.diff(chosen) > 0).all()
+    width = (steps[-1] + 1 - steps[0]) / 200
+    for bucket in range(200):
+        inside = np.flatnonzero((steps >= steps[0] + bucket * width) & (steps < steps[0] + (bucket + 1) * width))
+        if inside.size < 2 or np.isnan(values[inside]).all():
+            continue
+        kept = values[np.intersect1d(inside, chosen)]
+        assert np.nanmin(kept) == np.nanmin(values[inside])
+        assert np.nanmax(kept) == np.nanmax(values[inside])
+        assert np.isnan(kept).any() == np.isnan(values[inside]).any()
+
+
+def test_short_series_are_not_sampled() -> None:
+    steps = np.arange(100)
+    assert min_max_indices(steps, steps.astype(float), 100).tolist() == list(range(100))
+    assert min_max_indices(steps[:0], np.empty(0), 100).tolist() == []
+
+
+def test_the_moving_average_is_the_weighted_mean_of_the_past() -> None:
+    values = np.random.default_rng(3).normal(size=60)
+    smooth = moving_average(values, 0.9)
+    for index in (0, 1, 7, 59):
+        weights = 0.9 ** np.arange(index, -1, -1)
+        assert math.isclose(smooth[index], float(np.average(values[: index + 1], weights=weights)), rel_tol=1e-9)
+    assert np.isnan(moving_average(np.array([1.0, np.nan, 3.0]), 0.5)).tolist() == [False, True, False]
+
+
+def lines_of_a_run(chooser: random.Random) -> list[str]:
+    """Metrics of several attempts, each resuming before the end of the last; some values not finite."""
+    lines, step, attempt = [], 0, 1
+    for _ in range(60):
+        if chooser.random() < 0.12:
+            attempt, step = attempt + 1, chooser.randint(0, step)
+            lines.append(json.dumps({"resume_step": step, "attempt": attempt}))
+        step += chooser.choice((0, 1, 1, 5))
+        names = chooser.sample(("loss", "grad_norm", "eval/loss"), chooser.randint(1, 3))
+        values = {name: chooser.choice((chooser.random(), "NaN")) for name in names}
+        lines.append(json.dumps({"step": step, "attempt": attempt, "time": float(len(lines)), "values": values}))
+    return lines
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_incremental_reading_equals_the_reader_of_the_command_line(seed: int, tmp_path: Path) -> None:
+    """The file grows by arbitrary bytes: lines are torn and completed later."""
+    chooser, path = random.Random(seed), RunLayout(tmp_path).metrics
+    text = ("\n".join(lines_of_a_run(chooser)) + "\n").encode()
+    series, written = MetricSeries(tmp_path), 0
+    while written < len(text):
+        size = chooser.randint(1, 400)
+        with path.open("ab") as file:
+            file.write(text[written : written + size])
+        written += size
+        series.refresh()
+        found: dict[int, dict[str, float]] = {}
+        for name in series.names:
+            for step, value in zip(*(column.tolist() for column in series.points(name)), strict=True):
+                found.setdefault(step, {})[name] = value
+        expected = {step: values for step, values in read_metrics(tmp_path).items() if values}
+        assert repr({step: sorted(found[step].items()) for step in sorted(found)}) == repr(
+            {step: sorted(values.items()) for step, values in expected.items()}
+        )
+        assert series.last_step == max(expected, default=0)
+
+
+def test_a_torn_line_that_the_next_writer_truncates_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = LineTail(path)
+
+    def read() -> tuple[list[dict[str, int]], bool]:
+        records, is_replaced = tail.read()
+        return list(records), is_replaced
+
+    assert read() == ([], False)
+    path.write_bytes(b'{"a":1}\n{"a":')
+    assert read() == ([{"a": 1}], False)
+    path.write_bytes(b'{"a":1}\n{"b":2}\ndamaged\n')
+    assert read() == ([{"b": 2}], False)
+    assert read() == ([], False)
+    path.write_bytes(b'{"c":3}\n')
+    assert read() == ([{"c": 3}], True)
+
+
+def test_time_between_attempts_does_not_count(tmp_path: Path) -> None:
+    rows = [(1, 1, 100.0), (2, 1, 101.0), (3, 2, 500.0), (4, 2, 502.0)]
+    lines = [json.dumps({"step": s, "attempt": a, "time": t, "values": {"loss": 1.0}}) for s, a, t in rows]
+    RunLayout(tmp_path).metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    series = MetricSeries(tmp_path)
+    series.refresh()
+    assert series.seconds_at(np.array([1, 2, 3, 4])).tolist() == [0.0, 1.0, 1.0, 3.0]
+
+
+def test_a_large_run_shows_a_sample_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vorox.dashboard import run_index
+
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text("", encoding="utf-8")
+    rows = [*((step, 1) for step in range(1, 5001)), *((step, 2) for step in range(4001, 8001))]
+    lines = [json.dumps({"step": s, "attempt": a, "time": 1.0, "values": {"loss": float(s)}}) for s, a in rows]
+    lines.insert(5000, json.dumps({"resume_step": 4000, "attempt": 2}))
+    RunLayout(directory).metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.setattr(run_index, "_LARGE_BYTES", 1000)
+    held, refresh = threading.Event(), MetricSeries.refresh
+    monkeypatch.setattr(MetricSeries, "refresh", lambda series: held.wait(20) and refresh(series))
+    index = run_index.RunIndex(tmp_path)
+    sample = index.series("run", preview=True)
+    steps, losses = sample.points("loss")
+    assert sample.is_sample
+    assert 800 < len(steps) <= 1500
+    assert losses.tolist() == steps.tolist() == sorted(set(steps.tolist()))
+    assert steps.min() == 1
+    assert steps.max() > 7900
+    held.set()
+    whole = index.series("run")
+    assert not whole.is_sample
+    assert whole.points("loss")[0].tolist() == list(range(1, 8001))

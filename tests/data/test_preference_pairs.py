@@ -1,0 +1,148 @@
+"""Preference pairs from records to the rows of a batch, and settings that contradict them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_runs
+from vorox.core.batch import IGNORED_LABEL
+from vorox.core.config import load_config
+from vorox.core.config.config_for_text import config_for_text
+from vorox.core.errors import ConfigError
+from vorox.core.preference_pairs import find_pairs
+from vorox.data.cache.pair_rows import split_pairs
+from vorox.data.documents import Message, PreferencePair, UnreadableRecord
+from vorox.data.packing import pack
+from vorox.data.text.conversations import read_pair
+from vorox.data.text.format_detection import detect_source
+from vorox.training.checkpoints.weights_source import check_weights
+
+THREE, TWO = ("prompt", "chosen", "rejected"), ("chosen", "rejected")
+
+
+def talk(*contents: str) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def messages(*contents: str) -> tuple[Message, ...]:
+    return tuple(Message(**message) for message in talk(*contents))
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "p", "chosen": " a", "rejected": " b"}, ("p", " a", " b")),
+        ({"chosen": "p a", "rejected": "p b"}, ("p", " a", " b")),
+        ({"chosen": "pa", "rejected": "pb c"}, ("p", "a", "b c")),
+        ({"chosen": "ab", "rejected": "cd"}, ("", "ab", "cd")),
+    ],
+)
+def test_texts_start_with_their_prompt_as_in_trl(record: dict[str, str], expected: tuple[str, str, str]) -> None:
+    pair = read_pair(record, tuple(record))
+    found = (pair.prompt[0].content, pair.chosen[0].content, pair.rejected[0].content)
+    assert found == expected
+    assert pair.is_text
+
+
+def test_conversations_start_with_their_prompt() -> None:
+    whole = {"chosen": talk("q", "a", "r", "good"), "rejected": talk("q", "a", "r", "bad")}
+    named = {"prompt": talk("q", "a", "r"), "chosen": talk("", "good")[1:], "rejected": talk("", "bad")[1:]}
+    expected = PreferencePair(messages("q", "a", "r"), messages("", "good")[1:], messages("", "bad")[1:])
+    assert read_pair(whole, TWO) == read_pair(named, THREE) == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "q", "chosen": talk("q", "a"), "rejected": talk("q", "b")}, "texts or of lists of messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal"),
+        ({"prompt": "q", "chosen": "a", "rejected": " "}, "is empty"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
+        ({"chosen": talk("q", "a"), "rejected": talk("q")}, "no message has the role assistant"),
+    ],
+)
+def test_pairs_that_cannot_be_compared_are_bad_records(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnreadableRecord, match=reason):
+        read_pair(record, tuple(record))
+
+
+def test_both_answers_are_segments_of_one_row() -> None:
+    chooser = np.random.default_rng()
+    halves_D2 = chooser.integers(2, 24, (200, 2))
+    packing = split_pairs(pack(halves_D2.sum(1), 50), halves_D2[:, 0])
+    places = {int(d): [] for d in range(200)}
+    for row in range(packing.num_rows):
+        part = slice(packing.row_ptr[row], packing.row_ptr[row + 1])
+        documents, offsets = packing.documents[part], packing.token_offsets[part]
+        assert packing.lengths[part].sum() <= 50
+        np.testing.assert_array_equal(documents[::2], documents[1::2])
+        assert (offsets[::2] == 0).all()
+        np.testing.assert_array_equal(offsets[1::2], halves_D2[documents[1::2], 0])
+        np.testing.assert_array_equal(packing.lengths[part].reshape(-1, 2), halves_D2[documents[::2]])
+        for document in documents[::2].tolist():
+            places[document].append(row)
+    assert all(len(rows) == 1 for rows in places.values())
+
+
+def test_the_targets_of_a_batch_are_found() -> None:
+    chooser = np.random.default_rng()
+    segments_BT, labels_BT = np.zeros((3, 60), np.int32), chooser.integers(0, 9, (3, 60), np.int32)
+    segments_BT[0, :54] = np.repeat(np.arange(1, 7), 9)
+    segments_BT[2, :52] = np.repeat(np.arange(1, 5), 13)  # the second row is padding
+    labels_BT[chooser.random((3, 60)) < 0.6] = IGNORED_LABEL
+    labels_BT[segments_BT == 0] = IGNORED_LABEL
+    labels_BT[0, 9:18] = IGNORED_LABEL  # the rejected answer of the first pair
+    found = find_pairs(segments_BT, labels_BT)
+    expected: list[list[int]] = []
+    for row, pair in ((row, pair) for row in range(3) for pair in range(3)):
+        halves = [np.flatnonzero((segments_BT[row] == s) & (labels_BT[row] >= 0)) for s in (2 * pair + 1, 2 * pair + 2)]
+        if all(len(half) for half in halves):
+            expected += [(60 * row + half).tolist() for half in halves]
+    assert found.num_pairs == len(expected) // 2
+    padded = np.append(found.position_K, -1)
+    assert [[p for p in padded[row].tolist() if p >= 0] for row in found.target_HL] == expected
+    np.testing.assert_array_equal(found.label_K, labels_BT.reshape(-1)[found.position_K])
+
+
+def test_data_detects_pairs_and_sets_the_loss(tmp_path: Path) -> None:
+    for name, record, fields in (
+        ("texts", {"prompt": "q", "chosen": "a", "rejected": "b"}, [*THREE]),
+        ("talks", {"prompt": "q", "messages": talk("q", "a"), **dict.fromkeys(TWO, talk("q", "a"))}, [*TWO]),
+    ):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps(record) + "\n")
+        found = detect_source([str(file)])
+        assert (found.source["chat_fields"], found.source["preference_pairs"]) == (fields, True)
+        assert "is a preference pair in" in found.summary
+        values = config_for_text(name, found.source, text_bytes=100, repeated_words=1, opening="").values
+        assert values["loss"] == {"name": "dpo"}
+        assert values["model"]["dropout_fraction"] == 0
+
+
+def test_settings_that_contradict_pairs_are_refused(tmp_path: Path) -> None:
+    tiny_runs.configuration(tmp_path)
+    file = tmp_path / "tiny.yaml"
+    fields = ["data.sources.0.chat_fields=[prompt,chosen,rejected]", "data.sources.0.preference_pairs=true"]
+    dpo = [*fields, "loss.name=dpo", "backend=torch"]
+    with pytest.raises(ConfigError, match="trained weights to start from"):
+        check_weights(load_config(file, dpo))
+    stage = '[{"start_tokens": 0, "sequence_length_tokens": 8}]'
+    for overrides, words in (
+        (fields, "set loss.name=dpo"),
+        (["loss.name=dpo", "backend=torch"], "trains on preference pairs"),
+        ([*dpo, "data.sources.0.chat_fields=[chosen]"], "is one column"),
+        ([*dpo, "data.packing=concat"], "needs data.packing=best_fit"),
+        ([*dpo, "data.document_mask=false"], "needs data.document_mask=true"),
+        ([*dpo, f"data.stages={stage}"], "shorter ones would cut pairs"),
+        ([*dpo, "parallel.fsdp_size=2", "train.micro_batch_sequences=2"], "needs parallel.fsdp_size=1"),
+        (["loss.dpo_beta=0.2"], "it needs loss dpo"),
+        ([*dpo, "loss.label_smoothing_fraction=0.1"], "it needs loss cross_entropy"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_config(file, overrides)

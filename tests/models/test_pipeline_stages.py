@@ -1,0 +1,71 @@
+"""Stages of a pipeline and their memory, against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from small_configurations import POSITIONS, VOCAB, configuration
+from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.memory_estimate import planned_memory
+from vorox.models.pipeline_stages import parameters_of, stages_of_device
+
+
+def config_of(schedule: str = "1f1b", size: int = 2) -> tuple[RunConfig, DecoderSpec]:
+    config = configuration(
+        {"num_layers": 5}, parallel__pipeline_parallel_size=size, train__micro_batch_sequences=2,
+        **({"parallel__pipeline_schedule": schedule} if size > 1 else {}),
+    )  # fmt: skip
+    return config, decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_devices", "per_device", "expected"),
+    [
+        (4, 2, 1, [[[0, 1]], [[2, 3]]]),
+        (5, 2, 2, [[[0, 1], [3]], [[2], [4]]]),
+        (7, 3, 1, [[[0, 1, 2]], [[3, 4]], [[5, 6]]]),
+    ],
+)
+def test_blocks_are_divided_evenly_in_order(
+    num_layers: int, num_devices: int, per_device: int, expected: list[list[list[int]]]
+) -> None:
+    found = [stages_of_device(num_layers, num_devices, per_device, index) for index in range(num_devices)]
+    assert [[list(stage.layers) for stage in stages] for stages in found] == expected
+    assert [stage.is_first for stage in found[0]] == [True] + [False] * (per_device - 1)
+    assert [stage.is_last for stage in found[-1]] == [False] * (per_device - 1) + [True]
+
+
+def test_the_embedding_is_on_the_first_and_with_a_tied_head_on_the_last_device() -> None:
+    _, spec = config_of()
+    first, last = (
+        {row.name for row in parameters_of(spec, stages_of_device(5, 2, 1, index), tied=True)} for index in (0, 1)
+    )
+    assert first & last == {"embedding.weight"}
+    assert first | last == {row.name for row in spec.parameters}
+    assert "final_norm.weight" in last
+    assert "blocks.2.mlp.down.weight" in first
+    untied = {row.name for row in parameters_of(spec, stages_of_device(5, 2, 1, 1), tied=False)}
+    assert untied == last - {"embedding.weight"}
+
+
+def test_memory_is_that_of_the_device_that_needs_most() -> None:
+    """Four micro-batches: the first of two devices has three of five blocks and keeps two micro-batches."""
+    (config, spec), (one, _) = config_of(), config_of(size=1)
+    found, whole = planned_memory(spec, config), planned_memory(spec, one)
+    here = [row for row in spec.parameters if row.name.startswith(("embedding", "blocks.0.", "blocks.1.", "blocks.2."))]
+    assert found.parameter_bytes == pytest.approx(4 * sum(row.num_elements for row in here), abs=2)
+    assert found.optimizer_bytes == pytest.approx(2 * found.parameter_bytes, abs=4)
+    assert found.logits_bytes == 0
+    row = spec.saved_activations(POSITIONS, 4)
+    received = 4 * row.block_input_bytes  # the gradients of its output
+    assert found.activation_bytes == pytest.approx(
+        2 * (2 * 3 * row.largest_block_bytes + 2 * row.block_input_bytes + received), abs=2
+    )
+    assert found.saved_moment_bytes == whole.saved_moment_bytes
+    interleaved, spec = config_of("interleaved")
+    kept = (2 - 1) * 2 + 2 * (2 - 0 - 1) + 1  # passes through a stage of at most two blocks
+    received = 3 * 4 * row.block_input_bytes  # an input and two gradients
+    assert planned_memory(spec, interleaved).activation_bytes == pytest.approx(
+        2 * (kept * 2 * row.largest_block_bytes + 2 * row.block_input_bytes + received), abs=2
+    )

@@ -1,0 +1,178 @@
+"""One rank of PyTorch that trains divided decoders, started by ``test_tensor_parallel.py`` and ``test_pipeline.py``.
+
+Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP`` or ``DATA,FSDP,TP,PP``. The rank
+is in the environment, as for every command. Every rank writes what it computed. Each layout loads what the one before
+it saved.
+
+Shape legend: A micro-batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ranks.resharding import save
+from small_configurations import GPT2, LLAMA, LR, MODELS, POSITIONS, VOCAB, batch_of, configuration, random_rows
+from vorox import backends
+from vorox.core.batch import Batch, DataShard
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.schema import RunConfig
+from vorox.core.staged_directory import read_manifest
+from vorox.models.decoder_spec import decoder_spec
+
+STEPS = 20
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False},
+        "loss": {"z_loss_weight": 0.01, "label_smoothing_fraction": 0.1}, "optimizer__clip_norm": 0.3,
+    },
+    # Muon turns rounding into directions where a gradient is nearly singular; small steps keep that small.
+    "gemma3": {
+        "model": MODELS["gemma3"], "optimizer__name": "muon", "optimizer__muon_lr": 5e-3,
+        "train__activation_checkpointing": "dots",
+    },
+    "gpt2": {"model": GPT2 | {"dropout_fraction": 0.1}, "train__activation_checkpointing": "block"},
+    "documents": {
+        "model": GPT2 | {"num_layers": 5}, "data__document_mask": True, "train__activation_checkpointing": "block",
+        "log__activation_statistics": True, "train__embedding_noise": 5.0, "parallel__pipeline_schedule": "interleaved",
+    },
+}  # fmt: skip
+
+
+def cases_of(layout: str) -> list[str]:
+    """The cases that a layout trains: all alone, one of them with other divisions."""
+    by_layout = {
+        "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,1,2": ["llama", "gemma3", "documents"],
+        "2,1,1,2": ["documents"], "1,2,1": [],
+    }  # fmt: skip
+    return by_layout.get(layout, ["llama"])
+
+
+def config_of(case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1) -> RunConfig:
+    sections = {key: value for key, value in CASES[case].items() if key != "parallel__pipeline_schedule"}
+    parallel = {
+        "data_parallel_size": data, "fsdp_size": fsdp, "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
+    }  # fmt: skip
+    if pipeline > 1 and len(sections) < len(CASES[case]):
+        parallel["pipeline_schedule"] = CASES[case]["parallel__pipeline_schedule"]
+    return configuration(**sections, train__micro_batch_sequences=2, log__parameter_norms=True, parallel=parallel)
+
+
+def rows_of_step(config: RunConfig, seed: int, step: int) -> Batch:
+    """Fresh rows in four micro-batches, of three documents each if those are masked."""
+    batch = batch_of(random_rows(8, seed + step), 4, step=step)
+    batch = dataclasses.replace(batch, row_digests_AB=np.ones((4, 2), np.uint64))  # digest 0 is that of padding
+    if not config.data.document_mask:
+        return batch
+    cuts_ABT = np.sort(np.random.default_rng([seed, step]).integers(1, POSITIONS, (4, 2, 2)), axis=-1)
+    places_T = np.arange(POSITIONS)
+    segments_ABT = 1 + (places_T >= cuts_ABT[..., :1]).astype(np.int32) + (places_T >= cuts_ABT[..., 1:])
+    starts_ABT = np.where(segments_ABT == 1, 0, np.where(segments_ABT == 2, cuts_ABT[..., :1], cuts_ABT[..., 1:]))
+    return dataclasses.replace(
+        batch, segment_ids_ABT=segments_ABT.astype(np.int32), position_ids_ABT=(places_T - starts_ABT).astype(np.int32)
+    )
+
+
+def engine_of(config: RunConfig, dist: DistributedContext) -> Any:
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    return backends.load("torch").create(config, spec, dist)
+
+
+def part_of(batch: Batch, shard: DataShard) -> Batch:
+    """The micro-batches that a rank reads of a step."""
+    mine = slice(shard.index, None, shard.count)
+    arrays = {
+        field.name: value[mine]
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), np.ndarray)
+    }
+    return dataclasses.replace(batch, **arrays, num_target_tokens=batch.num_target_tokens // shard.count)
+
+
+def train(engine: Any, seed: int) -> dict[str, Any]:
+    """Train on fresh rows; return numbers of every step, gradients of the first, weights of the last."""
+    found: dict[str, Any] = {"values": [], "statistics": []}
+    for step in range(STEPS):
+        batch = rows_of_step(engine._config, seed, step)
+        result = engine.train_step(part_of(batch, engine.data_shard), lr=LR, weight_decay=0.1).fetch()
+        found["values"].append([result.loss, result.grad_norm, result.extra["parameter_norm"]])
+        found["statistics"].append([value for name, value in sorted(result.extra.items()) if "activation" in name])
+        if step == 0:
+            gradients = engine.parameters.whole(engine.parameters.gradients)
+            found |= {f"gradient.{name}": gradient.detach().numpy().copy() for name, gradient in gradients}
+    held_out = batch_of(random_rows(4, seed + STEPS))
+    evaluation = engine.eval_step(held_out)
+    found["evaluation"] = [evaluation.loss_sum, evaluation.num_correct]
+    found["logits"] = engine.logits(held_out.tokens_ABT[0])
+    decoder = engine.decoder(4, POSITIONS)
+    decoder.feed(held_out.tokens_ABT[0][:, :-1])
+    found["decoded"] = decoder.feed(held_out.tokens_ABT[0][:, -1:])
+    return found | {f"weight.{name}": array for name, array in engine.export_weights()}
+
+
+def replicated_bits(engine: Any) -> str:
+    """A hash of the parameters that every rank of a tensor-parallel group has, or of a tied embedding."""
+    if engine._ranks.pipeline_parallel_size > 1:
+        if not engine._spec.tie_embeddings:
+            return ""
+        tied = engine.parameters._inner.slices["embedding.weight"].view(engine.parameters.values)
+        return hashlib.sha256(tied.numpy().tobytes()).hexdigest()
+    shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
+    found = hashlib.sha256()
+    for name, view in engine.parameters._inner.whole(engine.parameters.values):
+        if tuple(view.shape) == shapes[name]:
+            found.update(name.encode() + view.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_resume(config: RunConfig, dist: DistributedContext, seed: int, target: Path) -> None:
+    """A state that is loaded in the middle gives the bits of the steps that follow it."""
+    engine = engine_of(config, dist)
+
+    def steps(first: int, end: int) -> list[tuple[float, float]]:
+        batches = [part_of(rows_of_step(config, seed, step), engine.data_shard) for step in range(first, end)]
+        results = [engine.train_step(batch, lr=LR, weight_decay=0.1).fetch() for batch in batches]
+        return [(result.loss, result.grad_norm) for result in results]
+
+    steps(0, 2)
+    save(engine, target, dist)  # overwrites the parameters
+    dist.barrier("saved in the middle")
+    engine.load(target)
+    expected, fingerprint = steps(2, 4), engine.fingerprint()
+    engine = engine_of(config, dist)
+    engine.load(target)
+    assert steps(2, 4) == expected
+    assert engine.fingerprint() == fingerprint
+
+
+def main() -> None:
+    seed, source, folder = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    dist = backends.load("torch").connect(config_of("llama"))
+    for layout in sys.argv[4:]:
+        for case in cases_of(layout):
+            engine = engine_of(config_of(case, *map(int, layout.split(","))), dist)
+            found = train(engine, seed)
+            np.savez(folder / f"{layout}-{case}-{dist.rank}.npz", bits=replicated_bits(engine), **found)
+        engine = engine_of(config_of("gemma3", *map(int, layout.split(","))), dist)
+        recorded = read_manifest(source)["metadata"]["fingerprint"]
+        engine.load(source)
+        assert engine.fingerprint(recorded) == recorded
+        save(engine, folder / f"saved-{layout}", dist)
+        dist.barrier(f"saved {layout}")
+        engine.load(folder / f"saved-{layout}")
+        assert engine.fingerprint(recorded) == recorded
+        source = folder / f"saved-{layout}"
+        if layout == "1,1,1,2":
+            check_resume(config_of("documents", 1, 1, 1, 2), dist, seed, folder / f"middle-{layout}")
+    dist.barrier("end")
+
+
+if __name__ == "__main__":
+    main()

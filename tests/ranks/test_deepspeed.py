@@ -1,0 +1,54 @@
+"""DeepSpeed on two processes trains as one device does, and its checkpoints are those of every layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import pytest
+
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, losses, second_process
+from ranks.test_sharded_checkpoints import on_ranks
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+def test_every_stage_trains_as_one_device_and_its_state_moves(tmp_path: Path) -> None:
+    """See ``zero.py``: training, saving, loading both ways, resuming and skipped steps, on fresh random data."""
+    cases = ["1", "2", "3", "2 with offload", "3 with offload"]
+    said = on_ranks("ranks.zero", 2, secrets.randbelow(10**6), tmp_path, *cases)
+    assert list(json.loads(said.splitlines()[-1])) == cases
+
+
+def test_a_killed_run_of_a_user_s_file_is_resumed_in_order(tmp_path: Path) -> None:
+    """A model of transformers under ZeRO-3; the file is the one of the repository."""
+    pytest.importorskip("transformers")
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    model = write_model(tmp_path / "model", "llama", vocab_size=300)
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    runs = Runs(tmp_path, [*settings, "train.global_batch_sequences=8", "train.micro_batch_sequences=1"])
+    alone, _ = runs.train("alone", [])
+    file = Path(__file__).parents[2] / "configs" / "ds_config_production.json"
+    pair = ["parallel.kind=deepspeed", f"parallel.deepspeed_config={file}", "--nproc", "2"]
+    process = runs.start("killed", pair, tmp_path / "hold")
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    (tmp_path / "hold").unlink()
+    process.communicate(timeout=PATIENCE_SECONDS)
+    run, _ = runs.train("killed", pair)
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_one_process_saves_resumes_and_replays(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, ["backend=torch", "log.matmul_peak=false", "schedule.name=constant"])
+    alone, _ = runs.train("alone", [])
+    zero = ["parallel.kind=deepspeed", "parallel.zero_offload=optimizer"]
+    run, _ = runs.train("zero", [*zero, "train.num_steps=7"])
+    runs.vorox(["train", "--resume", str(run), "train.num_steps=12"])
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert "bit-exact" in runs.vorox(["replay", run.name])

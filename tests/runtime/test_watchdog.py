@@ -1,0 +1,149 @@
+"""The watchdog: the right rank is named with its stacks, the run ends with exit code 6, and waits are no stalls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eventually import wait_until
+from vorox.core.process_identity import ProcessIdentity
+from vorox.core.run_layout import RunLayout
+from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat
+from vorox.runtime.watchdog import Condition, Watchdog
+
+TIMEOUT_SECONDS = 2.0
+PATIENCE_SECONDS = 90.0
+HERE = ProcessIdentity("b", 7, "1")
+
+
+def beat(rank: int, phase: Phase, step: int = 812, count: int = 1, **values: int) -> Beat:
+    return Beat(rank, 1, HERE, count, step, phase, values.get("queue_depth", 0), bool(values.get("is_waiting", 0)))
+
+
+def verdict(
+    tmp_path: Path, beats: list[Beat], conditions: list[Condition] | None = None, looks: int = 4
+) -> tuple[list[int], str]:
+    """The stalled ranks and the sentence after looks one second apart, under a limit of three."""
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, host="b")
+    found = {one.rank: (one, state) for one, state in zip(beats, conditions or ["running"] * len(beats), strict=True)}
+    for _ in range(looks):
+        watchdog.update(found, 1.0)
+    stalled = watchdog.stalled()
+    return [one.beat.rank for one in stalled], watchdog.error(stalled).what if stalled else ""
+
+
+def test_the_least_advanced_rank_is_named(tmp_path: Path) -> None:
+    ranks, text = verdict(tmp_path, [beat(0, "sync"), beat(1, "step"), beat(2, "data", 813)])
+    assert ranks == [1]
+    assert text == (
+        "Rank 1 on host b has not finished forward and backward pass of step 812 for 3 s; its data queue is empty"
+    )
+    assert verdict(tmp_path, [beat(0, "step"), beat(1, "step")])[1].startswith("Rank 0 on host b (so have") is False
+    assert verdict(tmp_path, [beat(0, "step"), beat(1, "step")])[0] == [0, 1]
+    ranks, text = verdict(tmp_path, [beat(0, "data", queue_depth=3)])
+    assert text.startswith("Rank 0 on host b has waited for the batch of step 812 for 3 s; its data queue has 3")
+    ranks, text = verdict(tmp_path, [beat(0, "step"), beat(1, "step")], ["running", "stopped"])
+    assert (ranks, text.endswith("its process is stopped (SIGSTOP)")) == ([1], True)
+    ranks, text = verdict(tmp_path, [beat(0, "step"), beat(1, "validation")], ["running", "dead"])
+    assert (ranks, "died in step 812" in text) == ([1], True)
+
+
+@pytest.mark.parametrize("phase", ["start", "compile", "save", "validation", "end"])
+def test_what_may_take_any_time_is_no_stall(tmp_path: Path, phase: Phase) -> None:
+    assert verdict(tmp_path, [beat(0, phase)]) == ([], "")
+    assert verdict(tmp_path, [beat(0, "sync"), beat(1, phase)]) == ([], ""), "others wait for it"
+    assert verdict(tmp_path, [beat(0, "sync"), beat(1, phase)], ["running", "stopped"])[0] == [1]
+    assert verdict(tmp_path, [beat(0, "sync"), beat(1, phase)], ["running", "remote"]) == ([], "")
+
+
+def test_no_early_alarm(tmp_path: Path) -> None:
+    assert verdict(tmp_path, [beat(0, "step")], looks=3) == ([], ""), "the first look starts the clock"
+    assert verdict(tmp_path, [beat(0, "data", is_waiting=1)]) == ([], ""), "a store does not answer"
+    assert verdict(tmp_path, [beat(0, "step")], ["dead"]) == ([], ""), "nothing is left to end"
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, host="b")
+    for count in range(9):
+        watchdog.update({0: (beat(0, "step", count=count), "running")}, 2.0)
+        assert watchdog.stalled() == []
+
+
+def test_a_heartbeat_is_read_as_it_was_written_and_leaves_nothing(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    with Heartbeat(tmp_path, rank=3, local_rank=1, attempt=5, timeout_seconds=60) as heartbeat:
+        heartbeat.compute(8, (1, 2))
+        first = read_beat(layout.heartbeat(3))
+        heartbeat.compute(9, (1, 2))
+        with heartbeat.during("save"):
+            saving = read_beat(layout.heartbeat(3))
+        last = read_beat(layout.heartbeat(3))
+        heartbeat.observe = lambda: (4, True)
+        wait_until(lambda: (found := read_beat(layout.heartbeat(3))) is not None and found.queue_depth == 4, 10)
+    assert first is not None
+    assert saving is not None
+    assert last is not None
+    assert (first.rank, first.attempt, first.process.process_id, first.step) == (3, 5, os.getpid(), 8)
+    assert (first.phase, saving.phase, last.phase, last.step) == ("compile", "save", "step", 9)
+    assert first.count < saving.count < last.count
+    assert list(layout.watchdog.iterdir()) == []
+    with Heartbeat(tmp_path / "off") as heartbeat:
+        heartbeat.enter("step", 1)
+    assert not (tmp_path / "off").exists()
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from vorox.runtime.heartbeat import Heartbeat
+def stuck_in_a_collective():
+    time.sleep(600)
+rank, directory = int(sys.argv[1]), Path(sys.argv[2])
+with Heartbeat(directory, rank=rank, local_rank=rank, attempt=1, timeout_seconds=float(sys.argv[3])) as heartbeat:
+    print("ready", flush=True)
+    for step in range(1, 10000):
+        heartbeat.enter("step", step)
+        if (directory / "stuck").exists():
+            stuck_in_a_collective()
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stopped", "stuck"])
+def test_processes_end_with_the_exit_code_of_a_stall(tmp_path: Path, fault: str) -> None:
+    """Two ranks; one is stopped by a signal, or both are stuck in a collective."""
+    layout = RunLayout(tmp_path)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(rank), str(tmp_path), str(TIMEOUT_SECONDS)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        if fault == "stuck":
+            (tmp_path / "stuck").touch()
+        else:
+            os.kill(processes[1].pid, signal.SIGSTOP)
+            (tmp_path / "stuck").touch()  # rank 0 waits for it in the collective
+        assert [process.wait(PATIENCE_SECONDS) for process in processes] == [6, 6]
+    finally:
+        for process in processes:
+            process.kill()
+        outputs = [process.communicate()[1] for process in processes]
+    assert outputs[0].startswith("x stalled: Rank "), outputs
+    wait_until(layout.failure.exists, 10)
+    failure = json.loads(layout.failure.read_bytes())
+    assert (failure["error"], failure["exit_code"], failure["attempt"]) == ("StalledError", 6, 1)
+    assert ("Rank 1 on host" in failure["what"] and "SIGSTOP" in failure["what"]) == (fault == "stopped")
+    assert "stuck_in_a_collective" in failure["traceback"]
+    for rank in (0, 1) if fault == "stuck" else (0,):
+        assert "stuck_in_a_collective" in layout.stacks(rank).read_text()
+    assert layout.stacks(1).stat().st_size > 0, "also of the stopped rank"

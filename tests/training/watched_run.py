@@ -1,0 +1,63 @@
+"""Trains the tiny run of a configuration file under the numpy engine with a fault at step 6: a process of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vorox.data.loader
+import vorox.training.evaluation.evaluate
+from tiny_runs import at_step, run, use_numpy_engine
+from vorox.cli.failure import report_failure
+from vorox.core.config import load_config
+from vorox.data.storage.stalls import track_stall
+
+STEP, FOREVER_SECONDS, SLOW_SECONDS = 6, 600.0, 6.0
+
+
+def stuck() -> None:
+    time.sleep(FOREVER_SECONDS)
+
+
+def slow() -> None:
+    """A store that does not answer, as storage reports it."""
+    with track_stall("s3://bucket/text") as stall:
+        stall.report("no byte for 3 s", failed=False)
+        time.sleep(SLOW_SECONDS)
+
+
+def main() -> int:
+    fault, patch = sys.argv[2], pytest.MonkeyPatch()
+    use_numpy_engine(patch)
+    if fault == "step":
+        at_step(patch, STEP, stuck)
+    reader: Any = vorox.data.loader._BatchReader
+    original = reader.read
+
+    def read(self: Any, step: int) -> Any:
+        if step + 1 == STEP and fault in {"data", "slow"}:
+            (stuck if fault == "data" else slow)()
+        return original(self, step)
+
+    patch.setattr(reader, "read", read)
+    slow_validation = vorox.training.evaluation.evaluate.Evaluations.run
+
+    def validate(self: Any, *arguments: Any) -> Any:
+        if fault == "slow":
+            time.sleep(SLOW_SECONDS)
+        return slow_validation(self, *arguments)
+
+    patch.setattr(vorox.training.evaluation.evaluate.Evaluations, "run", validate)
+    try:
+        run(load_config(Path(sys.argv[1])))
+    except BaseException as error:
+        return report_failure(error, sys.argv[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
