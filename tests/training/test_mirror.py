@@ -486,7 +486,8 @@ def test_faults_on_the_way_change_nothing(
     store: Shelf, mirror: str, tmp_path: Path, straight: list[tuple[str, str]]
 ) -> None:
     """Errors and bodies that break off, both while checkpoints go there and while they come back."""
-    with retry_budget(RetryPolicy(first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=10)):
+    patient = RetryPolicy(1_000, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=10)
+    with retry_budget(patient):  # both runs share it; outside a test, every file has its own
         with store.behind(error_503_fraction=0.15, truncated_fraction=0.25, seed=3) as (_, proxy):
             first = on_machine(tmp_path / "first", mirror)
             run(first)
