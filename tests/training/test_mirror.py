@@ -265,6 +265,17 @@ def test_an_upload_that_was_cut_is_no_checkpoint(
     assert [(entry.step, entry.fencing_token) for entry in held.checkpoints] == [(8, 1), (12, 2)]
 
 
+def test_a_listing_outlives_what_its_owner_removes(mirror: str, tmp_path: Path) -> None:
+    """The owner removes a checkpoint while another machine reads what it has listed."""
+    first = on_machine(tmp_path / "first", mirror)
+    run(first)
+    held = list_mirror(f"{mirror}/{only_run(first).name}")
+    for file in held.lineage()[-1].objects():
+        remove_object(file.uri)
+    assert [entry.step for entry in held.lineage()] == [12, 8]
+    assert [entry.step for entry in list_mirror(held.uri).lineage()] == [12]
+
+
 def test_a_second_process_is_refused_and_a_silent_one_is_succeeded(
     mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from vorox.data.storage.api import (
     remove_object,
 )
 from vorox.data.storage.background import close_connections
+from vorox.data.storage.failures import ObjectChanged
 from vorox.data.storage.local import listing_root, local_path
 from vorox.data.storage.locations import (
     STANDARD_LIBRARY,
@@ -39,6 +40,7 @@ __all__ = [
     "WRITABLE_SCHEMES",
     "ContentVersions",
     "NoMatchingSuffix",
+    "ObjectChanged",
     "PrefetchedRanges",
     "RetryBudget",
     "RetryPolicy",

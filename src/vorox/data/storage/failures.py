@@ -22,6 +22,10 @@ class ObjectNotFound(Exception):
     """The store has no such object."""
 
 
+class ObjectChanged(DataError):
+    """An object differs from the one that was listed, or is gone."""
+
+
 class PreconditionFailed(Exception):
     """The condition of a write does not hold. The existing object may be our own upload, whose response was lost."""
 
@@ -54,7 +58,7 @@ def raise_for_status(
 
 def raise_changed(uri: str, what: str = "") -> NoReturn:
     """Refuse an object that differs from the one that was listed."""
-    raise DataError(
+    raise ObjectChanged(
         f"The object changed after it was listed{f': {what}' if what else ''}", where=uri,
         hint="restore the old object, or run the same command again to use the new one; everything built from "
         "unchanged files is kept",

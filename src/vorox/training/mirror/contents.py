@@ -22,7 +22,7 @@ from typing import Any
 from vorox.core import atomic
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError
-from vorox.data.storage import StoredFile, canonical_uri, list_objects, open_range
+from vorox.data.storage import ObjectChanged, StoredFile, canonical_uri, list_objects, open_range
 
 OWNER_NAME = "OWNER.json"
 SNAPSHOT_MANIFEST = "RECORD.json"
@@ -182,5 +182,5 @@ def read_snapshot(checkpoint: MirroredCheckpoint) -> dict[str, Any]:
 def _base_step(checkpoint: MirroredCheckpoint) -> int | None:
     try:
         return int(read_snapshot(checkpoint)["metadata"]["base_step"])
-    except CheckpointError:
-        return None  # a restore reports it
+    except (CheckpointError, ObjectChanged):
+        return None  # damaged, which a restore reports; or removed by its owner since the listing
