@@ -167,6 +167,7 @@ class _TrainingProcess:
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
+            run.explaining_lost_ranks(),
             contextlib.closing(
                 make_workload(config, dist, log, self.on_progress, tokenizer_directory=run.layout.tokenizer)
             ) as workload,

@@ -107,7 +107,7 @@ def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Endi
             for rank, environment in enumerate(environments)
         ]  # fmt: skip
         stack.enter_context(signals.forwarding(children))
-        return _wait(children, outputs, signals)
+        return _wait(children, outputs, signals, node)
 
 
 def is_launcher(count: int, max_restarts: int) -> bool:
@@ -213,7 +213,9 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]], signals: _Signals) -> _Ending:
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[bytes]], signals: _Signals, node: Node
+) -> _Ending:
     failed: int | None = None
     ends_at = float("inf")
     while any(child.poll() is None for child in children):
@@ -235,7 +237,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], outputs: Sequence[IO[byte
         return _Ending(code)
     if -code == signals.received:  # it got the signal before it could handle it
         return _Ending(Preempted.exit_code)
-    return _Ending(1, f"Rank {failed} of {len(children)} was killed by {signal.Signals(-code).name}")
+    rank, world_size = node.index * len(children) + failed, node.count * len(children)
+    return _Ending(1, f"Rank {rank} of {world_size} was killed by {signal.Signals(-code).name}")
 
 
 def _first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:

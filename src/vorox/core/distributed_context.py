@@ -277,12 +277,20 @@ class DistributedContext:
             if self.world_size > 1:
                 with contextlib.suppress(Exception):  # do not hide the original error
                     self._channel.put(_FAILED, canonical_json(self.report(error)))
-                if isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST):
-                    raise VoroxError(
-                        f"Rank {self.rank} lost the connection to another rank: {str(error).splitlines()[0]}",
-                        hint="see the output of the rank that ended first; the same command resumes the run",
-                    ) from error
+                lost = self.lost_rank(error)
+                if lost is not None:
+                    raise lost from error
             raise
+
+    def lost_rank(self, error: BaseException) -> VoroxError | None:
+        """Return the explanation of a framework's error because another rank has ended; ``None`` for other errors."""
+        is_lost = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+        if self.world_size == 1 or not is_lost:
+            return None
+        return VoroxError(
+            f"Rank {self.rank} lost the connection to another rank: {str(error).splitlines()[0]}",
+            hint="see the output of the rank that ended first; the same command resumes the run",
+        )
 
     @property
     def _channel(self) -> Channel:

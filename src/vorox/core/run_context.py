@@ -24,12 +24,12 @@ from vorox.core.config import config_digest, dump_yaml, load_config, model_label
 from vorox.core.disk_errors import disk_error
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.environment import code_record, environment_record, git_record
-from vorox.core.errors import ConfigError, Preempted, VoroxError
+from vorox.core.errors import ConfigError, Preempted, StalledError, VoroxError
 from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
 from vorox.core.redaction import redact_arguments, redact_value
 from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
-from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, run_argument
+from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, run_argument, saved_state
 from vorox.core.run_matching import latest_run
 from vorox.core.schema import RunConfig
 
@@ -84,7 +84,7 @@ class RunContext:
         self.config = config
         self.attempt = 1
         self.outcome = "finished"
-        self._is_main = distributed.is_main
+        self._distributed, self._is_main = distributed, distributed.is_main
         self._lock = lock
         self._record: dict[str, Any] = {}
         self._closed = False
@@ -277,6 +277,31 @@ class RunContext:
         failure = {**failure_record(error), "attempt": self.attempt, "at": _now()}
         with contextlib.suppress(OSError):
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
+
+    @contextlib.contextmanager
+    def explaining_lost_ranks(self) -> Generator[None]:
+        """Replace a framework's error because another rank has ended: by the stall that ended it, if one is recorded.
+
+        Raises:
+            StalledError: A watchdog has ended this attempt.
+            VoroxError: The rank ended for another reason.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self._distributed.lost_rank(error)
+            if lost is None:
+                raise
+            lost.saved = saved_state(self.layout)
+            raise self._recorded_stall() or lost from error
+
+    def _recorded_stall(self) -> StalledError | None:
+        with contextlib.suppress(OSError, ValueError):
+            failure: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
+            if (failure["attempt"], failure["exit_code"]) == (self.attempt, StalledError.exit_code):
+                parts = {name: str(failure[name]) for name in ("where", "saved", "hint")}
+                return StalledError(str(failure["what"]), **parts)
+        return None
 
     def close(self, outcome: str) -> None:
         """End this attempt: finished, stopped, preempted, interrupted, failed or rolled_back. Idempotent."""

@@ -147,6 +147,18 @@ def has_checkpoint(directory: Path) -> bool:
     return any(name is not None and not name.status for name in names)
 
 
+def saved_state(layout: RunLayout) -> str:
+    """Return up to which step the state of a run is saved, for an error; empty if no checkpoint is complete."""
+    found = [
+        name.step
+        for path in layout.checkpoints.glob(f"*/{MANIFEST_NAME}")
+        if (name := parse_checkpoint_name(path.parent.name)) is not None and not name.status
+    ]
+    if not found:
+        return ""
+    return f"training state up to step {max(found):,} is safe in {layout.checkpoint(max(found)).name}"
+
+
 def _last_start(path: Path) -> str:
     attempts = run_attempts(path)
     return str(attempts[-1].get("started_at", "")) if attempts else ""

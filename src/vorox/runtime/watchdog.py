@@ -26,7 +26,8 @@ from vorox.core.errors import StalledError
 from vorox.core.failure_record import failure_record
 from vorox.core.process_identity import ProcessIdentity
 from vorox.core.redaction import redact
-from vorox.core.run_layout import RunLayout, parse_checkpoint_name
+from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import saved_state
 from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, request_end
 
 _MAX_POLL_SECONDS = 1.0
@@ -143,10 +144,11 @@ class Watchdog:
 
     def _end_run(self, stalled: Sequence[Watched]) -> None:
         local = [rank for rank in self.ranks.values() if rank.condition in {"running", "stopped"}]
-        stacks = self._collect_stacks(local)
         error = self.error(stalled)
-        record = {**failure_record(error), "traceback": redact(stacks)[-_SHOWN_STACK_CHARACTERS:]}
-        failure = {**record, "attempt": self.attempt, "at": datetime.now(UTC).isoformat(timespec="seconds")}
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        failure = {**failure_record(error), "attempt": self.attempt, "at": at}
+        self._write_failure(failure)  # before a rank ends, so that others know why they lost it
+        failure["traceback"] = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
         self._write_failure(failure)
         sys.stderr.write(
             f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
@@ -171,7 +173,7 @@ class Watchdog:
         return StalledError(
             f"{stalled[0]}{more}",
             where=f"step {first.step:,}, {first.process}",
-            saved=_newest_checkpoint(self.layout),
+            saved=saved_state(self.layout),
             hint=f"the stacks of all ranks are in {self.layout.watchdog}; `vorox data where {self.layout.directory} "
             f"--step {first.step}` shows the documents of the step; the same command resumes the run",
         )
@@ -182,8 +184,9 @@ class Watchdog:
             return ""
         for rank in local:
             _send(rank.beat.process, STACKS_SIGNAL)
-            if rank.condition == "stopped":
-                _send(rank.beat.process, signal.SIGCONT)  # it then writes where it was stopped
+            if rank.condition == "stopped":  # it then writes where it was stopped, and must not go on
+                request_end(self.layout.heartbeat(rank.beat.rank))
+                _send(rank.beat.process, signal.SIGCONT)
         paths = {rank.beat.rank: self.layout.stacks(rank.beat.rank) for rank in local}
         until, sizes = time.monotonic() + _STACKS_SECONDS, list[int]()
         while time.monotonic() < until:
@@ -219,18 +222,6 @@ def _is_alive(process: ProcessIdentity, host: str) -> bool:
 def _send(process: ProcessIdentity, number: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(process.process_id, number)
-
-
-def _newest_checkpoint(layout: RunLayout) -> str:
-    found = [
-        (name.step, path.name)
-        for path in layout.checkpoints.glob(f"*/{atomic.MANIFEST_NAME}")
-        if (name := parse_checkpoint_name(path.parent.name)) is not None and not name.status
-    ]
-    if not found:
-        return ""
-    step = max(found)[0]
-    return f"training state up to step {step:,} is safe in {layout.checkpoint(step).name}"
 
 
 if __name__ == "__main__":
