@@ -3,6 +3,10 @@
 In: a run's workload and its open directory. Out: a ``TrainingSetup`` whose engine holds the state that the loop starts
 from. Configuration, environment and plan are compared with the recorded ones before anything of the run changes. The
 main rank decides and writes (``initialize_or_resume``); the other ranks follow (``attach``) and load their own engines.
+
+A resume, in order: ``resume.choose`` verifies a checkpoint; ``resume_settings`` compares the configuration with it;
+``resume.restore`` loads the engine and compares plan, cursor and replay chain; ``run_plan`` compares the plan with the
+configuration and adds events; ``session.open_session`` opens the loader at the cursor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A causal language model of any ``nn.Module`` on this rank (implements ``network.py``).
 
-``huggingface_network.py`` builds models of transformers, ``user_network.py`` models of the user.
+``huggingface_network.py`` builds models of transformers, ``user_model.py`` models of the user.
 
 Documents of a packed row must not see each other. Whether a model separates them by their
 position ids is measured when it is created: on random weights, a document in a packed row must have the logits that it
