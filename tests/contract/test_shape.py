@@ -72,20 +72,6 @@ def test_architecture_page_matches_the_tree() -> None:
     assert page == module_tree.page_with(module_tree.module_list()), "run python tests/module_tree.py"
 
 
-def test_where_to_look_names_code_that_exists() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = page[page.index("## Where to look") : page.index("## A run directory")]
-    pointers = re.findall(r"`([a-z_/0-9]+\.py)(?:: (\w+))?`", table)
-    assert len(pointers) > 20
-    missing = [
-        f"{path}: {name}"
-        for path, name in pointers
-        if not (SOURCE / path).exists()
-        or (name and not re.search(rf"\b(def|class) {name}\b", (SOURCE / path).read_text(encoding="utf-8")))
-    ]
-    assert not missing, missing
-
-
 def test_files_named_in_docstrings_exist() -> None:
     files = [*MODULES, *(ROOT / "tests").rglob("*.py"), ROOT / "mine.py"]  # the last stands for a user's own
     known = [name_of(path) for path in files]

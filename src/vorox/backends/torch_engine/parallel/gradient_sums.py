@@ -1,11 +1,12 @@
 """Sums of gradients over micro-batches and ranks, optionally in an order that no layout changes.
 
 In: gradients of one micro-batch at a time, in the gradient buffers. Out: their sum over all ranks, in the same buffers.
-Usually every micro-batch adds to the buffers, and the ranks add theirs, so the order of additions depends on the layout:
-replicas by all-reduce here, FSDP2 in its backward pass (``sharded_parameters.py``), ZeRO in DeepSpeed
-(``zero_parameters.py``). Ranks that divide tensors or blocks add what they share in ``finish_gradients``. With ``determinism=bitwise-any-world`` the order is a binary tree over the indices of the micro-batches
-in the global batch: the root adds the sums of even and odd indices, and so on down, which pairs indices that differ in
-their highest bit first. Rank ``r`` of ``W`` has the indices ``r + W a``, which is a subtree if ``W`` is a power of two.
+Usually every micro-batch adds to the buffers, and the ranks add theirs, so the order of additions depends on the
+layout: replicas by all-reduce here, FSDP2 in its backward pass (``sharded_parameters.py``), ZeRO in DeepSpeed
+(``zero_parameters.py``). Ranks that divide tensors or blocks add what they share in ``finish_gradients``. With
+``determinism=bitwise-any-world`` the order is a binary tree over the indices of the micro-batches in the global batch:
+the root adds the sums of even and odd indices, and so on down, which pairs indices that differ in their highest bit
+first. Rank ``r`` of ``W`` has the indices ``r + W a``, which is a subtree if ``W`` is a power of two.
 
 Shape legend: W ranks, N elements of a rank's share of a piece.
 """
