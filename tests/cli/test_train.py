@@ -316,6 +316,20 @@ def test_a_dry_run_knows_what_is_held_out(vorox: Run) -> None:
     assert "validation never" in out
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["parallel.tensor_parallel_size=3"], "model.num_heads = 2 is not divisible by tensor_parallel_size = 3"),
+        (["parallel.pipeline_parallel_size=2"], "1 layer cannot be divided into 2 stages"),
+    ],
+    ids=["tensor parallel", "pipeline parallel"],
+)
+def test_a_dry_run_knows_what_devices_cannot_divide(vorox: Run, settings: list[str], named: str) -> None:
+    code, _, err = vorox("train", "tiny.yaml", "--dry-run", *settings)
+    assert code == 2
+    assert named in err
+
+
 def test_a_dry_run_is_one_process(vorox: Run) -> None:
     code, _, err = vorox("train", "tiny.yaml", "--dry-run", "--nproc", "2")
     assert code == 2

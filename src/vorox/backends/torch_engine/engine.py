@@ -40,7 +40,7 @@ from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
-from vorox.backends.torch_engine.parallel import gradient_sums, pipeline_network, tensor_parallel
+from vorox.backends.torch_engine.parallel import gradient_sums, pipeline_network
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
@@ -56,6 +56,7 @@ from vorox.core.preference_pairs import count_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.divisibility import check_divisible
 from vorox.models.engine_state import Snapshot
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.input_checks import check_length, check_tokens
@@ -83,12 +84,12 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     """
     compute = devices.prepare(config)
     compilation.check(compute)
-    tensor_parallel.check(config, spec)
+    check_divisible(config, spec)
     budget = devices.memory_budget(config, spec, compute.device)
     budget.check_state()
     layout = ranks(config, dist, compute.device)
     gradient_sums.check(config, layout)
-    pipeline_network.check(config, spec, layout)
+    pipeline_network.check(config, layout)
     with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute, layout)
 

@@ -27,12 +27,11 @@ from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, ResidualBlock, RunBlock
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.core.batch import Batch
-from vorox.core.config.pipeline_checks import SIZE, layers_fault, micro_batches_fault
+from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage
-from vorox.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -217,14 +216,11 @@ class PipelineNetwork(DecoderNetwork):
         return dist.get_global_rank(pipeline, stage_index % self._ranks.pipeline_parallel_size)
 
 
-def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Check before step 1 that the layers and micro-batches of a run fit its pipeline.
+def check(config: RunConfig, ranks: Ranks) -> None:
+    """Check that the micro-batches of a step fill the pipeline.
 
     Raises:
         ConfigError: They do not.
     """
-    if config.parallel.pipeline_parallel_size == 1:
-        return
-    fault = layers_fault(config, spec.num_layers) or micro_batches_fault(config, ranks.shard.count)
-    if fault:
+    if config.parallel.pipeline_parallel_size > 1 and (fault := micro_batches_fault(config, ranks.shard.count)):
         raise ConfigError(fault, where=SIZE)

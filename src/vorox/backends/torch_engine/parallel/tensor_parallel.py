@@ -12,7 +12,6 @@ heads, T queries, S keys, H head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,13 +24,8 @@ from torch.distributed import ProcessGroup
 
 from vorox.backends.torch_engine.attention import Attend, AttentionMask, weigh_values
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
-from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.spec import ModelSpec
 
-_KEY = "parallel.tensor_parallel_size"
 DIVIDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 """Logical axes of parameters (``models/spec.py``) that are divided; no parameter has two of them."""
 
@@ -169,54 +163,3 @@ def _total(x: Tensor, group: ProcessGroup) -> Tensor:
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
-
-
-def check(config: RunConfig, spec: ModelSpec) -> None:
-    """Check that the decoder can be divided.
-
-    Raises:
-        ConfigError: A dimension is not divisible, or a setting is not supported with tensor parallelism.
-    """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
-        return
-    for key, value in _unsupported(config, spec):
-        raise ConfigError(
-            f"tensor_parallel_size = {size} is not supported with {key} = {value}", where=f"{_KEY}, {key}",
-            hint="it needs model.kind=decoder with built-in functions, without adapters and compilation; otherwise "
-            "use data_parallel_size and fsdp_size",
-        )  # fmt: skip
-    assert isinstance(spec, DecoderSpec)
-    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-        value = getattr(spec, name)
-        if value % size:
-            raise ConfigError(
-                f"model.{name} = {value:,} is not divisible by tensor_parallel_size = {size}",
-                where=f"{_KEY}, model.{name}", hint=f"choose a common divisor of num_heads = {spec.num_heads}, "
-                f"num_kv_heads = {spec.num_kv_heads} and intermediate_size = {spec.intermediate_size}",
-            )  # fmt: skip
-    if -(-spec.vocab_size // size) * (size - 1) >= spec.vocab_size:
-        raise ConfigError(
-            f"A vocabulary of {spec.vocab_size:,} tokens cannot be divided over tensor_parallel_size = {size} ranks",
-            where=_KEY, hint="choose a smaller one",
-        )  # fmt: skip
-
-
-def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, object]]:
-    if not isinstance(spec, DecoderSpec):
-        yield "model.kind", config.model.kind
-    others: tuple[tuple[str, object, Callable[[object], bool]], ...] = (
-        ("model.block", config.model.block, bool),
-        ("model.mlp", config.model.mlp, bool),
-        ("model.activation", config.model.activation, is_extension),
-        ("model.attention_kernel", config.model.attention_kernel, is_extension),
-        ("model.qk_norm", config.model.qk_norm, lambda value: value == "full_width"),
-        ("loss.name", config.loss.name, is_extension),
-        ("optimizer.name", config.optimizer.name, is_extension),
-        ("train.forward_backward", config.train.forward_backward, bool),
-        ("runtime.compile", config.runtime.compile, bool),
-        ("runtime.determinism", config.runtime.determinism, lambda value: value == "bitwise-any-world"),
-    )
-    for key, value, is_refused in others:
-        if is_refused(value):
-            yield key, value

@@ -1,0 +1,68 @@
+"""Which models tensor and pipeline parallelism can divide among devices; checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
+from vorox.core.config.pipeline_checks import layers_fault
+from vorox.core.errors import ConfigError
+from vorox.core.extensions import is_extension
+from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.spec import ModelSpec
+
+_TENSOR_SIZE = "parallel.tensor_parallel_size"
+
+
+def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
+    """Check that tensor and pipeline parallelism can divide a model.
+
+    Raises:
+        ConfigError: A dimension is not divisible, there are too few layers, or a setting is not supported.
+    """
+    if config.parallel.pipeline_parallel_size > 1 and (fault := layers_fault(config, spec.num_layers)):
+        raise ConfigError(fault, where=PIPELINE_SIZE)
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return
+    for key, value in _unsupported(config, spec):
+        raise ConfigError(
+            f"tensor_parallel_size = {size} is not supported with {key} = {value}", where=f"{_TENSOR_SIZE}, {key}",
+            hint="it needs model.kind=decoder with built-in functions, without adapters and compilation; otherwise "
+            "use data_parallel_size and fsdp_size",
+        )  # fmt: skip
+    assert isinstance(spec, DecoderSpec), "no other model is supported"
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        value = getattr(spec, name)
+        if value % size:
+            raise ConfigError(
+                f"model.{name} = {value:,} is not divisible by tensor_parallel_size = {size}",
+                where=f"{_TENSOR_SIZE}, model.{name}", hint=f"choose a common divisor of num_heads = {spec.num_heads}, "
+                f"num_kv_heads = {spec.num_kv_heads} and intermediate_size = {spec.intermediate_size}",
+            )  # fmt: skip
+    if -(-spec.vocab_size // size) * (size - 1) >= spec.vocab_size:
+        raise ConfigError(
+            f"A vocabulary of {spec.vocab_size:,} tokens cannot be divided over tensor_parallel_size = {size} ranks",
+            where=_TENSOR_SIZE, hint="choose a smaller one",
+        )  # fmt: skip
+
+
+def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, object]]:
+    if not isinstance(spec, DecoderSpec):
+        yield "model.kind", config.model.kind
+    others: tuple[tuple[str, object, Callable[[object], bool]], ...] = (
+        ("model.block", config.model.block, bool),
+        ("model.mlp", config.model.mlp, bool),
+        ("model.activation", config.model.activation, is_extension),
+        ("model.attention_kernel", config.model.attention_kernel, is_extension),
+        ("model.qk_norm", config.model.qk_norm, lambda value: value == "full_width"),
+        ("loss.name", config.loss.name, is_extension),
+        ("optimizer.name", config.optimizer.name, is_extension),
+        ("train.forward_backward", config.train.forward_backward, bool),
+        ("runtime.compile", config.runtime.compile, bool),
+        ("runtime.determinism", config.runtime.determinism, lambda value: value == "bitwise-any-world"),
+    )
+    for key, value, is_refused in others:
+        if is_refused(value):
+            yield key, value
