@@ -1,4 +1,4 @@
-"""Which models tensor and pipeline parallelism can divide among devices; checked before anything is built."""
+"""Which models tensor and pipeline parallelism can divide among devices."""
 
 from __future__ import annotations
 
