@@ -31,7 +31,7 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def client(
-    monkeypatch: pytest.MonkeyPatch, log: Callable[..., None], may_start: Callable[[], object] = bool
+    monkeypatch: pytest.MonkeyPatch, log: Callable[..., object], may_start: Callable[[], object] = bool
 ) -> list[str]:
     """A stand-in for the package; returns what it was asked to do."""
     done: list[str] = []
