@@ -22,7 +22,6 @@ from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay_chain import read_chain
 
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
-TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
 WORDS = sorted({*TEXT.split()})
 
 

@@ -78,6 +78,25 @@ def _nested_jsonl() -> str:
     return "n.jsonl"
 
 
+def _folder() -> str:
+    Path("texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        Path(f"texts/{number}.txt").write_text(text, encoding="utf-8")
+    return "texts"
+
+
+def _token_shards() -> str:
+    """A folder as llm.c writes it: a header of 256 int32 with magic number, version and count, then uint16 ids."""
+    Path("fineweb").mkdir()
+    for name, count in (("fineweb_val_000000.bin", 2000), ("fineweb_train_000001.bin", 8000)):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, count
+        ids = np.arange(count, dtype="<u2") % 500
+        ids[::100] = 50256
+        Path("fineweb", name).write_bytes(header.tobytes() + ids.tobytes())
+    return "fineweb"
+
+
 def _saved() -> str:
     write_saved_dataset(Path("saved/train"), {"story": TEXTS})
     write_saved_dataset(Path("saved/test"), {"story": TEXTS[:3]}, num_shards=1)
@@ -266,21 +285,36 @@ def test_other_text_does_not_inherit_what_the_quickstart_was_tuned_for(words: li
     assert own.model.hidden_size == quickstart.model.hidden_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-@pytest.mark.parametrize("make", [_txt, _jsonl])
+@pytest.mark.parametrize("make", [_folder, _jsonl, _csv, _parquet, _txt, _token_shards])
 def test_own_text_trains_at_the_first_command(
     make: Callable[[], str], backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The checkpoint computes the same logits for a prompt in a padded batch of transformers as alone."""
     pytest.importorskip(backend)
-    small = [
-        "--steps",
-        "2",
-        "model.num_layers=1",
-        "model.hidden_size=32",
-        "model.num_heads=2",
-        "log.matmul_peak=false",
-    ]
-    code = main(["train", "--data", make(), f"backend={backend}", "runtime.device=cpu", *small])
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    shape = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "log.matmul_peak=false"]
+    code = main(["train", "--data", make(), "--backend", backend, "--device", "cpu", "--steps", "2", *shape])
     output = capsys.readouterr()
     assert code == 0, output.err
-    assert list(Path("runs").glob("*/checkpoints/step-00000002/model.safetensors"))
+    (checkpoint,) = Path("runs").glob("*/checkpoints/step-00000002")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    if make is _token_shards:
+        padding = model.generation_config.pad_token_id
+        batch = {
+            "input_ids": torch.tensor([[5, 6, 7, 8, 9], [5, 6, padding, padding, padding]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
+        }
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+        special = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
+        assert special == {"<|endoftext|>"}
+        assert tokenizer.model_max_length == model.config.max_position_embeddings
+        batch = tokenizer(["The cat sat on the mat.", "The cat"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        padded_BTV = model(**batch).logits
+        short_T = batch["input_ids"][1][batch["attention_mask"][1].bool()]
+        alone_TV = model(short_T[None]).logits[0]
+    assert len(short_T) < padded_BTV.shape[1]
+    torch.testing.assert_close(padded_BTV[1, : len(short_T)], alone_TV, rtol=1e-5, atol=1e-5)

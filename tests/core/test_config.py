@@ -741,6 +741,13 @@ def test_a_slip_is_answered_with_its_correction(small: str, override: str, corre
     assert correction in refusal(small, override)
 
 
+def test_a_number_out_of_range_is_not_to_be_quoted_where_text_is_a_choice_as_well(small: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, ["data.sources.0.weight=.inf"])
+    assert "must be a number" in str(caught.value)
+    assert "quotes" not in str(caught.value)
+
+
 def test_half_a_character_is_refused_and_two_halves_are_one(small: str) -> None:
     assert "eval.prompts.0 holds half of a character (U+D83D)" in refusal(small, r'eval.prompts=["\ud83d"]')
     assert "eval.prompts.1" in refusal(small, r'eval.prompts=["a", "b\udead"]')

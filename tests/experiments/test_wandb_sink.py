@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eventually import PATIENCE_SECONDS, wait_until
+from eventually import PATIENCE_SECONDS, wait_until, wait_until_blocked
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
@@ -31,7 +31,7 @@ def _no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def client(
-    monkeypatch: pytest.MonkeyPatch, log: Callable[..., None], may_start: Callable[[], object] = bool
+    monkeypatch: pytest.MonkeyPatch, log: Callable[..., object], may_start: Callable[[], object] = bool
 ) -> list[str]:
     """A stand-in for the package; returns what it was asked to do."""
     done: list[str] = []
@@ -142,6 +142,27 @@ def test_a_client_that_hangs_is_let_go(tmp_path: Path, monkeypatch: pytest.Monke
     goes_on.set()
     sink._queue.put(None)
     sink._thread.join()
+
+
+def test_a_client_that_catches_up_while_closing_gets_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is full when the sink closes, and is sent within the time for closing."""
+    taken, goes_on, seen = threading.Event(), threading.Event(), []
+    done = client(monkeypatch, lambda values, step: seen.append(step) or taken.set() or goes_on.wait())
+    monkeypatch.setattr("vorox.experiments.background_sink.CLOSE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("vorox.experiments.background_sink.QUEUE_STEPS", 2)
+    sink = WandbSink(tmp_path / "full", project="tests", settings={})
+    sink.write(0, {"loss": 1.0})
+    assert taken.wait(PATIENCE_SECONDS)
+    for step in (1, 2):
+        sink.write(step, {"loss": 1.0})
+    assert sink._queue.full()
+    closing = threading.Thread(target=sink.close)
+    closing.start()
+    wait_until_blocked(closing)
+    goes_on.set()
+    closing.join(PATIENCE_SECONDS)
+    assert (seen, done[-1]) == ([0, 1, 2], "finish")
+    assert not sink._thread.is_alive()
 
 
 @pytest.mark.parametrize(

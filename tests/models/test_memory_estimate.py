@@ -123,6 +123,13 @@ def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
     assert ("precision.dtype=bf16" in found.hint) <= (device_kind == "cuda")
 
 
+def test_a_device_that_should_have_enough_may_be_shared_or_limited() -> None:
+    """The numbers must not contradict the error."""
+    assert "less what other programs take" in budget(10, 1, 80).error("training").what
+    for no_room in (budget(79, 2, 80), budget(10, 1, None)):
+        assert "other programs" not in no_room.error("training").what
+
+
 def test_the_remedy_of_a_copy_and_of_samples_is_their_own() -> None:
     assert "checkpoint.asynchronous=false" in budget(10, 1, 80).error(COPYING).hint
     assert "eval.sample_tokens" in budget(10, 1, 80).error(SAMPLING).hint

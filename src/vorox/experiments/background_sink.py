@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 QUEUE_STEPS = 100_000
 """Capacity of the queue; further steps are dropped and counted."""
 CLOSE_SECONDS = 30.0
+_POLL_SECONDS = 0.5
 
 Entries = Iterator[tuple[int, dict[str, float]]]
 """Steps and their values, in the order of writing; it ends when the sink is closed."""
@@ -46,10 +48,13 @@ class BackgroundSink:
         self._raise()
 
     def close(self) -> None:
-        """Wait for queued values, up to ``CLOSE_SECONDS``."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
-        self._thread.join(CLOSE_SECONDS)
+        """Wait for queued values, up to ``CLOSE_SECONDS``, and for the room that the end takes in a full queue."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=min(_POLL_SECONDS, CLOSE_SECONDS))
+                break
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         self._raise()
         if self._thread.is_alive():
             raise TimeoutError(f"the client has not finished within {CLOSE_SECONDS:g} s")

@@ -242,10 +242,12 @@ class MemoryBudget:
                 f"Out of memory while {doing}: the cache of keys and values has no room", where="sampling",
                 hint="sample fewer tokens or prompts at a time (in training: eval.sample_tokens, eval.prompts)",
             )  # fmt: skip
-        has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
         planned = self.planned
         parts = {planned.activation_bytes: "activations", planned.logits_bytes: "logits", planned.mask_bytes: "masks"}
         grown_bytes = max(parts)
+        has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
+        if self.available_bytes is not None and self._state_bytes + grown_bytes < self.available_bytes:
+            has += ", less what other programs take; this process may have a lower limit"
         what = (
             f"Out of memory while {doing}: parameters, gradients and optimizer state take about "
             f"{self._state_bytes / 2**30:,.2f} GiB, and {parts[grown_bytes]} grow to {grown_bytes / 2**30:,.2f} GiB"

@@ -332,3 +332,45 @@ def test_postgres_stopped_and_started_again(tmp_path: Path, postgres: Postgres) 
     assert found == [(number, number) for number in range(1, 30)]
     assert not any("hunter2secret" in text for _, text, _ in observed.events)
     assert Spool(tmp_path).size_bytes == 0
+
+
+@pytest.mark.parametrize("conflict", ["statement timeout", "deadlock detected"])
+def test_another_session_of_postgres_holds_a_row(
+    conflict: str, tmp_path: Path, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer waits for a bounded time, or loses a deadlock; then it writes the same rows again."""
+    psycopg = pytest.importorskip("psycopg")
+    dsn = postgres.new_database()
+    MetadataCache(dsn).close()
+    own = f"{dsn}&options=-c%20deadlock_timeout%3D2s"
+    if conflict == "statement timeout":
+        monkeypatch.setattr(databases, "_STATEMENT_MILLISECONDS", 200)
+
+    class Real:
+        def open(self) -> MetadataCache:
+            return MetadataCache(own)
+
+    with contextlib.closing(MetadataCache(dsn)) as cache:
+        cache.write([row(1, 1), row(2, 2)])
+    observed = Observed()
+    lock = "SELECT 1 FROM vorox.attempt WHERE attempt = %s FOR UPDATE"
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    with (
+        psycopg.connect(dsn, options="-c deadlock_timeout=1h") as other,
+        psycopg.connect(dsn, autocommit=True) as third,
+    ):
+        other.execute(lock, (2,))
+        writer = start(tmp_path, Real(), observed)
+        with writer._lock:  # both rows in one transaction
+            writer._pending = {row(n, 7).key: (n, row(n, 7)) for n in (1, 2)}
+        if conflict == "deadlock detected":
+            wait_until(lambda: third.execute(waiting).fetchone() == (1,))
+            other.execute(lock, (1,))  # goes on once the writer has lost
+        wait_until(lambda: "metadata_away" in observed.kinds())
+        other.rollback()
+    wait_until(lambda: "metadata_back" in observed.kinds())
+    writer.close()
+    assert conflict in observed.events[0][1]
+    found = MetadataCache.query(dsn, "SELECT attempt, last_step FROM attempt ORDER BY attempt").rows
+    assert found == [(1, 7), (2, 7)]
+    assert Spool(tmp_path).size_bytes == 0

@@ -44,7 +44,7 @@ def remedy(key: str, value: Json, field: SchemaField | None) -> str:
 def _number_remedy(key: str, value: Json, field: SchemaField) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if "text" in field.type_name.split() and not field.choices:
+    if "text" in field.type_name.split() and not field.choices and not admits(field.annotation, float):
         return f"write it in quotes: {key}='\"{value}\"'"
     if isinstance(value, float) and value.is_integer() and abs(value) > 2**53 and admits(field.annotation, int):
         return "beyond 2^53 a float skips integers: write all digits, without a point or exponent"
