@@ -290,7 +290,7 @@ def test_refused_taps_leave_every_file_as_it_was(tmp_path: Path) -> None:
     before = everything(directory)
     longer = recorded_config(directory, ["train.num_steps=20"])
     with pytest.raises(ConfigError, match="tap"):
-        vorox.run.train(longer, resume_from=directory, taps=[Tap("nowhere", 0, lambda tensor: None)])
+        vorox.run.train(longer, resume_from=directory, taps=[Tap("block_input", 9, lambda tensor: None)])
     assert everything(directory) == before
 
 

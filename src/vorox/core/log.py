@@ -146,7 +146,7 @@ class RunLog:
                 self._warn_once(file, file.flush(sync=sync))
 
     def release(self) -> None:
-        """Write the lines held so far, and later ones at once."""
+        """Write the lines held so far; hold no more."""
         for file in (self._text, self._events):
             if file is not None:
                 file.is_held = False

@@ -178,8 +178,7 @@ class ValidationConfig(Section):
         default=0.01,
         ge=0,
         lt=1,
-        description="Fraction of the files, documents or bytes to hold out; 0: no validation split. Whole records are "
-        "held out, so a small source loses a larger share; the first screen and --dry-run print it.",
+        description="Fraction of the files, documents or bytes to hold out, in whole records; 0: no validation split.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(),
