@@ -71,7 +71,7 @@ costs: $(STAMP_DEV)
 slow: $(STAMP_DEV)
 	@$(PYTEST) -m slow $(ARGS)
 
-# Environments of their own, with what `pip install vorox`, `vorox[torch]` and `vorox[jax]` bring, and pytest. Everything
+# Environments of their own, with the dependencies of Vorox, of its extra torch or of its extra jax, and pytest. Everything
 # that is quick runs without a framework; with one of them, what may meet it: not core and data, which may import none.
 test-frameworks: only-core only-torch only-jax
 

@@ -21,7 +21,7 @@ from vorox import backends
 from vorox.core.batch import Progress
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import Tap
+from vorox.core.engine import Tap, attach_taps
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.rank_comparison import compare_ranks
@@ -49,7 +49,7 @@ from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
 from vorox.training.teacher import find_teacher, load_teacher
-from vorox.training.user_functions import attach_and_record_taps, report_changed_functions
+from vorox.training.user_functions import record_taps, report_changed_functions
 from vorox.training.workload import Workload
 
 
@@ -163,7 +163,7 @@ class _TrainingProcess:
         config, dist, stop, display = self.config, self.dist, self.stop, self.display
         with (
             open_mirror(config, resume_from, dist, display.message) as mirror,
-            _open_run(config, mirror.resume_from, self.argv, dist) as run,
+            _open_run(config, mirror.resume_from, self.argv, dist, creates=not isinstance(resume_from, Path)) as run,
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
@@ -172,13 +172,14 @@ class _TrainingProcess:
                 make_workload(config, dist, log, self.on_progress, tokenizer_directory=run.layout.tokenizer)
             ) as workload,
         ):
+            attach_taps(workload.engine, self.taps)
             if dist.is_main:
                 checkpoint = _named_checkpoint(resume_from)
                 setup = initialize_or_resume(workload, run, mirror, checkpoint, self.named_keys, rollback)
             else:
                 setup = attach(workload, run, mirror)
             compare_plans(setup)
-            attach_and_record_taps(self.taps, workload.engine, run, log)
+            record_taps(self.taps, run, log)
             report_changed_functions(run.directory, setup.state.progress.step, config, log)
             with stop.deferred(), open_session(setup, display, stop, self.tasks) as session:
                 try:
@@ -251,24 +252,24 @@ def _check_groups(config: RunConfig) -> None:
 
 
 def _open_run(
-    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
+    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext, *, creates: bool
 ) -> RunContext:
     """Open the run on the main rank; join it on the others."""
     if not dist.is_main:
         opened = dist.broadcast("run")
         return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)
-    run = _open_as_main(config, resume_from, argv, dist)
+    run = _open_as_main(config, resume_from, argv, dist, creates=creates)
     directory = str(run.directory.absolute())
     dist.broadcast("run", {"directory": directory, "attempt": run.attempt})
     return run
 
 
 def _open_as_main(
-    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext
+    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext, *, creates: bool
 ) -> RunContext:
     if isinstance(resume_from, Path):
         directory = run_of_checkpoint(resume_from) or resume_from
-        return RunContext.open(directory, config, argv=argv, distributed=dist)
+        return RunContext.open(directory, config, argv=argv, distributed=dist, creates=creates)
     enter = RunContext.create if resume_from == "never" else RunContext.open_or_create
     return enter(config, argv=argv, distributed=dist)
 

@@ -64,7 +64,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert code == 0, err
     (directory,) = runs()
     assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens per step\n")
-    assert f"Run directory: {directory}\n" in out
+    assert f" Run directory: {directory}\n" in out.partition(" Step 1 loss ")[2], "it is named once it stays"
     commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
     assert list(commands) == ["resume", "generate", "export", "replay"]
     assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
@@ -87,6 +87,27 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert f"{directory.name}: 24 steps" in out
     assert [path.name for path in runs()] == [directory.name]
     assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "finished"]
+
+
+def test_a_new_run_that_is_refused_names_no_directory(vorox: Run) -> None:
+    code, out, err = vorox("train", "tiny.yaml", "log.metrics=[nowhere:function]")
+    assert code == 2
+    assert "nowhere" in err
+    assert runs() == []
+    assert list(Path("runs").iterdir()) == []
+    assert "runs" not in out + err.replace("run the same command", "")
+
+
+def test_a_refused_resume_is_no_failure_in_the_list_of_runs(vorox: Run) -> None:
+    assert vorox("train", "tiny.yaml")[0] == 0
+    (run,) = json.loads(vorox("runs", "list", "--json")[1])
+    assert vorox("train", "--resume", "latest", "train.num_steps=5")[0] == 2
+    (again,) = json.loads(vorox("runs", "list", "--json")[1])
+    assert again["state"] == "finished"
+    for found in (run, again):
+        assert found.pop("age_seconds") >= 0
+        found.pop("size_bytes")  # of the lock, which names the last process
+    assert again == run
 
 
 def test_the_last_screen_offers_only_what_works(vorox: Run) -> None:

@@ -22,7 +22,7 @@ from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.config import config_digest, digest_values, load_config
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.errors import CheckpointError, ConfigError, Preempted
+from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted, VoroxError
 from vorox.core.run_context import RunContext, expected_directory, recorded_config, run_id
 from vorox.core.run_lookup import find_run, run_attempts, run_directories
 from vorox.core.schema import RunConfig
@@ -214,10 +214,59 @@ def test_a_resumed_run_keeps_the_failure_on_record_only(config: RunConfig) -> No
     with pytest.raises(CheckpointError), RunContext.create(config):
         raise CheckpointError("torn")
     with RunContext.open_or_create(config) as run:
+        run.begin()
         assert not run.layout.failure.exists()
     attempts = run_attempts(run.directory)
     assert [attempt["outcome"] for attempt in attempts] == ["failed", "finished"]
     assert attempts[0]["failure"]["what"] == "torn"
+
+
+def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file of a run but its lock, with the time of its last change."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.name != "LOCK")
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def test_a_refused_attempt_leaves_no_trace(config: RunConfig) -> None:
+    with pytest.raises(CheckpointError), RunContext.create(config) as first:
+        raise CheckpointError("torn")
+    first.layout.control.rmdir()
+    before, done = contents(first.directory), list[str]()
+
+    def refuse() -> None:
+        with RunContext.open(first.directory) as run:
+            run.note(device="cpu")
+            run.at_begin(lambda: done.append("never"))
+            raise ConfigError("not this one")
+
+    with pytest.raises(ConfigError, match="not this one"):
+        refuse()
+    assert contents(first.directory) == before
+    assert not first.layout.control.exists()
+    assert done == []
+    with RunContext.open(first.directory) as run:  # the lock is free
+        assert run.attempt == 2
+
+
+@pytest.mark.parametrize(("error", "begins"), [(DataError("gone"), False), (ConfigError("late"), True)])
+def test_an_attempt_that_fails_is_recorded_whether_or_not_it_had_begun(
+    config: RunConfig, error: VoroxError, begins: bool
+) -> None:
+    RunContext.create(config).close("finished")
+
+    def fail() -> None:
+        with RunContext.open_or_create(config) as run:
+            run.note(device="cpu")
+            if begins:
+                run.begin()
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    directory = Path(config.run.directory) / run_id(config)
+    first, second = run_attempts(directory)
+    assert (first["outcome"], second["outcome"], second["notes"]) == ("finished", "failed", {"device": "cpu"})
+    assert json.loads((directory / "failure.json").read_text())["what"] == error.what
 
 
 def test_closing_early_decides_the_outcome(config: RunConfig) -> None:
@@ -303,10 +352,16 @@ def test_every_crash_while_opening_leaves_a_run_that_opens(config: RunConfig, tm
             own = make_config(tmp_path / f"{resumed}-{count}")
             if resumed:
                 RunContext.create(own).close("finished")
+            opened: list[RunContext] = []
             try:
                 with atomic.observe(crash_after(count)):
                     run = RunContext.open_or_create(own)
+                    opened.append(run)
+                    run.begin()
             except Crash:
+                for dead in opened:  # its lock ends with it
+                    with atomic.observe(crash_after(0)), pytest.raises(Crash):
+                        dead.close("finished")
                 run = RunContext.open_or_create(own)
                 run.close("finished")
                 assert run.run_id == run_id(own)

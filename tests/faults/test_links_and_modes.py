@@ -12,7 +12,7 @@ import pytest
 
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core import atomic
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.lock import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
@@ -151,8 +151,9 @@ def test_sweeping_and_collecting_stay_inside(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("lax_umask")
 def test_no_file_of_a_run_is_writable_for_others(tmp_path: Path) -> None:
     directory = run(configuration(tmp_path)).run_directory
-    with pytest.raises(ConfigError):
-        run(recorded_config(directory, ["run.seed=9"]), resume_from=directory)
+    (directory / "plan.jsonl").unlink()
+    with pytest.raises(DataError):
+        run(recorded_config(directory), resume_from=directory)
     lax = [path for path in directory.rglob("*") if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
     assert lax == []
     assert stat.S_IMODE((directory / "failure.json").stat().st_mode) == 0o600

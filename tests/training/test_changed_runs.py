@@ -17,14 +17,17 @@ import vorox.run
 from numpy_engine import NumpyEngine
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext, recorded_config
 from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_attempts
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
 from vorox.data.plan import Plan
+from vorox.experiments.artifacts import inspect_run
 from vorox.training import resume, resume_settings, session
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay import ReplayReport, replay
@@ -241,15 +244,89 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in found if "metadata" not in path.name}
 
 
+def everything(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file and folder of a run but its lock, with the time of its last change."""
+    found = (path for path in sorted(directory.rglob("*")) if path.name != "LOCK")
+    return {
+        str(path.relative_to(directory)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in found
+    }
+
+
+def shown(directory: Path) -> tuple[object, ...]:
+    """What `vorox runs list` shows of a run."""
+    found = inspect_run(directory)
+    return found.state, found.step, found.total_steps, found.attempts, found.changed_at, found.failure
+
+
+REFUSED = [
+    ["model.num_layers=2", "train.num_steps=20"],
+    ["log.metrics=[nowhere:function]", "train.num_steps=20"],
+    ["log.sinks=[nowhere:function]", "train.num_steps=20"],
+    ["eval.functions=[nowhere:function]", "train.num_steps=20"],
+    ["schedule.name=nowhere:function", "train.num_steps=20"],
+    ["log.metadata=postgres", "log.metadata_dsn_variable=NOT_SET", "train.num_steps=20"],
+]
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change[0].partition("=")[0])
+def test_a_refused_resume_leaves_every_file_as_it_was(tmp_path: Path, change: list[str]) -> None:
+    """Also a corrupt checkpoint, which a resume that goes on would put aside."""
+    directory = run(configuration(tmp_path, [KEEP])).run_directory
+    (RunLayout(directory).checkpoint(12) / "state.bin").write_bytes(b"torn")
+    before, listed = everything(directory), shown(directory)
+    with pytest.raises(ConfigError):
+        run(recorded_config(directory, change), resume_from=directory)
+    assert everything(directory) == before
+    assert shown(directory) == listed
+    assert listed[0] == "finished"
+    run(recorded_config(directory), resume_from=directory)
+    assert (directory / "checkpoints" / "step-00000012.corrupt-1").is_dir()
+    assert len(events(directory, "checkpoint_corrupt")) == 1
+
+
+def test_refused_taps_leave_every_file_as_it_was(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    before = everything(directory)
+    longer = recorded_config(directory, ["train.num_steps=20"])
+    with pytest.raises(ConfigError, match="tap"):
+        vorox.run.train(longer, resume_from=directory, taps=[Tap("block_input", 9, lambda tensor: None)])
+    assert everything(directory) == before
+
+
+def test_a_refused_restart_of_a_run_without_a_checkpoint_keeps_its_failure(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 2, kill)
+        with pytest.raises(Killed):
+            run(configuration(tmp_path))
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert (directory / "failure.json").exists()
+    before = everything(directory)
+    with pytest.raises(ConfigError, match="another configuration"):
+        run(recorded_config(directory, ["run.seed=5"]), resume_from=directory)
+    assert everything(directory) == before
+
+
+def test_an_error_of_the_data_before_the_first_step_is_recorded(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    (directory / "plan.jsonl").unlink()
+    with pytest.raises(DataError, match="Run has no plan"):
+        run(recorded_config(directory, ["train.num_steps=20"]), resume_from=directory)
+    assert shown(directory)[0] == "failed"
+    assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "failed"]
+    assert len(events(directory, "error")) == 1
+
+
 @pytest.mark.parametrize("change", [["train.num_steps=5"], ["train.num_steps=5", "optimizer.lr=0.1"]])
 def test_fewer_steps_than_are_done_are_refused_and_rewrite_nothing(tmp_path: Path, change: list[str]) -> None:
     directory = run(configuration(tmp_path, [KEEP])).run_directory
-    before = files(directory)
+    before, listed = everything(directory), shown(directory)
     with pytest.raises(ConfigError) as refused:
         run(recorded_config(directory, change), resume_from=directory)
     assert (refused.value.exit_code, refused.value.where) == (2, "train.num_steps")
     assert f"vorox train --resume {directory} train.num_steps=" in refused.value.hint
-    assert files(directory) == before
+    assert everything(directory) == before
+    assert shown(directory) == listed
     assert run(recorded_config(directory, change), resume_from=RunLayout(directory).checkpoint(4)).progress.step == 5
 
 
@@ -285,7 +362,7 @@ def test_an_edited_configuration_is_refused_until_it_is_said(tmp_path: Path) -> 
     killed_at(configuration(tmp_path, [KEEP]), 10)
     (directory,) = (tmp_path / "runs").iterdir()
     edit_config(directory, "  lr: 0.01", "  lr: 0.03")
-    before = files(directory)
+    before = everything(directory)
     with pytest.raises(ConfigError) as refused:
         run(recorded_config(directory), resume_from=directory)
     assert refused.value.exit_code == 2
@@ -293,7 +370,7 @@ def test_an_edited_configuration_is_refused_until_it_is_said(tmp_path: Path) -> 
     assert "  optimizer.lr: 0.01 -> 0.03" in refused.value.what
     for value in ("0.01", "0.03"):
         assert f"vorox train --resume {directory} optimizer.lr={value}" in refused.value.hint
-    assert files(directory) == before
+    assert everything(directory) == before
     run(recorded_config(directory, ["optimizer.lr=0.03"]), resume_from=directory, named_keys=["optimizer.lr"])
     assert replayed(directory, 8).is_exact
     assert replayed(directory, 0, 8).is_exact, "the first steps are known to have had the other rate"
@@ -351,8 +428,10 @@ def test_a_lost_configuration_is_taken_from_the_one_that_began_the_run(tmp_path:
         recorded_config(directory)
     assert f"vorox train CONFIG --resume {directory}" in refused.value.hint
     other = configuration(tmp_path, [KEEP, "run.seed=5"])
+    before = everything(directory)
     with pytest.raises(ConfigError, match=r"run\.seed: 1234 -> 5"):
         run(other, resume_from=directory, named_keys=["run"])
+    assert everything(directory) == before, "no config.yaml of the refused command"
     run(configuration(tmp_path, [KEEP]), resume_from=directory)
     assert heads(directory) == heads(straight.run_directory)
     assert replayed(directory).is_exact

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import vorox.run
 from eventually import wait_until
 from numpy_engine import NumpyEngine
 from servers import Fault, FaultProxy, Request
@@ -36,6 +37,7 @@ from vorox.data.storage import (
     retry_budget,
 )
 from vorox.training.checkpoints.store import step_directories
+from vorox.training.display import Level, NoDisplay
 from vorox.training.mirror import list_mirror, ownership, run_mirror
 from vorox.training.replay_chain import read_chain
 
@@ -138,6 +140,25 @@ def test_a_finished_run_is_in_the_mirror_and_another_machine_goes_on(
     assert finished.eval_losses == outcome.eval_losses, "the last record holds the validation after the last save"
     attempts = json.loads((finished.run_directory / "run.json").read_text())["attempts"]
     assert [attempt["outcome"] for attempt in attempts[1:]] == ["finished", "finished"]
+
+
+def test_a_new_mirrored_run_that_is_refused_leaves_no_directory(mirror: str, tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    class Screen(NoDisplay):
+        def message(self, text: str, level: Level = "info") -> None:
+            shown.append(text)
+
+    config = on_machine(tmp_path / "here", mirror)
+    with pytest.raises(ConfigError, match="nowhere"):
+        vorox.run.train(on_machine(tmp_path / "here", mirror, "log.metrics=[nowhere:function]"), display=Screen())
+    assert list(Path(config.run.directory).iterdir()) == []
+    assert not any(config.run.directory in text for text in shown)
+    directory = vorox.run.train(config, display=Screen()).run_directory
+    first_step = next(number for number, text in enumerate(shown) if text.startswith("Step 1 loss"))
+    (named,) = (number for number, text in enumerate(shown) if str(directory) in text and "mirrored to" in text)
+    assert named > first_step
+    assert mirror in shown[named]
 
 
 def test_a_store_that_is_away_costs_no_step_and_is_caught_up_with(

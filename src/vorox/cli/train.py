@@ -338,7 +338,8 @@ def _run(
     print_wrapped(filter(None, [_first_line(config), expected_ids(config.tokenizer)]))
     if minutes is None and config.checkpoint.mirror is None:  # with a mirror, the run reports it later
         directory, exists = expected_directory(config, resume_from)
-        typer.echo(f"{'Resuming' if exists else 'Run directory:'} {directory}")
+        if exists:  # a new directory is named once it stays: after the first step
+            typer.echo(f"Resuming {directory}")
     try:
         outcome = train_run(
             config,

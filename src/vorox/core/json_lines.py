@@ -27,10 +27,14 @@ class LineFile:
 
     Args:
         path: The file, created with its directory by the first line.
+
+    Attributes:
+        is_held: Whether lines stay in memory until a flush after this is unset.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_held = False
         self.dropped_lines = 0
         self._pending: deque[bytes] = deque()
         self._size_bytes: int | None = None
@@ -49,7 +53,7 @@ class LineFile:
     def flush(self, *, sync: bool = False) -> OSError | None:
         """Write pending lines, durably if ``sync``. Returns the error, if any."""
         with self._lock:
-            return self._flush(sync)
+            return None if self.is_held else self._flush(sync)
 
     def _flush(self, sync: bool) -> OSError | None:
         data = b"".join(self._pending)

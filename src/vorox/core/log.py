@@ -46,6 +46,7 @@ class RunLog:
         directory: The run directory; ``None`` writes no files.
         distributed: The rank of this process.
         attempt: Number of the attempt, recorded in every event.
+        is_held: Keep lines in memory until ``release``; without it, they are dropped.
         echo: Prints messages; may be replaced later (``log.echo = display.message``).
 
     Attributes:
@@ -60,6 +61,7 @@ class RunLog:
         *,
         distributed: DistributedContext | None = None,
         attempt: int = 1,
+        is_held: bool = False,
         echo: Echo = to_stderr,
     ) -> None:
         self.echo = echo
@@ -71,6 +73,7 @@ class RunLog:
             layout, rank = RunLayout(directory), self._distributed.rank
             self._text = LineFile(layout.of_rank(layout.log, rank))
             self._events = LineFile(layout.of_rank(layout.events, rank))
+            self._text.is_held = self._events.is_held = is_held
 
     def event(self, kind: str, message: str, *, level: Level = "info", **fields: Any) -> None:
         """Record an event.
@@ -141,6 +144,13 @@ class RunLog:
         for file in (self._text, self._events):
             if file is not None:
                 self._warn_once(file, file.flush(sync=sync))
+
+    def release(self) -> None:
+        """Write the lines held so far; hold no more."""
+        for file in (self._text, self._events):
+            if file is not None:
+                file.is_held = False
+        self.flush()
 
     def close(self) -> None:
         """Write pending lines durably. The log stays usable."""

@@ -4,6 +4,9 @@
 digest, so the same command finds the same run. The process that opens a run holds ``LOCK`` until it exits; a second
 process is refused, with the holder's name. ``run.json`` records start, code, machine and outcome of every attempt;
 ``failure.json`` records why the last attempt failed.
+
+An attempt at an existing run is recorded by ``begin``, once the run has accepted the configuration. A ``ConfigError``
+before that leaves every file of the run as it was.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -68,6 +71,7 @@ class RunContext:
         layout: The paths of its files.
         config: The configuration of this attempt.
         attempt: Number of this attempt, from 1; each start, resume or rollback is an attempt.
+        has_begun: Whether this attempt may write to the run; a new run has begun when it is created.
         outcome: How the attempt ends if no error does.
     """
 
@@ -83,14 +87,17 @@ class RunContext:
         self.directory, self.layout = directory, RunLayout(directory)
         self.config = config
         self.attempt = 1
+        self.has_begun = False
         self.outcome = "finished"
         self._distributed, self._is_main = distributed, distributed.is_main
         self._lock = lock
         self._record: dict[str, Any] = {}
+        self._failure: dict[str, Any] | None = None
+        self._at_begin: list[Callable[[], None]] = []
         self._closed = False
         self._is_new = False
         if self._is_main:
-            self._begin_attempt(argv)
+            self._prepare_record(argv)
 
     # Opening
 
@@ -133,6 +140,7 @@ class RunContext:
         *,
         argv: Sequence[str] | None = None,
         distributed: DistributedContext | None = None,
+        creates: bool = False,
     ) -> RunContext:
         """Open an existing run.
 
@@ -140,11 +148,12 @@ class RunContext:
             directory: Its directory.
             config: Default: its recorded configuration. Only ``record_config`` writes it, so that a refused resume
                 changes nothing.
+            creates: Create the run if its directory does not exist.
 
         Raises:
             ConfigError: The run does not exist, is in use by another process, or cannot be written.
         """
-        if not directory.is_dir():
+        if not creates and not directory.is_dir():
             raise ConfigError("Run directory does not exist", where=str(directory))
         chosen = config if config is not None else recorded_config(directory)
         return cls._enter(directory, chosen, argv, distributed)
@@ -181,6 +190,8 @@ class RunContext:
                 lock = lock_run(directory).acquire()
             run = cls(directory, config, argv=sys.argv if argv is None else argv, distributed=distributed, lock=lock)
             run._is_new = is_new
+            if is_new:
+                run.begin()
             return run
         except OSError as error:
             _release(directory if is_new else None, lock)
@@ -193,39 +204,64 @@ class RunContext:
             _release(None, lock)
             raise
 
-    def _begin_attempt(self, argv: Sequence[str]) -> None:
-        atomic.sweep_temporary(self.directory)
-        atomic.make_directory(self.layout.control)
+    def _prepare_record(self, argv: Sequence[str]) -> None:
+        """Read the record of the run and add this attempt to it, in memory."""
         record = self._read_record()
         attempts = cast("list[dict[str, Any]]", record["attempts"])
         if attempts and attempts[-1]["outcome"] == "running":
             attempts[-1]["outcome"] = "killed"  # this process holds its lock, so it is dead
-        failure = _read_json(self.layout.failure)
-        if attempts and failure is not None:
-            attempts[-1]["failure"] = failure
+        self._failure = _read_json(self.layout.failure)
+        if attempts and self._failure is not None:
+            attempts[-1]["failure"] = self._failure
         self.attempt = len(attempts) + 1
         attempts.append(
             {
-                "attempt": self.attempt,
-                "started_at": _now(),
-                "ended_at": None,
-                "outcome": "running",
-                "argv": redact_arguments(argv),
-                "pid": os.getpid(),
-                "working_directory": str(Path.cwd()),
-                "config_digest": config_digest(self.config),
-                "code": code_record(),
-                "git": git_record(Path.cwd()),
-                "environment": redact_value(environment_record()),
-                "notes": {},
+                "attempt": self.attempt, "started_at": _now(), "ended_at": None, "outcome": "running",
+                "argv": redact_arguments(argv), "pid": os.getpid(), "working_directory": str(Path.cwd()),
+                "config_digest": config_digest(self.config), "code": code_record(), "git": git_record(Path.cwd()),
+                "environment": redact_value(environment_record()), "notes": {},
             }
-        )
+        )  # fmt: skip
         self._record = record
+
+    def begin(self) -> None:
+        """Record this attempt, because the run has accepted it. Idempotent."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        try:
+            if self._is_main:
+                self._write_attempt()
+        finally:
+            for action in self._at_begin:
+                action()
+
+    def _write_attempt(self) -> None:
+        atomic.sweep_temporary(self.directory)
+        atomic.make_directory(self.layout.control)
         if not self.layout.config.exists():
             self.record_config()
         self._write_record()
-        if failure is not None:
+        if self._failure is not None:
             atomic.remove_file(self.layout.failure)
+
+    def at_begin(self, action: Callable[[], None]) -> None:
+        """Call a function that writes to the run once the attempt begins: now, later, or never if it is refused."""
+        if self.has_begun:
+            action()
+        else:
+            self._at_begin.append(action)
+
+    def begin_unless_refused(self, error: BaseException) -> bool:
+        """Begin, so that the error which ends this attempt is recorded; return whether it has begun.
+
+        A ``ConfigError`` before the attempt begins refuses it, and is not recorded.
+        """
+        if isinstance(error, ConfigError) and not self.has_begun:
+            return False
+        with contextlib.suppress(OSError):  # a full disk must not hide the error that ended the run
+            self.begin()
+        return True
 
     def _read_record(self) -> dict[str, Any]:
         record = _read_json(self.layout.record)
@@ -268,7 +304,8 @@ class RunContext:
         """Add plain values to the record of this attempt, such as determinism level and device."""
         if self._is_main:
             self._record["attempts"][-1]["notes"].update(redact_value(values))
-            self._write_record()
+            if self.has_begun:
+                self._write_record()
 
     def record_failure(self, error: BaseException) -> None:
         """Write ``failure.json``. Never raises, so that the original error is reported."""
@@ -309,6 +346,7 @@ class RunContext:
             return
         self._closed = True
         try:
+            self.begin()
             if self._is_main:
                 self._record["attempts"][-1].update(ended_at=_now(), outcome=outcome)
                 self._write_record()
@@ -339,6 +377,10 @@ class RunContext:
         if error is None:
             self.close(self.outcome)
             return
+        if not self.begin_unless_refused(error):
+            self._closed = True
+            _release(None, self._lock)
+            return
         outcome = "failed"
         if isinstance(error, Preempted):
             outcome = "preempted"
@@ -346,7 +388,7 @@ class RunContext:
             outcome = "interrupted"
         elif not self._closed:
             self.record_failure(error)
-        with contextlib.suppress(OSError):  # a full disk must not hide the error that ended the run
+        with contextlib.suppress(OSError):
             self.close(outcome)
 
 

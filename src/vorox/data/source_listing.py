@@ -213,11 +213,13 @@ def _with_cached_holdout(source: Source, data: DataConfig, directory: Path, *, r
         if known["key"] == key:
             notes = [Note(kind, text) for kind, text in known["notes"]]
             rule = ValidationConfig.model_validate(known["rule"])
-            return replace(source, holdout=rule, notes=(*source.notes, *notes))
+            share = known["held_out_share"]
+            return replace(source, holdout=rule, held_out_share=share, notes=(*source.notes, *notes))
     chosen = select_holdout(source, data)
     if remember:
         notes = [[note.kind, note.text] for note in chosen.notes[len(source.notes) :]]
-        body = {"key": key, "rule": chosen.holdout.model_dump(mode="json"), "notes": notes}
+        rule = chosen.holdout.model_dump(mode="json")
+        body = {"key": key, "rule": rule, "held_out_share": chosen.held_out_share, "notes": notes}
         with contextlib.suppress(OSError):  # on a read-only disk, the next start chooses it again
             make_directory(directory)
             write_file(path, canonical_json(body))

@@ -41,12 +41,21 @@ class MlflowSink(BackgroundSink):
     """
 
     def __init__(self, run_directory: Path, *, experiment: str, settings: Mapping[str, Any]) -> None:
-        missing = [name for name in ("mlflow", "sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"log.mlflow=true needs the package {missing[0]}", where="log.mlflow", hint=install_command("mlflow")
-            )
+        require_mlflow()
         super().__init__("mlflow", functools.partial(_send, run_directory.absolute(), experiment, dict(settings)))
+
+
+def require_mlflow() -> None:
+    """Check that the packages of ``log.mlflow`` are installed.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    missing = [name for name in ("mlflow", "sqlalchemy", "alembic") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"log.mlflow=true needs the package {missing[0]}", where="log.mlflow", hint=install_command("mlflow")
+        )
 
 
 def _send(run_directory: Path, experiment: str, settings: dict[str, Any], entries: Entries) -> None:

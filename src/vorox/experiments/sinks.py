@@ -76,16 +76,11 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, run_directory: Path, *, resume_step: int) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"log.tensorboard=true needs the tensorboard package ({error})",
-                where="log.tensorboard",
-                hint=install_command("tensorboard"),
-            ) from error
+        require_tensorboard()
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(RunLayout(run_directory).tensorboard))
         if resume_step:
@@ -102,6 +97,22 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def require_tensorboard() -> None:
+    """Check that the package of ``log.tensorboard`` can be imported.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        import tensorboard.summary.writer.event_file_writer  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"log.tensorboard=true needs the tensorboard package ({error})",
+            where="log.tensorboard",
+            hint=install_command("tensorboard"),
+        ) from error
 
 
 def open_custom_sink(path: str, where: str, run_directory: Path, resume_step: int, settings: Mapping[str, Any]) -> Sink:

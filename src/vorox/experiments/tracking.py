@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.distributed_context import DistributedContext
+from vorox.core.extensions import load_function
 from vorox.core.json_lines import as_number, read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import MetricFunctions, metric, reduce
-from vorox.experiments.mlflow_sink import MlflowSink
-from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink
-from vorox.experiments.wandb_sink import WandbSink
+from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
+from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink, require_tensorboard
+from vorox.experiments.wandb_sink import WandbSink, require_wandb
 
 
 class Tracker:
@@ -140,6 +141,22 @@ class Tracker:
             if count == 1:
                 text = f"Sink {sink.name} failed ({type(error).__name__}: {error}); training continues; reported once"
                 self._log.event("sink_failed", text, level="warning", sink=sink.name)
+
+
+def check_sinks(config: LogConfig) -> None:
+    """Check that the sinks and metrics of a run can be opened, as far as this is known before they are.
+
+    Raises:
+        ConfigError: The package of a sink is not installed, or a user function cannot be imported.
+    """
+    for is_on, require in (
+        (config.tensorboard, require_tensorboard), (config.wandb, require_wandb), (config.mlflow, require_mlflow)
+    ):  # fmt: skip
+        if is_on:
+            require()
+    for number, path in enumerate(config.sinks):
+        load_function(path, kind="sink", where=f"log.sinks.{number}")
+    MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=RunLog(None))
 
 
 def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[int, dict[str, float]]:

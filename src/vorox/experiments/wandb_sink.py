@@ -36,12 +36,19 @@ class WandbSink(BackgroundSink):
     """
 
     def __init__(self, run_directory: Path, *, project: str, settings: Mapping[str, Any]) -> None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError(
-                "log.wandb=true needs the wandb package", where="log.wandb", hint=install_command("wandb")
-            )
+        require_wandb()
         self.mode = _mode()
         super().__init__("wandb", functools.partial(_send, run_directory, project, dict(settings), self.mode))
+
+
+def require_wandb() -> None:
+    """Check that the package of ``log.wandb`` is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("log.wandb=true needs the wandb package", where="log.wandb", hint=install_command("wandb"))
 
 
 def _send(run_directory: Path, project: str, settings: dict[str, Any], mode: Any, entries: Entries) -> None:

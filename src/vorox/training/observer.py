@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vorox.core.batch import Progress
 from vorox.core.pluralize import pluralize
+from vorox.core.run_lookup import short_path
 from vorox.experiments.task_results import task_metrics
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops
@@ -55,6 +56,8 @@ class Observer:
         workload = setup.workload
         self._config = config = workload.config
         self._log, self._tracker, self._display, self._speed = workload.log, tracker, display, speed
+        mirrored = f", mirrored to {setup.mirror.uri}" if setup.mirror.uri else ""
+        self._where = f"Run directory: {short_path(setup.run.directory)}{mirrored}"
         self._is_dpo = config.loss.name == "dpo"
         self._horizon, self._every_steps = setup.state.horizon, config.log.every_steps
         num_rows = dataset_size(config, workload.corpus).rows * config.train.epoch_dataset_fraction
@@ -117,6 +120,8 @@ class Observer:
             **status,
         }
         self._tracker.log(settled.number, numbers)
+        if settled.number == 1:
+            self._display.message(self._where, "info")  # before this step, an error removes a new run
         self._display.step(self._view(settled, reading, epoch, {**memory, **status}))
 
     def _view(self, settled: SettledStep, reading: Reading, epoch: float, status: Mapping[str, float]) -> StepView:

@@ -31,15 +31,9 @@ class StepRecomputation:
         """Return the recomputation of a run.
 
         Raises:
-            ConfigError: The engine does not repeat a step bit for bit.
+            ConfigError: As ``check_recomputation``.
         """
-        determinism = str(engine.environment().get("determinism"))
-        if config.recompute_every_steps is not None and not determinism.startswith("bitwise"):
-            raise ConfigError(
-                f"Steps cannot be recomputed: determinism is {determinism} on this device, so correct bits may differ",
-                where="runtime.recompute_every_steps",
-                hint="set runtime.determinism=bitwise, or runtime.recompute_every_steps=null",
-            )
+        check_recomputation(config, engine)
         return cls(engine, config.recompute_every_steps, heartbeat)
 
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None) -> StepResult:
@@ -63,6 +57,21 @@ class StepRecomputation:
                 "the newest checkpoint. If it happens again on the same machine, replace the device",
             )
         return result
+
+
+def check_recomputation(config: RuntimeConfig, engine: Engine) -> None:
+    """Check that the engine repeats steps, if any are to be recomputed.
+
+    Raises:
+        ConfigError: The engine does not repeat a step bit for bit.
+    """
+    determinism = str(engine.environment().get("determinism"))
+    if config.recompute_every_steps is not None and not determinism.startswith("bitwise"):
+        raise ConfigError(
+            f"Steps cannot be recomputed: determinism is {determinism} on this device, so correct bits may differ",
+            where="runtime.recompute_every_steps",
+            hint="set runtime.determinism=bitwise, or runtime.recompute_every_steps=null",
+        )
 
 
 def _difference(first: StepValues, second: StepValues) -> str:

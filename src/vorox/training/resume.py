@@ -17,6 +17,7 @@ from vorox.core.config.synonyms import current_value
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError
 from vorox.core.log import RunLog
+from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
 from vorox.data.plan import Plan
 from vorox.models.stored_spec import spec_differences
@@ -38,13 +39,18 @@ from vorox.training.teacher import check_teacher
 from vorox.training.workload import Workload
 
 
-def choose(run_directory: Path, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
+def choose(run: RunContext, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
     """Return the verified checkpoint to resume from: the given one, else the newest valid one; ``None`` without any.
+
+    Corrupt checkpoints are quarantined once the attempt begins.
 
     Raises:
         CheckpointError: The given one is invalid, or there are checkpoints but none is valid.
     """
-    return latest_valid(run_directory, on_corrupt=quarantine_corrupt(log)) if checkpoint is None else verify(checkpoint)
+    if checkpoint is not None:
+        return verify(checkpoint)
+    on_corrupt = quarantine_corrupt(log)
+    return latest_valid(run.directory, on_corrupt=lambda path, error: run.at_begin(lambda: on_corrupt(path, error)))
 
 
 def choose_before(run_directory: Path, log: RunLog, rollback: Rollback) -> Checkpoint | None:

@@ -233,9 +233,13 @@ def next_change(run_directory: Path, step: int) -> int | None:
     return None
 
 
-def config_in_force(run_directory: Path, step: int) -> tuple[RunConfig, int | None]:
-    """Return the configuration of the step after ``step``, and the step from which the next one is in force."""
+def config_in_force(run_directory: Path, step: int, missing: RunConfig | None = None) -> tuple[RunConfig, int | None]:
+    """Return the configuration of the step after ``step``, and the step from which the next one is in force.
+
+    If ``config.yaml`` is missing, ``missing`` takes its place.
+    """
     files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known <= step), default=None)
     path = RunLayout(run_directory).config if before is None else files[before]
-    return load_config(path), min((known for known in files if known > step), default=None)
+    found = missing if missing is not None and not path.exists() else load_config(path)
+    return found, min((known for known in files if known > step), default=None)

@@ -224,9 +224,10 @@ def _state_lost(progress: Progress) -> CheckpointError:
 def open_log(run: RunContext, display: Display, distributed: DistributedContext) -> Generator[RunLog]:
     """Open the log of this attempt; it also captures messages of libraries and the error that ends the run.
 
-    While it is open, the display shows which data the run is waiting for.
+    Lines are written once the attempt begins. While the log is open, the display shows which data the run waits for.
     """
-    log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, echo=display.message)
+    log = RunLog(run.directory, distributed=distributed, attempt=run.attempt, is_held=True, echo=display.message)
+    run.at_begin(log.release)
     try:
         with (
             posting_events(run, log),
@@ -235,6 +236,7 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
         ):
             yield log
     except BaseException as error:
+        run.begin_unless_refused(error)
         log.exception(error)
         raise
     finally:

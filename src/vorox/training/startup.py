@@ -40,6 +40,7 @@ from vorox.training.loss_spikes import Rollback
 from vorox.training.mirror import Mirror
 from vorox.training.replay_chain import examine_chain, void_later_steps
 from vorox.training.schedule import Horizon, horizon
+from vorox.training.session_checks import check_session
 from vorox.training.workload import Workload
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
@@ -89,12 +90,12 @@ def initialize_or_resume(
         DataError: The caches differ from those in the plan.
     """
     directory, config, log = run.directory, workload.config, workload.log
-    recorded = recorded_config(directory)
-    found = (
-        resume.choose(directory, log, checkpoint)
-        if rollback is None
-        else resume.choose_before(directory, log, rollback)
-    )
+    recorded = recorded_config(directory) if run.layout.config.exists() else config
+    if rollback is None:
+        found = resume.choose(run, log, checkpoint)
+    else:
+        run.begin()  # the run itself has decided to return to an earlier state
+        found = resume.choose_before(directory, log, rollback)
     if found is not None:
         recorded = resume_settings.check_unedited(directory, found, recorded, config, named_keys)
     changes = resume_settings.check_config(recorded, config)
@@ -118,7 +119,9 @@ def initialize_or_resume(
         events.append(_rollback_event(rollback, found, config, log))
     if state is None:
         _initialize_weights(workload, run)
-    else:
+    check_session(workload, directory, length)
+    run.begin()
+    if state is not None:
         log.event("resumed", f"Resuming from step {state.progress.step:,}", step=state.progress.step)
     if state is None or not _is_finished(state, length):
         _commit(workload, run, plan, events, 0 if state is None else state.progress.step, recorded)
@@ -147,6 +150,7 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
         manifest = read_manifest(Path(path))
         resume.load_run(workload, Checkpoint(Path(path), manifest["metadata"]))
     state = RunState.from_json(workload.distributed.broadcast(_STATE))
+    run.begin()
     plan = Plan.open(run.layout.plan)
     resume.check_plan(plan, state.progress.cursor)
     return TrainingSetup(workload, run, mirror, plan, state)
@@ -270,7 +274,7 @@ def _listed(changes: Sequence[Difference]) -> str:
 
 def _is_length_changed(directory: Path, config: RunConfig, step: int) -> bool:
     """Whether the configured length has changed since the checkpoint of a step."""
-    before, _ = resume_settings.config_in_force(directory, step - 1)
+    before, _ = resume_settings.config_in_force(directory, step - 1, missing=config)
     return any(resume_settings.decides_length(change.key) for change in differences(before, config))
 
 

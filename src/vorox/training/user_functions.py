@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from vorox.core.engine import Engine, Tap, attach_taps
+from vorox.core.engine import Engine, Tap
 from vorox.core.errors import CheckpointError
 from vorox.core.extensions import identity_text, is_extension
 from vorox.core.log import RunLog
@@ -119,13 +119,8 @@ def open_evaluations(
     return lambda step: functions(LanguageModel(engine, tokenizer, config, spec, step))
 
 
-def attach_and_record_taps(taps: Sequence[Tap], engine: Engine, run: RunContext, log: RunLog) -> None:
-    """Attach taps, record them in ``run.json``, and log a change since the previous attempt.
-
-    Raises:
-        ConfigError: The engine does not support taps, or the model lacks the point or layer.
-    """
-    attach_taps(engine, taps)
+def record_taps(taps: Sequence[Tap], run: RunContext, log: RunLog) -> None:
+    """Record the taps of this attempt in ``run.json``, and log a change since the previous one."""
     now = [describe_tap(tap) for tap in taps]
     before = (recorded_taps(run.directory) or [[]])[-1]
     if run.attempt > 1 and before != now:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema.data import DataConfig
 from vorox.data.documents import BadRecord
 from vorox.data.shard_format import write_shard
+from vorox.data.text import holdout_selection
 from vorox.data.text.holdout import is_validation_name
 from vorox.data.text.holdout_selection import describe_holdout, held_out_bytes, select_holdout
 from vorox.data.text.sources import Source, list_source
@@ -62,6 +65,43 @@ class TestTheDefault:
         assert held_out
         assert trained
         assert held_out + trained == num_rows
+
+    @pytest.mark.parametrize("count", [2, 3, 10, 500])
+    def test_the_share_that_is_named_is_the_one_held_out(self, tmp_path: Path, count: int) -> None:
+        write_lines(tmp_path / "a.jsonl", count)
+        source = held(tmp_path, "jsonl")
+        validation, train = records(source, "validation"), records(source, "train")
+        if source.holdout.split == "document":
+            share, what = len(validation) / (len(validation) + len(train)), "of the documents of s"
+        else:
+            size = (tmp_path / "a.jsonl").stat().st_size
+            share, what = (size - validation[0][1]) / size, "of a.jsonl"
+        named = re.fullmatch(rf"(?:the last )?([\d.]+)% {what}", describe_holdout(source))
+        assert named is not None, describe_holdout(source)
+        assert float(named[1]) == pytest.approx(100 * share, abs=0.05)
+        assert held_out_bytes(source) == pytest.approx(share * source.size_bytes, abs=1)
+
+    @pytest.mark.parametrize("compressed", [False, True])
+    def test_of_several_files_it_is_that_of_all(self, tmp_path: Path, compressed: bool) -> None:
+        for n, lines in enumerate((2, 3, 4)):
+            write_lines(tmp_path / f"{n}.jsonl", lines)
+            if compressed:
+                text = (tmp_path / f"{n}.jsonl").read_bytes()
+                (tmp_path / f"{n}.jsonl").unlink()
+                (tmp_path / f"{n}.jsonl.gz").write_bytes(gzip.compress(text))
+        assert describe_holdout(held(tmp_path, "jsonl", split="tail")) == (
+            "the ends of the 3 files of s, 33.3% of the text"
+        )
+
+    def test_one_that_takes_long_to_measure_is_said_to_be_about_the_configured_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_lines(tmp_path / "a.jsonl", 3)
+        monkeypatch.setattr(holdout_selection, "_MAX_MEASURED_TAILS", 0)
+        monkeypatch.setattr(holdout_selection, "_PROBE_BYTES", 0)
+        assert describe_holdout(held(tmp_path, "jsonl", split="tail")) == "about the last 1% of a.jsonl"
+        documents = held(tmp_path, "jsonl", split="document", held_out_fraction=0.5)
+        assert describe_holdout(documents) == "about 50% of the documents of s"
 
     def test_of_many_texts_whole_files_are(self, tmp_path: Path) -> None:
         for n in range(300):

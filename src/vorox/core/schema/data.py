@@ -178,7 +178,7 @@ class ValidationConfig(Section):
         default=0.01,
         ge=0,
         lt=1,
-        description="Fraction of the files, documents or bytes that is held out; 0: no validation split.",
+        description="Fraction of the files, documents or bytes to hold out, in whole records; 0: no validation split.",
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(),

@@ -15,6 +15,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import Unit
+from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import has_many_records
 from vorox.data.text.holdout import (
     NO_HOLDOUT,
@@ -28,7 +29,7 @@ from vorox.data.text.holdout import (
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
-from vorox.data.text.unit_splitter import UnitSplitter
+from vorox.data.text.unit_splitter import UnitSplitter, split_into_units, tail_bytes
 
 _MIN_HELD_OUT_FILES = 4
 _MAX_SHARE_FACTOR = 4
@@ -37,6 +38,8 @@ _SHARE_FACTORS, _MAX_SHARE = (4, 16, 64), 0.5
 """A source of few records gets a share larger by these factors, until it holds a record."""
 _PROBE_BYTES = 1 << 20
 _MAX_PROBED_BYTES = 64 << 20
+_MAX_MEASURED_TAILS = 1000
+"""The tails of more files are not measured: each may be a request to a store."""
 
 
 def select_holdout(source: Source, data: DataConfig) -> Source:
@@ -56,10 +59,10 @@ def select_holdout(source: Source, data: DataConfig) -> Source:
         for split in SPLITS:
             if not _has_records(source, split, validation, data.cache.unit_bytes, limit_bytes=None):
                 raise _empty_split_error(source, split, validation)
-        return replace(source, holdout=validation)
+        return _with_share(replace(source, holdout=validation), data.cache.unit_bytes)
     for rule in _candidates(source, validation, grows=data.cache.grow):
         if all(_has_records(source, split, rule, data.cache.unit_bytes, _MAX_PROBED_BYTES) for split in SPLITS):
-            return replace(source, holdout=rule)
+            return _with_share(replace(source, holdout=rule), data.cache.unit_bytes)
     note = Note("validation", f"nothing of source {source.config.name!r} can be held out because it is a single record")
     return replace(source, holdout=NO_HOLDOUT, notes=(*source.notes, note))
 
@@ -125,6 +128,31 @@ def _has_records(
     return False
 
 
+def _with_share(source: Source, unit_bytes: int) -> Source:
+    """Return the source with the share that its rule really holds out, unless reading it would take long.
+
+    Tails end at records and single records are drawn by a hash, so of a small source the share is far from the
+    configured one.
+    """
+    rule, num_files = source.holdout, len(source.files)
+    is_small = source.size_bytes <= _MAX_PROBED_BYTES
+    if rule.split == "tail":
+        is_compressed = any(compression_by_suffix(file.uri) is not None for file in source.stored)
+        if num_files > _MAX_MEASURED_TAILS or (is_compressed and not is_small):
+            return source
+        sizes = [tail_bytes(source, index, rule) for index in range(num_files)]
+        held_out, total = (sum(column) for column in zip(*sizes, strict=True))
+    elif rule.split == "document" and source.size_bytes <= _PROBE_BYTES:
+        units = (split_into_units(source, split, rule, unit_bytes) for split in SPLITS)
+        train, held_out = (
+            sum(1 for _ in read_units(source, found, split, rule)) for found, split in zip(units, SPLITS, strict=True)
+        )
+        total = train + held_out
+    else:
+        return source
+    return replace(source, held_out_share=held_out / max(1, total))
+
+
 def _empty_split_error(source: Source, split: Split, rule: ValidationConfig) -> ConfigError:
     num_files = len(source.files)
     files = f"{pluralize(num_files, 'file')}, {source.size_bytes:,} bytes"
@@ -147,20 +175,30 @@ def _empty_split_error(source: Source, split: Split, rule: ValidationConfig) -> 
 def describe_holdout(source: Source) -> str:
     """Describe what the rule of a source holds out, such as ``12 of 640 files of stdlib``."""
     rule, name, files = source.holdout, source.config.name, len(source.files)
-    share = f"{rule.held_out_fraction * 100:g}%"
     if holds_out_files(rule):
         held_out = len(_held_out_files(source, rule))
         if not held_out:
             return f"nothing of {name}"
         how = " by their names" if rule.split == "named" else ""
         return f"{held_out:,} of {pluralize(files, 'file')} of {name}{how}, {files - held_out:,} to train on"
+    measured = source.held_out_share
+    about, share = ("about ", rule.held_out_fraction) if measured is None else ("", measured)
     if rule.split == "document":
-        return f"{share} of the documents of {name}"
-    return f"the last {share} of {source.files[0].uri.rpartition('/')[2] if files == 1 else f'every file of {name}'}"
+        return f"{about}{_percent(share)} of the documents of {name}"
+    if files == 1:
+        return f"{about}the last {_percent(share)} of {source.files[0].uri.rpartition('/')[2]}"
+    return f"the ends of the {files:,} files of {name}, {about}{_percent(share)} of the text"
 
 
 def held_out_bytes(source: Source) -> int:
-    """Return the bytes of the held-out files; an estimate where records are held out."""
+    """Return the bytes of held-out files or tails; an estimate where records are held out, or tails not measured."""
     if holds_out_files(source.holdout):
         return sum(source.files[index].size_bytes for index in _held_out_files(source, source.holdout))
-    return int(source.size_bytes * source.holdout.held_out_fraction)
+    share = source.holdout.held_out_fraction if source.held_out_share is None else source.held_out_share
+    return int(source.size_bytes * share)
+
+
+def _percent(share: float) -> str:
+    """Return a share as a percentage: ``33.3%``, ``1%``, ``0.02%``."""
+    percent = 100 * share
+    return f"{percent:.1f}".removesuffix(".0") + "%" if percent >= 0.1 else f"{percent:.1g}%"

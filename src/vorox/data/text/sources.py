@@ -44,6 +44,8 @@ class Source:
             it. ``None`` for all of a compressed, Parquet or Arrow file, whose length in text is known when it is read.
         notes: Messages for the user that are not errors.
         holdout: Its holdout rule, once ``holdout_selection`` has selected one.
+        held_out_share: Share of its text in the held-out tails, or of its records among the held-out ones; ``None`` if
+            it is not measured.
         chat_template: Renders its conversations; ``None`` until the tokenizer is known, and for sources of text.
     """
 
@@ -55,6 +57,7 @@ class Source:
     end_bytes: tuple[int | None, ...]
     notes: tuple[Note, ...] = ()
     holdout: ValidationConfig = NO_HOLDOUT
+    held_out_share: float | None = None
     chat_template: ChatTemplate | None = None
 
     @property

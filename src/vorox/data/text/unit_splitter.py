@@ -224,6 +224,19 @@ def reject_empty_source(source: Source) -> None:
     )  # fmt: skip
 
 
+def tail_bytes(source: Source, index: int, validation: ValidationConfig) -> tuple[int, int]:
+    """Return the bytes of text in the held-out tail of a file, and in all of the file; a compressed file is read once.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    config, file, end = source.config, source.stored[index], source.end_bytes[index]
+    with retry_budget(RetryPolicy.from_source(config)):
+        size = measure(config, file, end)
+        boundary = _tail_boundary(source, index, validation)
+        return max(0, size - (measure(config, file, boundary) if boundary else 0)), size
+
+
 def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> int:
     """Return the start of the held-out tail: the last record boundary before it, else the first one after it."""
     config, file, end = source.config, source.stored[index], source.end_bytes[index]

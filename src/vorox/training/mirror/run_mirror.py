@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vorox.core import atomic
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
@@ -50,11 +49,12 @@ class Mirror:
 
     Attributes:
         resume_from: Where to open the run from, after a restore.
+        uri: Where the copy is; empty without one.
     """
 
     resume_from: ResumeFrom
     _config: RunConfig
-    _uri: str = ""
+    uri: str = ""
     _ownership: Ownership | None = None
     _found: Contents | None = None
     _uploader: Uploader | None = None
@@ -87,7 +87,7 @@ class Mirror:
             return
         checkpoint = self._config.checkpoint
         self._uploader = Uploader(
-            self._uri, directory, self._ownership, self._found, base_step=step, log=log,
+            self.uri, directory, self._ownership, self._found, base_step=step, log=log,
             keep=lambda steps: steps_to_keep(steps, checkpoint, losses),
         )  # fmt: skip
         self._enqueue_current(self._uploader, directory, step)
@@ -146,8 +146,8 @@ def open_mirror(
             with _translate_store_errors(root):
                 restore_run(found, directory, echo)
         if not isinstance(resume_from, Path):
-            echo(f"{'Resuming' if is_run(directory) else 'Writing to'} {directory}, mirrored to {uri}", "info")
-            atomic.make_directory(directory)
+            if is_run(directory):
+                echo(f"Resuming {directory}, mirrored to {uri}", "info")
             run.resume_from = directory
         yield run
     finally:
