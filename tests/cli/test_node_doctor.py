@@ -43,6 +43,9 @@ class Sums:
     def of(self, rank: int) -> OneRank:
         return OneRank(self, rank)
 
+    def abort(self) -> None:
+        self._barrier.abort()
+
     def sum(self, rank: int, array: Any) -> Any:
         self._arrays[rank] = self._fault(rank, array)
         self._barrier.wait()
@@ -154,6 +157,22 @@ def test_a_rank_that_adds_wrong_numbers(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.passed == [False] * 2
     assert result.findings["all-reduce"].status == "fail"
     assert result.figures["all_reduce"]["wrong_elements"] == [1, 1]
+
+
+def test_a_rank_that_ends_during_the_sums(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def end(rank: int, array: Any) -> Any:
+        if rank == 1:
+            sums.abort()
+            raise RuntimeError("Connection closed by peer\nframes")
+        return array
+
+    sums = Sums(2, end)
+    passed, error = (result := as_threads(monkeypatch, [tmp_path] * 2, sums=sums)).passed
+    assert passed is False
+    assert isinstance(error, VoroxError)
+    assert error.what == "failed on rank 1: Connection closed by peer"
+    assert result.findings["all-reduce"].status == "fail"
+    assert result.findings["all-reduce"].text.startswith("failed on rank 0")
 
 
 def test_a_missing_rank_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_rates_are_judged() -> None:
 
 
 def test_the_slowest_pair_is_named() -> None:
-    assert neighbours(["a", "a", "b", "b", "c"]) == [(0, 2), (2, 4), (4, 0)], "the first ranks of the hosts"
+    assert neighbours(["a", "a", "b", "b", "c"]) == [(0, 2), (2, 4), (4, 0)], "the first ranks of the machines"
     assert neighbours(["a", "a", "a"]) == [(0, 1), (1, 2), (2, 0)]
     assert neighbours(["a", "b"]) == [(0, 1)]
     reports = [report(rank, host) for rank, host in enumerate("abc")]

@@ -91,18 +91,17 @@ class NodeChecks:
             variable = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
             self._report(Finding("all-reduce", "fail", error.what, f"{_CONNECTED}{variable}"))
             return False
-        self._check_clocks(dist, reports)
         try:
+            self._check_clocks(dist, reports)
             self._check_collectives(dist, collectives, reports)
-        except RuntimeError as error:
-            text = f"it failed on rank {dist.rank}: {str(error).strip().splitlines()[0]}"
+            return bool(node_exchange.publish(dist, "verdict", not self._has_failed, self.timeout_seconds))
+        except RuntimeError as error:  # of the framework, for a rank that has ended or a network that fails
+            what = (str(error).strip() or type(error).__name__).splitlines()[0]
+            text, hint = f"failed on rank {dist.rank}: {what}", "see the output of the rank that ended first"
             if not dist.is_main:
-                raise VoroxError(
-                    text, where="all-reduce", hint="see the output of the rank that ended first"
-                ) from error
-            self._report(Finding("all-reduce", "fail", text, "see the output of the other ranks"))
-        passed = node_exchange.publish(dist, "verdict", not self._has_failed, self.timeout_seconds)
-        return bool(passed)
+                raise VoroxError(text, where="all-reduce", hint=hint) from error
+            self._report(Finding("all-reduce", "fail", text, hint))
+            return False
 
     def _report(self, finding: Finding) -> None:
         self._has_failed |= finding.status == "fail"
@@ -174,7 +173,7 @@ class NodeChecks:
         self.figures["all_reduce"] = {"transport": collectives.transport, "wrong_elements": all_wrong}
         if dist.is_main:
             self._report(node_checks.check_sums(all_wrong, reports, collectives.transport))
-        pairs = collective_timing.neighbours([report["host"] for report in reports])
+        pairs = collective_timing.neighbours([report["machine"] for report in reports])
         own = {
             "sizes": list(collective_timing.time_all_reduces(collectives).items()),
             "pairs": collective_timing.time_pairs(collectives, dist.rank, pairs),

@@ -91,14 +91,14 @@ def time_pairs(collectives: Collectives, rank: int, pairs: Sequence[tuple[int, i
     return found
 
 
-def neighbours(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks of a ring: the first ranks of the hosts, or all ranks if there is one host.
+def neighbours(machines: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the pairs of ranks of a ring: the first ranks of the machines, or all ranks of one machine.
 
     Args:
-        hosts: Host of each rank.
+        machines: Machine of each rank.
     """
-    ring = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    ring = ring if len(ring) > 1 else list(range(len(hosts)))
+    ring = [machines.index(machine) for machine in dict.fromkeys(machines)]
+    ring = ring if len(ring) > 1 else list(range(len(machines)))
     pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
     return pairs[:1] if len(ring) == 2 else pairs
 
