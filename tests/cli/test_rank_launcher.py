@@ -103,4 +103,7 @@ def test_a_killed_process_is_a_failure(
     assert (
         rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
     )
-    assert "Rank 1 of 2 was killed by SIGKILL" in capfd.readouterr().err
+    assert "Rank 1 of 2 was killed by SIGKILL. Run the same command again to resume.\n" in capfd.readouterr().err
+    words = as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")
+    assert rank_launcher.launch_ranks(2, words, advice="Run the check again.") == 1
+    assert "Rank 1 of 2 was killed by SIGKILL. Run the check again.\n" in capfd.readouterr().err

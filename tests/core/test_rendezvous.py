@@ -147,3 +147,12 @@ def test_a_port_in_use_is_an_error() -> None:
         port = int(server.getsockname()[1])
         with pytest.raises(ConfigError, match=f"Rank 0 cannot listen on port {port}: Address already in use"):
             rank(port, 0, 2).agree(None, len)
+
+
+def test_missing_ranks_can_be_part_of_the_decision() -> None:
+    port = free_port()
+    calls = [
+        lambda number=number: rank(port, number, 4, 0.5).agree(number * 10, list, allow_missing=True)
+        for number in (0, 2)
+    ]
+    assert together(calls) == [[0, None, 20, None]] * 2

@@ -208,7 +208,7 @@ def test_other_commands_name_what_there_is() -> None:
         elif words[0].startswith("benchmarks/"):
             assert (ROOT / words[0]).is_file(), command
         elif words[0] == "torchrun":
-            assert words[words.index("-m") + 1 :][:2] == ["vorox", "train"], command
+            assert words[words.index("-m") + 1 :][:2] in (["vorox", "train"], ["vorox", "doctor"]), command
         elif words[0] not in ("vorox", "echo", "git", "export", "ssh", ".venv/bin/pre-commit"):
             extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
             assert extras, f"{page}: who runs {command}?"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -16,6 +16,7 @@ from vorox.core.pluralize import pluralize
 if TYPE_CHECKING:
     from vorox.runtime.machine_checks import Finding
 
+_TIMEOUT_SECONDS = 120.0
 _NAME_COLUMNS = 15
 _TEXT_COLUMN = len("warn  ") + _NAME_COLUMNS + 1
 _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
@@ -23,6 +24,29 @@ _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer
 
 def doctor(
     network: Annotated[bool, typer.Option("--network", help="Also check the network (huggingface.co).")] = False,
+    nodes: Annotated[
+        bool,
+        typer.Option(
+            "--nodes",
+            help="Check the ranks of a job and the network between them instead: start it on every machine, under the "
+            "launcher of training.",
+        ),
+    ] = False,
+    nproc: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --nodes: number of processes on this machine.")
+    ] = 1,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="torch|jax", help="With --nodes: the engine to connect with; default: PyTorch, else JAX."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help=f"With --nodes: time that the ranks have to answer; default: {_TIMEOUT_SECONDS:g}.",
+        ),
+    ] = None,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
@@ -30,16 +54,68 @@ def doctor(
 
     Checks Python, PyTorch and JAX (each in a process of its own), driver, compiler, memory, disks and clock. The
     network is used only with --network. Exit code 0 if a run can start, 1 if a check fails; warnings do not count.
+
+    With --nodes, checks the ranks of a job: that all answer, versions, clocks, shared directories, exact all-reduces,
+    latency and bandwidth.
     """
+    if nodes:
+        _check_nodes(nproc, backend, timeout or _TIMEOUT_SECONDS, root, network=network, as_json=as_json)
+    _refuse_without_nodes({"--nproc": nproc > 1, "--backend": backend is not None, "--timeout": timeout is not None})
     findings: list[Finding] = []
     for finding in _findings(Path(root), network=network):
         findings.append(finding)
         if not as_json:
             _print(finding)
+    _finish(findings, {}, as_json=as_json)
+
+
+def _check_nodes(
+    nproc: int, backend: str | None, timeout_seconds: float, root: str, *, network: bool, as_json: bool
+) -> NoReturn:
+    """Check the ranks of a job; rank 0 prints, and all end with its exit code.
+
+    Raises:
+        ConfigError: The options contradict each other, or this process is not one of several ranks.
+        typer.Exit: Always.
+    """
+    from vorox.backends import check_installed
+    from vorox.backends.node_collectives import collective_engine
+    from vorox.cli.node_doctor import NodeChecks, rank_arguments, rank_or_launch
+    from vorox.core.errors import ConfigError
+
+    if network:
+        raise ConfigError("--nodes does not check huggingface.co", where="--network", hint="check it in a second call")
+    if backend is not None:
+        check_installed(backend)
+    member = rank_or_launch(nproc, rank_arguments(root, backend, timeout_seconds, as_json=as_json))
+    engine = collective_engine(backend)
+    findings: list[Finding] = []
+
+    def on_finding(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
+
+    checks = NodeChecks(member, Path(root), engine, timeout_seconds, on_finding)
+    passed = checks.run()
+    if member.rank == 0:
+        _finish(findings, {"nodes": checks.figures}, as_json=as_json)
+    raise typer.Exit(int(not passed))
+
+
+def _refuse_without_nodes(given: Mapping[str, bool]) -> None:
+    from vorox.core.errors import ConfigError
+
+    for name in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(f"{name} needs --nodes", where=name, hint=f"add --nodes, or remove {name}")
+
+
+def _finish(findings: Sequence[Finding], figures: Mapping[str, Any], *, as_json: bool) -> NoReturn:
+    """Print the verdict, and end with its exit code."""
     num_failed = sum(finding.status == "fail" for finding in findings)
     num_warnings = sum(finding.status == "warn" for finding in findings)
     if as_json:
-        print_json({"ok": not num_failed, "checks": [asdict(finding) for finding in findings]})
+        print_json({"ok": not num_failed, "checks": [asdict(finding) for finding in findings], **figures})
     else:
         verdict = "Not ready to train" if num_failed else "Ready to train"
         counts = f"{pluralize(num_failed, 'failure')}, {pluralize(num_warnings, 'warning')}"

@@ -66,13 +66,20 @@ class _Ending:
     text: str = ""
 
 
-def launch_ranks(count: int, arguments: Sequence[str], restarts: Restarts | None = None) -> int:
+def launch_ranks(
+    count: int,
+    arguments: Sequence[str],
+    restarts: Restarts | None = None,
+    *,
+    advice: str = "Run the same command again to resume.",
+) -> int:
     """Run ``vorox ARGUMENTS`` with ``count`` ranks on this machine.
 
     Args:
         count: Number of ranks on this machine.
         arguments: The command line, without the program's name.
         restarts: Restarts after a failure; default: none.
+        advice: What to do after a rank was killed.
 
     Returns:
         The exit code of the first rank that failed in the last start, else 0.
@@ -88,7 +95,7 @@ def launch_ranks(count: int, arguments: Sequence[str], restarts: Restarts | None
             following = None if restarts is None or is_final else restarts.after_failure(ending.text)
             if following is None:
                 if ending.text:
-                    sys.stderr.write(f"{ending.text}. Run the same command again to resume.\n")
+                    sys.stderr.write(f"{ending.text}. {advice}\n")
                 return ending.exit_code
             arguments = following
 

@@ -37,6 +37,7 @@ class Rendezvous:
         rank: Rank of this process.
         world_size: Number of ranks.
         timeout_seconds: Time that the ranks wait for each other.
+        time_setting: What sets this time, for messages.
     """
 
     host: str
@@ -44,6 +45,7 @@ class Rendezvous:
     rank: int
     world_size: int
     timeout_seconds: float
+    time_setting: str = "parallel.start_timeout_seconds"
 
     @classmethod
     def of(cls, member: Membership, timeout_seconds: float) -> Rendezvous:
@@ -53,21 +55,24 @@ class Rendezvous:
         host, _, port = member.free_address.rpartition(":")
         return cls(host.strip("[]"), int(port), member.rank, member.world_size, timeout_seconds)
 
-    def agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(self, value: Any, decide: Callable[[list[Any]], Any], *, allow_missing: bool = False) -> Any:
         """Gather a value from every rank, reduce them on rank 0, and return the result on every rank.
 
         Args:
             value: Plain JSON of this rank.
             decide: Called on rank 0 with the values by rank; returns plain JSON.
+            allow_missing: After the time limit, decide with ``None`` as the value of each rank that is missing.
 
         Raises:
-            StalledError: Some ranks did not start in time; the error names them.
+            StalledError: Some ranks did not start in time, or rank 0 did not; the error names them.
             ConfigError: Rank 0 cannot listen at the address, or two processes have the same rank.
         """
         ends_at = time.monotonic() + self.timeout_seconds
-        return self._gather(value, decide, ends_at) if self.rank == 0 else self._join(value, ends_at)
+        if self.rank > 0:
+            return self._join(value, ends_at)
+        return self._gather(value, decide, ends_at, allow_missing=allow_missing)
 
-    def _gather(self, value: Any, decide: Callable[[list[Any]], Any], ends_at: float) -> Any:
+    def _gather(self, value: Any, decide: Callable[[list[Any]], Any], ends_at: float, *, allow_missing: bool) -> Any:
         values, connections = {0: value}, dict[int, socket.socket]()
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(self._listen())
@@ -78,6 +83,8 @@ class Rendezvous:
                     try:
                         connection, _ = server.accept()
                     except TimeoutError:
+                        if allow_missing:
+                            break
                         raise self._missing(sorted({*range(self.world_size)} - values.keys())) from None
                     stack.enter_context(connection)
                     greeting = _receive(connection, _GREETING_SECONDS)
@@ -90,7 +97,7 @@ class Rendezvous:
                 parts = [type(error).__name__, error.what, error.where, error.hint]
                 _answer([*connections.values(), connection], {"error": parts})
                 raise
-            decision = decide([values[rank] for rank in range(self.world_size)])
+            decision = decide([values.get(rank) for rank in range(self.world_size)])
             _answer(connections.values(), {"decision": decision})
             return decision
 
@@ -144,7 +151,7 @@ class Rendezvous:
             f"{'Ranks' if ',' in listed else 'Rank'} {listed} of {self.world_size} did not start within "
             f"{pluralize(round(self.timeout_seconds), 'second')}",
             where=self._address, hint="start them, or see their logs; they must reach rank 0 at this address; "
-            "parallel.start_timeout_seconds sets the time",
+            f"{self.time_setting} sets the time",
         )  # fmt: skip
 
     @property

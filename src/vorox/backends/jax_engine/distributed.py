@@ -25,9 +25,28 @@ from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext,
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
+_START_SECONDS = 300
+"""Time that the ranks have to connect after they have met."""
+
+
+def join(member: Membership, timeout_seconds: float) -> DistributedContext:
+    """Join a process group without a run, with one device per rank.
+
+    Args:
+        member: The rank of this process.
+        timeout_seconds: Time that the ranks have to connect.
+
+    Raises:
+        ConfigError: The environment is inconsistent, or the other processes cannot be reached.
+    """
+    assert member.world_size is not None, "the ranks have met"
+    with contextlib.suppress(RuntimeError):  # JAX is already initialised
+        jax.config.update("jax_num_cpu_devices", 1)
+    return _joined(local_gpus(member, member.world_size, len(_listed_gpus())), round(timeout_seconds))
+
 
 @functools.cache
-def _joined(device_ids: tuple[int, ...] | None) -> DistributedContext:
+def _joined(device_ids: tuple[int, ...] | None, timeout_seconds: int = _START_SECONDS) -> DistributedContext:
     """Join the process group, once per process."""
     found = membership()
     if found is None:
@@ -36,7 +55,9 @@ def _joined(device_ids: tuple[int, ...] | None) -> DistributedContext:
         if found.coordinator == FOUND_BY_BACKEND:
             jax.distributed.initialize()  # the cluster gives the devices too
         else:
-            jax.distributed.initialize(found.free_address, found.world_size, found.rank, device_ids)
+            jax.distributed.initialize(
+                found.free_address, found.world_size, found.rank, device_ids, initialization_timeout=timeout_seconds
+            )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
@@ -65,8 +86,11 @@ def connect(config: RunConfig) -> DistributedContext:
             jax.config.update("jax_num_cpu_devices", max(1, config.parallel.num_devices // found.world_size))
     if found is None:
         return _joined(None)
-    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
-    return _joined(local_gpus(found, config.parallel.num_devices, len(visible)))
+    return _joined(local_gpus(found, config.parallel.num_devices, len(_listed_gpus())))
+
+
+def _listed_gpus() -> list[str]:
+    return [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
 
 
 def local_gpus(member: Membership, num_devices: int, num_listed: int) -> tuple[int, ...] | None:

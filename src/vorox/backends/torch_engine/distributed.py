@@ -45,8 +45,23 @@ def connect(config: RunConfig) -> DistributedContext:
     return DistributedContext() if found is None else _joined(found, start_timeout)
 
 
+def join(found: Membership, start_timeout: timedelta, timeout: timedelta) -> DistributedContext:
+    """Join a process group without a run.
+
+    Args:
+        found: The rank of this process.
+        start_timeout: Time that the ranks have to connect.
+        timeout: Time that a collective has.
+
+    Raises:
+        ConfigError: The environment is inconsistent, or the other ranks cannot be reached.
+        StalledError: A rank did not connect in time.
+    """
+    return _joined(found, start_timeout, timeout)
+
+
 @functools.cache
-def _joined(found: Membership, start_timeout: timedelta) -> DistributedContext:
+def _joined(found: Membership, start_timeout: timedelta, timeout: timedelta = TIMEOUT) -> DistributedContext:
     """Join the process group, once per process."""
     if found.coordinator == FOUND_BY_BACKEND:
         raise ConfigError(
@@ -59,7 +74,7 @@ def _joined(found: Membership, start_timeout: timedelta) -> DistributedContext:
     try:
         store, rank, world_size = next(_rendezvous(found, start_timeout))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=start_timeout)
-        cast("Any", dist).distributed_c10d._set_pg_timeout(TIMEOUT)  # has no public name
+        cast("Any", dist).distributed_c10d._set_pg_timeout(timeout)  # has no public name
     except dist.DistStoreError as error:
         raise StalledError(
             f"A rank did not connect within {start_timeout.total_seconds():g} s: {str(error).splitlines()[0]}",
