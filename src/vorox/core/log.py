@@ -84,7 +84,13 @@ class RunLog:
             level: Severity.
             fields: Plain values.
         """
-        record = {"time": _now(), "attempt": self._attempt, "kind": kind, "level": level, "message": redact(message)}
+        record = {
+            "time": time_stamp(),
+            "attempt": self._attempt,
+            "kind": kind,
+            "level": level,
+            "message": redact(message),
+        }
         if self._distributed.world_size > 1:
             record["process"] = self._distributed.rank
         if fields:
@@ -112,7 +118,7 @@ class RunLog:
         """Record an error with its traceback, without printing it: the caller that ends the process does."""
         trace = redact("".join(traceback.format_exception(error)))
         record = {
-            "time": _now(),
+            "time": time_stamp(),
             "attempt": self._attempt,
             "kind": "error",
             "level": "error",
@@ -170,7 +176,7 @@ class RunLog:
             self.echo = _discard
 
     def _write_text(self, message: str, level: Level) -> None:
-        text = f"{_now()} {level:7s} {redact(message)}"
+        text = f"{time_stamp()} {level:7s} {redact(message)}"
         self._write(self._text, text.replace("\n", "\n    ").encode(errors="backslashreplace"))
 
     def _write(self, file: LineFile | None, line: bytes) -> None:
@@ -208,5 +214,6 @@ class _Bridge(logging.Handler):
             self.handleError(record)
 
 
-def _now() -> str:
+def time_stamp() -> str:
+    """Return the time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""A run on disk: id, directory, lock, and the record of its attempts.
+"""A run on disk: id, directory, lock, and the beginning and end of an attempt.
 
 ``runs/<run_id>/`` belongs to one configuration: the id is a readable part and eight digits of the configuration's
 digest, so the same command finds the same run. The process that opens a run holds ``LOCK`` until it exits; a second
@@ -13,30 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from vorox.core import atomic
 from vorox.core.config import config_digest, dump_yaml, load_config, model_label, slug
 from vorox.core.disk_errors import disk_error
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.environment import code_record, environment_record, git_record
 from vorox.core.errors import ConfigError, Preempted, StalledError, VoroxError
 from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
-from vorox.core.redaction import redact_arguments, redact_value
+from vorox.core.log import time_stamp
 from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
 from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, run_argument, saved_state
 from vorox.core.run_matching import latest_run
+from vorox.core.run_record import RunRecord
 from vorox.core.schema import RunConfig
-
-RUN_FORMAT = "vorox-run/1"
 
 
 def run_id(config: RunConfig) -> str:
@@ -86,18 +82,15 @@ class RunContext:
     ) -> None:
         self.directory, self.layout = directory, RunLayout(directory)
         self.config = config
-        self.attempt = 1
         self.has_begun = False
         self.outcome = "finished"
         self._distributed, self._is_main = distributed, distributed.is_main
         self._lock = lock
-        self._record: dict[str, Any] = {}
-        self._failure: dict[str, Any] | None = None
         self._at_begin: list[Callable[[], None]] = []
         self._closed = False
         self._is_new = False
-        if self._is_main:
-            self._prepare_record(argv)
+        self._record = RunRecord(self.layout, config, argv) if self._is_main else None
+        self.attempt = 1 if self._record is None else self._record.attempt
 
     # Opening
 
@@ -204,46 +197,21 @@ class RunContext:
             _release(None, lock)
             raise
 
-    def _prepare_record(self, argv: Sequence[str]) -> None:
-        """Read the record of the run and add this attempt to it, in memory."""
-        record = self._read_record()
-        attempts = cast("list[dict[str, Any]]", record["attempts"])
-        if attempts and attempts[-1]["outcome"] == "running":
-            attempts[-1]["outcome"] = "killed"  # this process holds its lock, so it is dead
-        self._failure = _read_json(self.layout.failure)
-        if attempts and self._failure is not None:
-            attempts[-1]["failure"] = self._failure
-        self.attempt = len(attempts) + 1
-        attempts.append(
-            {
-                "attempt": self.attempt, "started_at": _now(), "ended_at": None, "outcome": "running",
-                "argv": redact_arguments(argv), "pid": os.getpid(), "working_directory": str(Path.cwd()),
-                "config_digest": config_digest(self.config), "code": code_record(), "git": git_record(Path.cwd()),
-                "environment": redact_value(environment_record()), "notes": {},
-            }
-        )  # fmt: skip
-        self._record = record
-
     def begin(self) -> None:
         """Record this attempt, because the run has accepted it. Idempotent."""
         if self.has_begun:
             return
         self.has_begun = True
         try:
-            if self._is_main:
-                self._write_attempt()
+            if self._record is not None:
+                atomic.sweep_temporary(self.directory)
+                atomic.make_directory(self.layout.control)
+                if not self.layout.config.exists():
+                    self.record_config()
+                self._record.begin()
         finally:
             for action in self._at_begin:
                 action()
-
-    def _write_attempt(self) -> None:
-        atomic.sweep_temporary(self.directory)
-        atomic.make_directory(self.layout.control)
-        if not self.layout.config.exists():
-            self.record_config()
-        self._write_record()
-        if self._failure is not None:
-            atomic.remove_file(self.layout.failure)
 
     def at_begin(self, action: Callable[[], None]) -> None:
         """Call a function that writes to the run once the attempt begins: now, later, or never if it is refused."""
@@ -263,27 +231,6 @@ class RunContext:
             self.begin()
         return True
 
-    def _read_record(self) -> dict[str, Any]:
-        record = _read_json(self.layout.record)
-        if record is None or record.get("format") != RUN_FORMAT or not isinstance(record.get("attempts"), list):
-            if self.layout.record.exists():
-                raise ConfigError(
-                    "Record of the run is damaged",
-                    where=str(self.layout.record),
-                    hint="move the file away to start a new record; checkpoints and plan are not affected",
-                )
-            return {
-                "format": RUN_FORMAT,
-                "run_id": self.directory.name,
-                "config_digest": config_digest(self.config),
-                "created_at": _now(),
-                "attempts": [],
-            }
-        return record
-
-    def _write_record(self) -> None:
-        atomic.write_file(self.layout.record, atomic.pretty_json(self._record))
-
     @property
     def is_main(self) -> bool:
         """Whether this process is rank 0, which writes the run."""
@@ -302,16 +249,16 @@ class RunContext:
 
     def note(self, **values: Any) -> None:
         """Add plain values to the record of this attempt, such as determinism level and device."""
-        if self._is_main:
-            self._record["attempts"][-1]["notes"].update(redact_value(values))
+        if self._record is not None:
+            self._record.add_notes(values)
             if self.has_begun:
-                self._write_record()
+                self._record.write()
 
     def record_failure(self, error: BaseException) -> None:
         """Write ``failure.json``. Never raises, so that the original error is reported."""
         if not self._is_main:
             return
-        failure = {**failure_record(error), "attempt": self.attempt, "at": _now()}
+        failure = {**failure_record(error), "attempt": self.attempt, "at": time_stamp()}
         with contextlib.suppress(OSError):
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
 
@@ -347,9 +294,8 @@ class RunContext:
         self._closed = True
         try:
             self.begin()
-            if self._is_main:
-                self._record["attempts"][-1].update(ended_at=_now(), outcome=outcome)
-                self._write_record()
+            if self._record is not None:
+                self._record.end(outcome)
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -411,15 +357,3 @@ def _release(directory: Path | None, lock: FileLock | None) -> None:
         shutil.rmtree(directory, ignore_errors=True)
     if lock is not None:
         lock.release()
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # other I/O errors do not mean that the file is damaged
-        return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
