@@ -1,18 +1,20 @@
-"""What the display, the tracker and an open dashboard cost a run: whole programs, one process per contender, in turn.
+"""What display, tracker, monitors and an open dashboard cost a run: whole programs, one process per contender, in turn.
 
     display_cost.py [--rounds 7] [--steps 300] [--hidden-size 192] [--wandb] [--results DIR] [--write-docs]
 
 Contenders, each ``vorox train`` of the same model and batches:
 
 * silent: nothing is logged between the first and the last step; the reference of every ratio.
-* plain lines: output into a pipe, ``log.every_steps`` at its default; metrics file, TensorBoard where it is installed.
+* plain lines: output into a pipe, ``log.every_steps`` at its default; metrics file, TensorBoard where it is installed;
+  watchdog.
 * live display: the same on a pseudo-terminal.
 * live display and dashboard: that, ``vorox dash`` on its folder, and a client that follows the server-sent events and
   loads the page of the run after each, as the page in a browser does.
 
 Wall time of two programs cannot show half a percent on a machine that is noisier than that, so each process also
-reports its processor time per step and the time that its training thread spends in calls of the display and the tracker
-(``contenders/timed_train.py`` defines the figures). The dashboard's own processor time is given per second of its life.
+reports its processor time per step and the time that its training thread spends in calls of the display, the tracker
+and all monitors (``contenders/timed_train.py`` defines the figures). The dashboard's own processor time is given per
+second of its life.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class Job:
             "train.global_batch_sequences=8", "train.micro_batch_sequences=8", f"train.num_steps={self.steps}",
             "schedule.warmup_steps=1", "checkpoint.every_steps=null", "checkpoint.at_end=false",
             "eval.every_steps=null", "eval.at_end=false", "eval.prompts=[]", "log.every_steps=10", *every,
-            *(self.sinks if contender.is_logged else ()), "--resume", "never",
+            *((*self.sinks, "runtime.stall_timeout_seconds=600") if contender.is_logged else ()), "--resume", "never",
         ]  # fmt: skip
 
 
@@ -268,8 +270,8 @@ def table(record: dict[str, Any]) -> str:
         "Ratios are to silent.",
         "",
         "| | ms per step | ratio | CPU ms per step | ratio | display, us per step | tracker, us per step | both | "
-        "both, CPU |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "both, CPU | all monitors | all monitors, CPU |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in trials.items():
         ratios = {
@@ -277,19 +279,17 @@ def table(record: dict[str, Any]) -> str:
             for key in ("step_seconds", "cpu_seconds")
         }
         columns = {key: [one[key] for one in found] for key in FIGURES}
-        shares = {
-            kind: [
-                100 * (one[f"display{kind}_seconds"] + one[f"tracker{kind}_seconds"]) / one["step_seconds"]
-                for one in found
-            ]
+        shares = [
+            [100 * sum(one[f"{call}{kind}_seconds"] for call in calls) / one["step_seconds"] for one in found]
+            for calls in (("display", "tracker"), ("monitor",))
             for kind in ("", "_cpu")
-        }
+        ]
         cells = [
             spread([1e3 * value for value in columns["step_seconds"]], ".1f"), spread(ratios["step_seconds"], ".3f"),
             spread([1e3 * value for value in columns["cpu_seconds"]], ".1f"), spread(ratios["cpu_seconds"], ".3f"),
             spread([1e6 * value for value in columns["display_seconds"]], ".0f"),
             spread([1e6 * value for value in columns["tracker_seconds"]], ".0f"),
-            *(f"{spread(share, '.3f')}%" for share in shares.values()),
+            *(f"{spread(share, '.3f')}%" for share in shares),
         ]  # fmt: skip
         lines.append(f"| {name} | {' | '.join(cells)} |")
     dash = [one for found in trials.values() for one in found if "events" in one]

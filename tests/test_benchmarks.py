@@ -33,6 +33,7 @@ def test_display_cost(tmp_path: Path) -> None:
             assert found["display_calls"] >= 2, "steps 10 and 20"
             assert found["record_seconds"] > found["display_seconds"] + found["tracker_seconds"] > 0
             assert found["cpu_seconds"] > 0
+            assert found["monitor_seconds"] > found["record_seconds"]
             assert found["display_cpu_seconds"] > 0
             assert found["tracker_cpu_seconds"] > 0
     (shown,) = trials["live display and dashboard"]
@@ -40,3 +41,16 @@ def test_display_cost(tmp_path: Path) -> None:
     assert shown["pages"] >= 1
     assert shown["dashboard_cpu_per_second"] > 0
     assert "| live display and dashboard | " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_false_alarms(tmp_path: Path) -> None:
+    sizes = ["--minutes", "0.5", "--timeout", "2", "--results", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "false_alarms.py", *sizes], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "false_alarms.json").read_text())
+    assert (found["exit_code"], found["false_alarms"]) == (75, 0)
+    assert found["responses"]["sent"] > 0

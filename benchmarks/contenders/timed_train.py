@@ -8,6 +8,8 @@ It writes REPORT, a JSON file with figures of the steps after the first WARMUP_S
 * ``tracker_seconds``: time of the training thread inside calls of the tracker (metrics file and other sinks), per step.
 * ``record_seconds``: time of the training thread inside ``Session.record``, per step: the two above, reading speed and
   memory for them, and the checks of each settled step.
+* ``monitor_seconds``: time of the training thread inside all monitors, per step: ``Session.record``, heartbeats for the
+  watchdog, schedule of the profiler, limit of loss spikes, counting of steps.
 * ``display_cpu_seconds`` and so on: processor time of the training thread in these calls, without waiting for a core.
 * ``display_calls`` and ``steps``: how many there were.
 """
@@ -26,11 +28,19 @@ from typing import Any
 from vorox.cli import main
 from vorox.cli.build_display import RunScreen
 from vorox.experiments.tracking import Tracker
+from vorox.runtime.heartbeat import Heartbeat
+from vorox.training.loss_spikes import LossSpikes
 from vorox.training.observer import Observer
 from vorox.training.session import Session
+from vorox.training.step_profiler import StepProfiler
 
 DISPLAY = ("step", "message", "sample", "waiting")
 TRACKER = ("observe", "log", "flush")
+MONITORS = (
+    (Session, "record"), (Heartbeat, "enter"), (Heartbeat, "compute"), (StepProfiler, "begin"), (StepProfiler, "end"),
+    (LossSpikes, "max_loss"), (Observer, "started"),
+)  # fmt: skip
+CALLS = ("display", "tracker", "record", "monitor")
 
 
 class Clocks:
@@ -42,18 +52,22 @@ class Clocks:
             defaultdict[str, float](float),
             defaultdict[str, int](int),
         )
+        self._open = set[str]()
         self.num_steps, self._began, self._ended = 0, (0.0, 0.0), (0.0, 0.0)
 
     def wrap(self, owner: type, method: str, name: str) -> None:
+        """Count the time of a method under a name, once where calls of this name are nested."""
         original: Callable[..., Any] = getattr(owner, method)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
+            if threading.current_thread() is not threading.main_thread() or name in self._open:
                 return original(*arguments, **options)
+            self._open.add(name)
             started, cpu_started = time.perf_counter(), time.thread_time()
             try:
                 return original(*arguments, **options)
             finally:
+                self._open.remove(name)
                 self.seconds[f"{name}_seconds"] += time.perf_counter() - started
                 self.seconds[f"{name}_cpu_seconds"] += time.thread_time() - cpu_started
                 self.calls[name] += 1
@@ -82,7 +96,7 @@ class Clocks:
     def report(self) -> dict[str, float]:
         steps = self.num_steps - self._warmup - 1
         seconds, calls = self._at_last
-        names = [f"{call}{kind}_seconds" for call in ("display", "tracker", "record") for kind in ("", "_cpu")]
+        names = [f"{call}{kind}_seconds" for call in CALLS for kind in ("", "_cpu")]
         found = {name: seconds.get(name, 0.0) / steps for name in names}
         wall, cpu = (end - start for end, start in zip(self._ended, self._began, strict=True))
         return {
@@ -98,6 +112,8 @@ def run() -> int:
         for method in methods:
             clocks.wrap(owner, method, name)
     clocks.wrap(Session, "record", "record")
+    for owner, method in MONITORS:
+        clocks.wrap(owner, method, "monitor")
     clocks.follow_steps()
     code = main(["train", *words])
     if code == 0:
