@@ -47,6 +47,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "runs"
 
 
+@pytest.fixture(scope="module")
+def torch_run(runs: Path) -> str:
+    """A finished run of the PyTorch engine in the same folder: its id."""
+    return tiny_runs.run(tiny_runs.configuration(runs.parent, ["run.name=prompted"])).run_directory.name
+
+
 def line_of(step: int) -> str:
     values = {"loss": 5.0 / step, "learning_rate": 0.1, "tokens_total": 64.0 * step}
     return json.dumps({"step": step, "attempt": 1, "time": float(step), "values": values}) + "\n"
@@ -127,6 +133,50 @@ def test_the_documents_of_a_step_lead_to_its_steps(browser: Watched, runs: Path,
     steps = browser.page.get_by_role("region", name="Steps of the document")
     steps.wait_for()
     assert steps.get_by_role("button", name="3", exact=True).count() >= 1
+    assert browser.problems == []
+
+
+def test_a_curve_shows_the_documents_of_the_step_under_the_cursor(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(f"{url}#/run/{run_ids(runs)[0]}/curves", "Documents of step")
+    step = browser.page.get_by_role("spinbutton", name="Step")
+    found = set[str]()
+    for fraction in (0.2, 0.8):
+        chart = browser.page.locator(".u-over").first
+        box = chart.bounding_box()
+        assert box is not None
+        with browser.page.expect_response(lambda response: "/api/documents" in response.url):
+            chart.hover(position={"x": fraction * box["width"], "y": box["height"] / 2})
+        browser.page.locator(".document").first.wait_for()
+        found.add(step.input_value())
+    assert len(found) == 2, "another step at another place"
+    assert all(1 <= int(value) <= 12 for value in found)
+    assert browser.problems == []
+
+
+@pytest.mark.torch
+def test_the_box_prompts_a_checkpoint(browser: Watched, runs: Path, url: str, torch_run: str) -> None:
+    """The completion is that of ``vorox generate`` with the same seed."""
+    browser.open(f"{url}#/run/{torch_run}/samples", "Prompt a checkpoint")
+    browser.page.get_by_role("textbox", name="Prompt").fill("def ")
+    browser.page.get_by_label("Tokens").fill("8")
+    browser.page.get_by_role("button", name="Complete").click()
+    answer = browser.page.locator(".answer pre")
+    browser.page.locator(".answer pre, .answer .problem").wait_for(timeout=100_000)
+    assert not browser.page.locator(".problem").count(), browser.page.locator(".problem").text_content()
+    words = [
+        "generate",
+        str(runs / torch_run),
+        "--prompt",
+        "def ",
+        "--tokens",
+        "8",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "0",
+    ]
+    done = subprocess.run([sys.executable, "-m", "vorox", *words], capture_output=True, text=True, check=True)
+    assert (answer.text_content() or "").strip() == done.stdout.strip()
     assert browser.problems == []
 
 
