@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from eventually import wait_until
+from vorox.core import lock
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
 from vorox.core.process_identity import this_process
@@ -51,6 +53,17 @@ def test_a_second_process_is_refused_with_the_holder_named(tmp_path: Path) -> No
         assert caught.value.exit_code == 2
         assert caught.value.what == f"The run x is in use by process {process.pid} on {socket.gethostname()}"
         assert caught.value.where == str(path)
+
+
+def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, blocking: bool) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock, "_lock", refuse)
+    with pytest.raises(ConfigError) as caught:
+        FileLock(tmp_path / "LOCK", blocking=False, purpose="the run x").acquire()
+    assert caught.value.what == f"The run x cannot be locked: {os.strerror(errno.ENOLCK)}"
+    assert "supports file locks" in caught.value.hint
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGKILL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,9 @@ from types import TracebackType
 
 from vorox.core.errors import ConfigError
 from vorox.core.process_identity import ProcessIdentity, this_process
+
+_HELD_ERRORS = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK}
+"""Of a lock that another process holds; the last two on Windows."""
 
 
 class FileLock:
@@ -28,7 +32,7 @@ class FileLock:
         """Acquire the lock.
 
         Raises:
-            ConfigError: Another process holds it and ``blocking`` is off.
+            ConfigError: Another process holds it and ``blocking`` is off, or the file system has no locks.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(self.path, flags, 0o644), "a+b", buffering=0)
@@ -38,11 +42,13 @@ class FileLock:
             file.seek(0)
             holder = _describe(file.read())
             file.close()
-            raise ConfigError(
-                f"{_capitalised(self._purpose or self.path.name)} is in use by {holder}",
-                where=str(self.path),
-                hint="wait until that process finishes, or stop it",
-            ) from error
+            name = _capitalised(self._purpose or self.path.name)
+            if error.errno in _HELD_ERRORS:
+                text, hint = f"{name} is in use by {holder}", "wait until that process finishes, or stop it"
+            else:
+                text = f"{name} cannot be locked: {error.strerror or error}"
+                hint = "use a directory on a file system that supports file locks (for NFS, mount it with locks)"
+            raise ConfigError(text, where=str(self.path), hint=hint) from error
         file.seek(0)
         file.truncate()
         file.write(json.dumps(this_process().to_json()).encode())

@@ -127,6 +127,29 @@ def test_putting_is_quick_while_the_database_hangs_and_what_does_not_fit_is_spoo
     assert Spool(tmp_path).size_bytes == 0
 
 
+def test_a_spooled_row_is_not_overwritten_by_an_older_one_of_its_key(tmp_path: Path) -> None:
+    """While the database opens, memory for one row is full: the newest value of the other goes to the spool."""
+    observed, opened, release = Observed(), threading.Event(), threading.Event()
+
+    class Opening(Database):
+        def open(self) -> Any:
+            opened.set()
+            release.wait(WAIT_SECONDS)
+            return super().open()
+
+    database = Opening()
+    observed.rows = [row(1, 1)]
+    writer = start(tmp_path, database, observed, max_pending=1)
+    assert opened.wait(WAIT_SECONDS)
+    writer.put(row(2, 2))
+    writer.put(row(1, 9))
+    release.set()
+    wait_until(lambda: len(database.steps()) == 2)
+    observed.next_round()
+    writer.close()
+    assert database.steps() == {1: 9, 2: 2}
+
+
 def test_closing_does_not_wait_for_a_database_that_hangs(tmp_path: Path) -> None:
     database, observed = Database(), Observed()
     database.gate.clear()

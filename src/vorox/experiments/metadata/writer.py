@@ -126,13 +126,15 @@ class MetadataWriter:
         if not self._closing and time.monotonic() < self._retry_at:
             self._spool_pending()
             return
-        with self._lock:
-            taken, self._pending = self._pending, {}
-        self._in_flight = taken
         try:
-            self._write(taken)
+            cache = self._opened()
+            self._drain(cache)  # before rows are taken: a row may be spooled after an older one of its key was taken
+            with self._lock:
+                self._in_flight, self._pending = self._pending, {}
+            if self._in_flight:
+                cache.write(row for _, row in sorted(self._in_flight.values(), key=lambda entry: entry[0]))
         except Exception as error:
-            self._handle_failure(error, taken)
+            self._handle_failure(error)
             return
         self._in_flight = {}
         if self._failures:
@@ -145,7 +147,8 @@ class MetadataWriter:
                 self.put(row)
                 self._last_collected[row.key] = row
 
-    def _write(self, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
+    def _opened(self) -> MetadataCache:
+        """Return the database; a newly opened one has received the spooled rows and the current state."""
         if self._cache is None:
             cache = self._open_cache()
             try:
@@ -155,9 +158,7 @@ class MetadataWriter:
                 cache.close()
                 raise
             self._cache = cache
-        self._drain(self._cache)
-        if taken:
-            self._cache.write(row for _, row in sorted(taken.values(), key=lambda entry: entry[0]))
+        return self._cache
 
     def _drain(self, cache: MetadataCache) -> None:
         """Write the spooled rows, without holding the spool's lock: spooling must not wait for the database."""
@@ -174,7 +175,7 @@ class MetadataWriter:
             if self._spool.size_bytes == size_bytes:
                 self._spool.clear()  # else it is drained again, together with the new rows, which is harmless
 
-    def _handle_failure(self, error: Exception, taken: dict[tuple[Any, ...], tuple[int, Row]]) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         cache, self._cache = self._cache, None
         if cache is not None:
             try:
@@ -183,8 +184,9 @@ class MetadataWriter:
                 del closing
         self._failures += 1
         self._retry_at = time.monotonic() + min(_LONGEST_RETRY_SECONDS, self._interval_seconds * self._failures)
-        self._spool_rows(taken.values(), sync=True)
+        self._spool_rows(self._in_flight.values(), sync=True)
         self._in_flight = {}
+        self._spool_pending()
         if self._failures == 1:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             text = f"The metadata database is unavailable ({reason}); training continues, rows are spooled in "
