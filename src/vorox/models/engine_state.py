@@ -32,7 +32,7 @@ from vorox.models.orbax_arrays import OrbaxArrays
 from vorox.models.sharded_arrays import ShardedArrays
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_weights import from_stored, stored_entries, to_stored
-from vorox.models.weights_file import TensorEntry, WeightsFile, write_weights
+from vorox.models.weights_file import WEIGHTS_INDEX_FILE, TensorEntry, WeightsFile, weights_index, write_weights
 
 FORMAT = "vorox-engine/1"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
@@ -92,11 +92,13 @@ class Snapshot:
         return {}
 
     def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport] = ()) -> None:
-        """Write the three files."""
+        """Write the three files, and an index, so that vLLM does not load the optimizer's file as weights."""
         del parts
         spec, state = self.spec, self.state
+        entries = stored_entries(spec)
         with directory.open(MODEL_FILE) as sink:
-            write_weights(sink, stored_entries(spec), to_stored(spec, state.weights()))
+            write_weights(sink, entries, to_stored(spec, state.weights()))
+        directory.write(WEIGHTS_INDEX_FILE, pretty_json(weights_index(MODEL_FILE, entries)))
         with directory.open(OPTIMIZER_FILE) as sink:
             write_weights(sink, moment_entries(spec, state.moment_names), _moment_arrays(state))
         write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")

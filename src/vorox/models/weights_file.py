@@ -30,6 +30,8 @@ Array = npt.NDArray[Any]
 HEADER_LIMIT_BYTES = 100_000_000
 """The limit of the official library."""
 PIECE_BYTES = 1 << 26
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+"""Names the file of each tensor of a Hugging Face directory."""
 
 _NUMPY: Mapping[str, npt.DTypeLike] = {
     "F64": "<f8", "I64": "<i8", "U64": "<u8", "F32": "<f4", "I32": "<i4", "U32": "<u4",
@@ -302,13 +304,19 @@ class WeightsFile:
         return array
 
 
+def weights_index(file_name: str, entries: Sequence[TensorEntry]) -> dict[str, Any]:
+    """Return the content of ``WEIGHTS_INDEX_FILE`` for a directory whose weights are one file."""
+    total_size_bytes = sum(entry.size_bytes for entry in entries)
+    return {"metadata": {"total_size": total_size_bytes}, "weight_map": {entry.name: file_name for entry in entries}}
+
+
 def open_directory(directory: Path) -> tuple[WeightsFile, ...]:
     """Open the weights of a Hugging Face directory: ``model.safetensors``, or the shards of its index.
 
     Raises:
         CheckpointError: There are no safetensors weights, a shard is missing, or index and shards disagree.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single, index = directory / "model.safetensors", directory / WEIGHTS_INDEX_FILE
     if single.exists():
         return (WeightsFile(single),)
     if not index.exists():

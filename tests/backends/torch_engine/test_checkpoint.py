@@ -45,7 +45,7 @@ def test_save_load_step_is_bitwise(model: str, settings: str, tmp_path: Path) ->
     path = save(engine, tmp_path / "state")
     verify_directory(path)
     assert sorted(entry.name for entry in path.iterdir()) == [
-        "MANIFEST.json", "engine.json", "model.safetensors", "optimizer.safetensors",
+        "MANIFEST.json", "engine.json", "model.safetensors", "model.safetensors.index.json", "optimizer.safetensors",
     ]  # fmt: skip
     other = make(MODELS[model], run__seed=99, **SETTINGS[settings])
     train(other, 1, start=50)
@@ -68,6 +68,9 @@ def test_the_files_say_the_same_under_their_public_format(tmp_path: Path) -> Non
     assert all(
         np.array_equal(stored[name], array) and stored[name].dtype == np.float32 for name, array in exported.items()
     )
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(stored, "model.safetensors"), "the optimizer's file is left out"
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in stored.values())
     moments = load_file(path / "optimizer.safetensors")
     for kind, buffers in engine.optimizer.buffers.items():
         for name, view in engine.parameters.whole(buffers):

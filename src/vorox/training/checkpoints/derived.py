@@ -17,14 +17,14 @@ from vorox.core.staged_directory import StagedDirectory, read_manifest
 from vorox.models.engine_state import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, write_description
 from vorox.models.sharded_arrays import INDEX_FILE
 from vorox.models.spec import ModelSpec
-from vorox.models.weights_file import TensorEntry, write_weights
+from vorox.models.weights_file import WEIGHTS_INDEX_FILE, TensorEntry, write_weights
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, verify
 
 AVERAGED = "averaged_steps"
 """Key of the manifest's metadata: the steps of the averaged checkpoints."""
 PRUNED = "pruned"
 """Key of the manifest's metadata: how the weights were pruned."""
-_REPLACED = (MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
+_REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
 
 
 def is_derived(metadata: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ from vorox.models.huggingface_config import CONFIG_NAME, spec_from_huggingface
 from vorox.models.huggingface_families import huggingface_family
 from vorox.models.huggingface_spec import KIND
 from vorox.models.stored_spec import spec_from_json
-from vorox.models.weights_file import open_directory
+from vorox.models.weights_file import WEIGHTS_INDEX_FILE, open_directory
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.inference.model_source import find_model, load_model_config
 
@@ -213,7 +213,7 @@ def describe_weights(config: RunConfig) -> WeightsDescription | None:
 def download_weights(location: str) -> Path:
     """Download a model from the hub; a cached download of the same commit is reused."""
     repository, revision = _hub_place(location)
-    patterns = (CONFIG_NAME, "model*.safetensors", "model.safetensors.index.json")
+    patterns = (CONFIG_NAME, "model*.safetensors", WEIGHTS_INDEX_FILE)
     return download_repository(repository, revision, patterns, key=_KEY)[0]
 
 

@@ -22,12 +22,12 @@ from vorox.data.tokenizers.huggingface import download_repository, hub_place
 from vorox.models.huggingface_config import CONFIG_NAME
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.stored_spec import spec_from_json
-from vorox.models.weights_file import open_directory
+from vorox.models.weights_file import WEIGHTS_INDEX_FILE, open_directory
 from vorox.training.checkpoints.store import step_directories
 
 _KEY = "model.name_or_path"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_WEIGHTS = (CONFIG_NAME, "model*.safetensors", "model.safetensors.index.json")
+_WEIGHTS = (CONFIG_NAME, "model*.safetensors", WEIGHTS_INDEX_FILE)
 
 
 @dataclass(frozen=True, slots=True)
