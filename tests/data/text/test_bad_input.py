@@ -507,3 +507,20 @@ def test_a_large_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     kinds, _, mebibytes = measured(source(tmp_path, "parquet", max_decompression_ratio=1e6))
     assert len(kinds) == 100_000
     assert mebibytes < 200
+
+
+@pytest.mark.parametrize(
+    ("ending", "hint"),
+    [
+        (".py", "name the files by a glob, such as {folder}/**/*.py"),
+        (".jsonl", "set data.sources.format=jsonl, or name the files by a glob, such as {folder}/**/*.jsonl"),
+        (
+            ".xyz",
+            "set data.sources.format to what these files are, or name the files by a glob, such as {folder}/**/*.xyz",
+        ),
+    ],
+)
+def test_a_folder_of_other_files_names_another_format_only(tmp_path: Path, ending: str, hint: str) -> None:
+    """Files of unknown names read as txt where they are named one by one, such as code, need no other format."""
+    (tmp_path / f"a{ending}").write_text("text\n")
+    assert refusal(source(tmp_path, "txt")).hint == hint.format(folder=tmp_path)

@@ -168,9 +168,12 @@ def _list_files(config: SourceConfig, location: str, suffixes: tuple[str, ...], 
     try:
         return list_indexed_files(config, location, suffixes)
     except NoMatchingSuffix as error:
-        known = sorted({form for ending in error.found if (form := format_of_path(f"name{ending}")) is not None})
-        formats = " or ".join(f"{key}.format={form}" for form in known) or f"{key}.format to what these files are"
-        raise DataError(error.what, where=error.where, hint=f"set {formats}, or {error.hint}") from error
+        known = {form for ending in error.found if (form := format_of_path(f"name{ending}")) is not None}
+        if known == {config.format}:
+            raise
+        formats = " or ".join(f"{key}.format={form}" for form in sorted(known - {config.format}))
+        other = formats or f"{key}.format to what these files are"
+        raise DataError(error.what, where=error.where, hint=f"set {other}, or {error.hint}") from error
 
 
 def _found_file(file: StoredFile, root: str) -> FoundFile:
