@@ -325,7 +325,7 @@ def test_a_dry_run_knows_what_is_missing(vorox: Run, tmp_path: Path) -> None:
 def test_a_dry_run_knows_what_is_held_out(vorox: Run) -> None:
     code, out, err = vorox("train", "tiny.yaml", "--dry-run")
     assert code == 0, err
-    assert "validation     10% of the documents of text" in out
+    assert "validation     16.7% of the documents of text" in out, "10 of 60; the setting is 10%"
     code, out, err = vorox("train", "tiny.yaml", "--dry-run", "data.validation.split=file")
     assert code == 2
     assert "data.validation.held_out_fraction=0" in err
