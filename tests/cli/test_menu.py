@@ -201,6 +201,31 @@ def test_growth_is_found_and_the_run_extended(vorox: Run, tmp_path: Path) -> Non
     assert f"Extend the run to {grown_total:,} steps?" in out
 
 
+def test_files_that_a_run_cannot_use_are_named_before_it_starts(vorox: Run, tmp_path: Path) -> None:
+    text = tiny_runs.write_text(tmp_path / "text")
+    source = f"data.sources=[{{name: text, format: jsonl, paths: ['{text}']}}]"
+    assert vorox("train", "tiny.yaml", source, f"data.cache.directory={tmp_path / 'cache'}")[0] == 0
+    (name,) = run_ids()
+    resume = ("train", "--resume", name, "train.num_steps=24")
+    tiny_runs.write_text(tmp_path / "more", documents=20, seed=1)
+    (tmp_path / "more" / "text.jsonl").rename(text / "z.jsonl")
+    caches = sorted((tmp_path / "cache").iterdir())
+    code, out, _ = vorox("train", answers="1 24 q")
+    assert code == 0
+    assert "Files were added to source 'text' after the run started" in out
+    assert f"--from-weights {name}" in " ".join(out.split())
+    code, _, err = vorox(*resume, "--dry-run")
+    assert code == 4
+    assert "training state up to step 12 is safe" in err
+    assert sorted((tmp_path / "cache").iterdir()) == caches
+    assert vorox(*resume)[0] == 4  # builds a cache of all files
+    code, _, err = vorox(*resume, "--dry-run")
+    assert code == 4
+    assert "no longer hold the" in err
+    (text / "z.jsonl").unlink()
+    assert vorox(*resume, "--dry-run")[0] == 0
+
+
 def test_the_menu_stays_closed_without_a_terminal(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(menu, "has_terminal", lambda: False)
     code, _, err = vorox("train", "--menu")

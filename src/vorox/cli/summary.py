@@ -58,7 +58,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
 
 
 def _activation() -> list[str]:
-    """Return the command that makes ``vorox`` known to the shell; empty if it is, or if there is no such command."""
+    """Return the command that makes ``vorox`` known to the shell; empty if it is known, or has no environment."""
     script = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin", "activate")
     if shutil.which("vorox") is not None or not script.is_file():
         return []
