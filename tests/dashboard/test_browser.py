@@ -124,6 +124,33 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
     assert {re.match(r"[a-z]+:(//[^/]+)?", request)[0] for request in browser.requests} <= {base.rstrip("/"), "data:"}
 
 
+def test_a_commit_stays_on_one_line_in_a_crowded_table(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(url, run_ids(runs)[0])
+    crowd = "all => all.map((one) => (one.closest('td').style.maxWidth = '20px', one.getClientRects().length))"
+    lines = browser.page.locator("td code").evaluate_all(crowd)
+    assert lines
+    assert set(lines) == {1}
+
+
+def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url: str) -> None:
+    sampled = runs / "sampled"
+    sampled.mkdir(exist_ok=True)
+    (sampled / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
+    log = [f"x info    Sample at step {step}: 'a prompt' -> '{'words ' * 9}'\n" for step in range(1, 13)]
+    (sampled / "log.txt").write_text("".join(log), encoding="utf-8")
+    (sampled / "metrics.jsonl").write_text(line_of(12), encoding="utf-8")
+    browser.open(f"{url}#/run/sampled/samples", "Step 12")
+    region = browser.page.get_by_role("region", name="Samples by step")
+    newest = browser.page.get_by_role("columnheader", name="Step 12", exact=True)
+    around, box = region.bounding_box(), newest.bounding_box()
+    assert around is not None
+    assert box is not None
+    assert box["x"] >= around["x"]
+    assert box["x"] + box["width"] <= around["x"] + around["width"] + 1
+    assert fits(browser)
+    assert browser.problems == []
+
+
 def test_the_documents_of_a_step_lead_to_its_steps(browser: Watched, runs: Path, url: str) -> None:
     browser.open(url, "Runs")
     browser.open(f"{url.split('?')[0]}#/run/{run_ids(runs)[0]}/data?step=3", "documents in 4 rows")
