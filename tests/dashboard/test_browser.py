@@ -219,6 +219,33 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
     assert browser.problems == []
 
 
+@pytest.mark.torch
+def test_a_process_that_trains_updates_the_page(browser: Watched, runs: Path, url: str) -> None:
+    """Steps of a run that trains meanwhile, and its state after it was asked to stop."""
+    tiny_runs.configuration(runs.parent)
+    words = ["train", "tiny.yaml", "--name", "live", "--resume", "never", "train.num_steps=100000", "log.every_steps=1",
+             "checkpoint.every_steps=null", "eval.every_steps=null", "runtime.rehearsal=false"]  # fmt: skip
+    command = [sys.executable, "-m", "vorox", *words]
+    with subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as training:
+        killer = threading.Timer(100, training.kill)
+        killer.start()
+        try:
+            assert training.stdout is not None
+            name = Path(next(line for line in training.stdout if "Run directory:" in line).split()[-1]).name
+            threading.Thread(target=training.stdout.read, daemon=True).start()
+            browser.open(f"{url}#/run/{name}/curves", "running")
+            step = browser.page.locator(".facts")
+            for _ in range(2):
+                before = step.text_content()
+                playwright.expect(step).not_to_have_text(before or "", timeout=15_000)
+            training.terminate()
+            browser.page.get_by_text("preempted").first.wait_for(timeout=30_000)
+        finally:
+            killer.cancel()
+            training.kill()
+    assert browser.problems == []
+
+
 def test_an_exported_file_opens_from_disk(browser: Watched, runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "runs.html"
     assert main(["dash", str(runs), "--export", str(file)]) == 0
