@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,9 @@ def printed_command(out: str) -> list[str]:
 def test_a_new_run_and_its_command(vorox: Run) -> None:
     code, out, err = vorox("train", answers="n tiny.yaml 2 y")
     assert code == 0, err
+    assert "GiB available" in out
+    if sys.platform == "linux":
+        assert "free in /dev/shm" in out
     assert "None in runs yet." in out
     assert "tiny.yaml    a configuration in this folder" in out
     command = printed_command(out)
@@ -151,6 +155,7 @@ def test_deleting_checkpoints_runs_and_orphaned_logs(vorox: Run, monkeypatch: py
     code, out, err = vorox("train", answers="x o n o y 1 1 n 1 1 y 1 1 y 1 r n 1 r y b q")
     assert code == 0, err
     assert "O  delete the logs of 1 run without a checkpoint" in out
+    assert "Delete this run? [y/N]" in out
     assert out.count(f"Removed {orphan}") == 1
     assert "Removed step-00000008 (" in out
     assert "Removed step-00000012 (" not in out
