@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make train` and `make test`. Both do all the set-up themselves.
 #
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
+#   make dash  [ARGS="--port 0"]           show the runs in the browser
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests but the slow ones
 #   make slow                              the slow tests: kills, compilations, several processes, every page of the docs
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
@@ -28,7 +29,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
+.PHONY: setup train dash test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -59,6 +60,9 @@ $(STAMP_DEV): $(STAMP_TORCH)
 
 train: $(STAMP_TRAIN)
 	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(BACKEND),backend=$(BACKEND)) $(ARGS)
+
+dash: $(STAMP)
+	@$(BIN)/vorox dash $(ARGS)
 
 # Types are checked beside the tests, and what they say comes last.
 test: $(STAMP_DEV) lint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,9 @@ def printed_command(out: str) -> list[str]:
 def test_a_new_run_and_its_command(vorox: Run) -> None:
     code, out, err = vorox("train", answers="n tiny.yaml 2 y")
     assert code == 0, err
+    assert "GiB available" in out
+    if sys.platform == "linux":
+        assert "free in /dev/shm" in out
     assert "None in runs yet." in out
     assert "tiny.yaml    a configuration in this folder" in out
     command = printed_command(out)
@@ -151,6 +155,7 @@ def test_deleting_checkpoints_runs_and_orphaned_logs(vorox: Run, monkeypatch: py
     code, out, err = vorox("train", answers="x o n o y 1 1 n 1 1 y 1 1 y 1 r n 1 r y b q")
     assert code == 0, err
     assert "O  delete the logs of 1 run without a checkpoint" in out
+    assert "Delete this run? [y/N]" in out
     assert out.count(f"Removed {orphan}") == 1
     assert "Removed step-00000008 (" in out
     assert "Removed step-00000012 (" not in out
@@ -199,6 +204,31 @@ def test_growth_is_found_and_the_run_extended(vorox: Run, tmp_path: Path) -> Non
     grown_total = max(step_directories(Path("runs") / name))
     assert grown_total > 2 * total
     assert f"Extend the run to {grown_total:,} steps?" in out
+
+
+def test_files_that_a_run_cannot_use_are_named_before_it_starts(vorox: Run, tmp_path: Path) -> None:
+    text = tiny_runs.write_text(tmp_path / "text")
+    source = f"data.sources=[{{name: text, format: jsonl, paths: ['{text}']}}]"
+    assert vorox("train", "tiny.yaml", source, f"data.cache.directory={tmp_path / 'cache'}")[0] == 0
+    (name,) = run_ids()
+    resume = ("train", "--resume", name, "train.num_steps=24")
+    tiny_runs.write_text(tmp_path / "more", documents=20, seed=1)
+    (tmp_path / "more" / "text.jsonl").rename(text / "z.jsonl")
+    caches = sorted((tmp_path / "cache").iterdir())
+    code, out, _ = vorox("train", answers="1 24 q")
+    assert code == 0
+    assert "Files were added to source 'text' after the run started" in out
+    assert f"--from-weights {name}" in " ".join(out.split())
+    code, _, err = vorox(*resume, "--dry-run")
+    assert code == 4
+    assert "training state up to step 12 is safe" in err
+    assert sorted((tmp_path / "cache").iterdir()) == caches
+    assert vorox(*resume)[0] == 4  # builds a cache of all files
+    code, _, err = vorox(*resume, "--dry-run")
+    assert code == 4
+    assert "no longer hold the" in err
+    (text / "z.jsonl").unlink()
+    assert vorox(*resume, "--dry-run")[0] == 0
 
 
 def test_the_menu_stays_closed_without_a_terminal(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -198,6 +199,52 @@ def test_resuming_after_the_other_process_has_stopped(folder: Path) -> None:
     screen.answer("Start? [Y/n]: ", "n")
     screen.answer("Choose 1", "q")
     assert screen.end() == 0
+
+
+@pytest.mark.slow
+def test_the_logs_of_a_run_without_a_checkpoint_are_deleted(folder: Path) -> None:
+    killed = Screen("train", "tiny.yaml", "train.num_steps=2000", "checkpoint.every_steps=null", STEP_SECONDS="0.1")
+    killed.expect("Run directory: ")
+    killed.process.kill(signal.SIGKILL)
+    killed.process.wait()
+    (name,) = run_names()
+    screen = Screen("train")
+    screen.answer("[N]: ", "x")
+    assert "O  delete the logs of 1 run without a checkpoint" in screen.answer("[B]: ", "o")
+    screen.answer("[y/N]: ", "")
+    screen.answer("[B]: ", "o")
+    screen.answer("[y/N]: ", "y")
+    screen.expect(f"Removed {name}")
+    screen.answer("[B]: ", "q")
+    assert screen.end() == 0
+    assert run_names() == []
+
+
+@pytest.mark.slow
+def test_growth_is_found_and_a_name_of_ones_own_is_kept(folder: Path) -> None:
+    text = tiny_runs.write_text(folder / "text")
+    grown = [
+        f"data.sources=[{{name: text, format: jsonl, paths: ['{text}']}}]", "data.cache.grow=true",
+        f"data.cache.directory={folder / 'cache'}", "train.num_steps=null", "train.num_epochs=1",
+    ]  # fmt: skip
+    screen = Screen("train", "--menu", "tiny.yaml", *grown)
+    screen.answer("[N]: ", "")
+    screen.answer("type a name [1]: ", "of my own")
+    screen.answer("Start? [Y/n]: ", "")
+    assert screen.end() == 0
+    (name,) = run_names()
+    assert name.startswith("of-my-own_run_1-")
+    before = max(steps(name))
+    tiny_runs.write_text(folder / "more", documents=90, seed=1)
+    (folder / "more" / "text.jsonl").rename(text / "z.jsonl")
+    assert Screen("data", "build", "tiny.yaml", *grown).end() == 0
+    screen = Screen("train")
+    screen.answer("Choose 1", "1")
+    screen.expect("the data grew from")
+    assert "Extend the run to" in screen.answer("[Y/n]: ", "y")
+    screen.answer("Start? [Y/n]: ", "y")
+    assert screen.end() == 0
+    assert max(steps(name)) > 2 * before
 
 
 @pytest.mark.slow

@@ -107,6 +107,43 @@ def test_help_has_many_names(words: list[str], capsys: pytest.CaptureFixture[str
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "what", "remedy"),
+    [
+        ("dashbord", "No such command 'dashbord'", "`vorox dash`"),
+        ("resume", "No such command 'resume'", "`vorox train --resume latest`"),
+        ("frobnicate", "No such command 'frobnicate'", "`vorox --help`"),
+        ("runs shw", "No such command 'shw'", "`vorox runs show`"),
+        ("help trainn", "No such command 'trainn'", "`vorox train`"),
+        ("generate", "Missing argument 'RUN|CHECKPOINT'", "`vorox generate --help`"),
+        ("dash --expot x.html", "No such option: --expot", "`vorox dash --export`"),
+        ("train --minutes", "Option '--minutes' requires an argument", "`vorox train --help`"),
+        ("train --nproc 0", "Invalid value for '--nproc'", "`vorox train --help`"),
+    ],
+)
+def test_a_command_line_that_cannot_be_parsed_has_the_four_lines(
+    command: str, what: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    printed = capsys.readouterr()
+    first, where, saved, do = printed.err.splitlines()
+    assert first.startswith(f"x configuration: {what}")
+    assert first.endswith("[exit 2]")
+    assert where == f"  where   vorox {command}"
+    assert saved == "  saved   -"
+    assert do.startswith("  do      ")
+    assert remedy in do
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize("words", [[], ["runs"]])
+def test_a_group_without_a_command_prints_its_help_only(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "Commands" in printed.out
+    assert printed.err == ""
+
+
 @pytest.mark.parametrize("word", ["-V", "--version"])
 def test_the_version_has_two_names(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,8 +68,9 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     (directory,) = runs()
     assert out.startswith("tiny: llama-1x16 on text, 12 steps, 4 x 16 tokens per step\n")
     assert f" Run directory: {directory}\n" in out.partition(" Step 1 loss ")[2], "it is named once it stays"
-    commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
-    assert list(commands) == ["resume", "generate", "export", "replay"]
+    commands = dict(line.split(None, 1) for line in out.splitlines()[-5:])
+    assert list(commands) == ["resume", "generate", "export", "replay", "dash"]
+    assert commands["dash"] == "vorox dash"
     assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
     assert "nats/token after step" in out
     assert "(xz: " in out
@@ -87,6 +91,22 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert f"{directory.name}: 24 steps" in out
     assert [path.name for path in runs()] == [directory.name]
     assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_last_screen_names_the_environment_if_the_shell_does_not_know_vorox(
+    vorox: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """As after `make train`, whose environment is in `.venv` and is not activated."""
+    folder = Path(".venv", "Scripts" if os.name == "nt" else "bin")
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text("")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if is_known else None)
+    code, out, err = vorox("train", "tiny.yaml")
+    assert code == 0, err
+    shown = [line for line in out.splitlines() if line.startswith("  first ")]
+    assert [line.endswith(str(folder / "activate")) for line in shown] == ([] if is_known else [True])
 
 
 def test_a_new_run_that_is_refused_names_no_directory(vorox: Run) -> None:
@@ -115,8 +135,8 @@ def test_the_last_screen_offers_only_what_works(vorox: Run) -> None:
     words = ['eval.prompts=["\\n", "the \'step\'"]', "eval.sample_tokens=4", "model.activation=relu"]
     code, out, err = vorox("train", "tiny.yaml", *words)
     assert code == 0, err
-    commands = dict(line.split(None, 1) for line in out.splitlines()[-3:])
-    assert list(commands) == ["resume", "generate", "replay"]
+    commands = dict(line.split(None, 1) for line in out.splitlines()[-4:])
+    assert list(commands) == ["resume", "generate", "replay", "dash"]
     assert shlex.split(commands["generate"])[-1] == "the 'step'"
 
 

@@ -155,3 +155,20 @@ def test_rooms_that_know_of_no_run_name_their_event(tmp_path: Path) -> None:
     (event,) = read_lines(tmp_path / "events.jsonl")
     assert (event["kind"], event["fields"]) == ("waiting_for_data", {"uri": "s3://b/x", "failed_tries": 3})
     assert shown == [("waiting for data", "warning")]
+
+
+def test_messages_of_vorox_are_shown_and_those_of_libraries_only_from_warnings_on(tmp_path: Path) -> None:
+    log, shown = open_log(tmp_path)
+    level = logging.getLogger("vorox").level
+    with log.capture():
+        extra = {"event_kind": "compiled", "event_fields": {"seconds": 9.5}}
+        logging.getLogger("vorox.torch_engine").info("Compiled in 9.5 s", extra=extra)
+        library = logging.getLogger("a_library")
+        library.setLevel(logging.DEBUG)
+        library.info("of no interest")
+        library.warning("of interest")
+    log.close()
+    assert shown == [("Compiled in 9.5 s", "info"), ("of interest", "warning")]
+    event, _ = read_lines(tmp_path / "events.jsonl")
+    assert (event["kind"], event["level"], event["fields"]) == ("compiled", "info", {"seconds": 9.5})
+    assert logging.getLogger("vorox").level == level

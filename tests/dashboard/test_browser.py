@@ -124,6 +124,33 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
     assert {re.match(r"[a-z]+:(//[^/]+)?", request)[0] for request in browser.requests} <= {base.rstrip("/"), "data:"}
 
 
+def test_a_commit_stays_on_one_line_in_a_crowded_table(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(url, run_ids(runs)[0])
+    crowd = "all => all.map((one) => (one.closest('td').style.maxWidth = '20px', one.getClientRects().length))"
+    lines = browser.page.locator("td code").evaluate_all(crowd)
+    assert lines
+    assert set(lines) == {1}
+
+
+def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url: str) -> None:
+    sampled = runs / "sampled"
+    sampled.mkdir(exist_ok=True)
+    (sampled / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
+    log = [f"x info    Sample at step {step}: 'a prompt' -> '{'words ' * 9}'\n" for step in range(1, 13)]
+    (sampled / "log.txt").write_text("".join(log), encoding="utf-8")
+    (sampled / "metrics.jsonl").write_text(line_of(12), encoding="utf-8")
+    browser.open(f"{url}#/run/sampled/samples", "Step 12")
+    region = browser.page.get_by_role("region", name="Samples by step")
+    newest = browser.page.get_by_role("columnheader", name="Step 12", exact=True)
+    around, box = region.bounding_box(), newest.bounding_box()
+    assert around is not None
+    assert box is not None
+    assert box["x"] >= around["x"]
+    assert box["x"] + box["width"] <= around["x"] + around["width"] + 1
+    assert fits(browser)
+    assert browser.problems == []
+
+
 def test_the_documents_of_a_step_lead_to_its_steps(browser: Watched, runs: Path, url: str) -> None:
     browser.open(url, "Runs")
     browser.open(f"{url.split('?')[0]}#/run/{run_ids(runs)[0]}/data?step=3", "documents in 4 rows")
@@ -189,6 +216,33 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
     with (runs / HOSTILE / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(line_of(step))
     facts.get_by_text(f"{5 / step:.3f}", exact=True).wait_for(timeout=10_000)
+    assert browser.problems == []
+
+
+@pytest.mark.torch
+def test_a_process_that_trains_updates_the_page(browser: Watched, runs: Path, url: str) -> None:
+    """Steps of a run that trains meanwhile, and its state after it was asked to stop."""
+    tiny_runs.configuration(runs.parent)
+    words = ["train", "tiny.yaml", "--name", "live", "--resume", "never", "train.num_steps=100000", "log.every_steps=1",
+             "checkpoint.every_steps=null", "eval.every_steps=null", "runtime.rehearsal=false"]  # fmt: skip
+    command = [sys.executable, "-m", "vorox", *words]
+    with subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as training:
+        killer = threading.Timer(100, training.kill)
+        killer.start()
+        try:
+            assert training.stdout is not None
+            name = Path(next(line for line in training.stdout if "Run directory:" in line).split()[-1]).name
+            threading.Thread(target=training.stdout.read, daemon=True).start()
+            browser.open(f"{url}#/run/{name}/curves", "running")
+            step = browser.page.locator(".facts")
+            for _ in range(2):
+                before = step.text_content()
+                playwright.expect(step).not_to_have_text(before or "", timeout=15_000)
+            training.terminate()
+            browser.page.get_by_text("preempted").first.wait_for(timeout=30_000)
+        finally:
+            killer.cancel()
+            training.kill()
     assert browser.problems == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,13 @@ import pytest
 from vorox.core.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_home_page_links_every_page_of_the_navigation() -> None:
+    pages = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert len(pages) > 25
+    assert pages - set(re.findall(r"\]\((\w+\.md)\)", home)) == {"index.md"}
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ def test_text_that_changed_ends_a_resume_with_the_two_ways_on(
     for _ in range(2):  # the first refusal leaves everything as it was
         with pytest.raises(DataError) as caught:
             run(config, **again)
+        assert caught.value.saved == "training state up to step 4 is safe in step-00000004"
         assert caught.value.exit_code == 4
         assert "--resume never" in (caught.value.hint or "")
         assert "restore the files" in (caught.value.hint or "")

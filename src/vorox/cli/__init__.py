@@ -83,7 +83,7 @@ def show_help(
     command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", show_default=False)] = None,
 ) -> None:
     """Show the help of a command."""
-    app(args=[*(command or []), "--help"], prog_name="vorox")
+    app(args=[*(command or []), "--help"], prog_name="vorox", standalone_mode=False)
 
 
 _MOST_OPEN_FILES = 65_536
@@ -110,13 +110,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in unknown_variables(os.environ):
             sys.stderr.write(f"warning: {line}\n")
         try:
-            app(args=argv, prog_name="vorox")
-        except SystemExit as end:  # typer ends every command with it
+            code = app(args=argv, prog_name="vorox", standalone_mode=False)
+            return code if isinstance(code, int) else 0
+        except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
+        except typer.Abort:  # a question at the end of the input
+            sys.stderr.write("Aborted.\n")
+            return 1
         except KeyboardInterrupt:
             return 130
         except Exception as error:
             from vorox.cli.failure import report_failure
 
             return report_failure(error, argv)
-    return 0

@@ -1,4 +1,4 @@
-"""Growth of the data since a run started, and the length of the run with all of it."""
+"""Growth of the data since a run started: the new length of the run, or why it refuses new files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
 from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument, saved_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 
     from vorox.core.schema import RunConfig
     from vorox.data.cache.reader import CacheReader
+    from vorox.data.plan import Plan
+    from vorox.data.source_listing import ListedSources
+    from vorox.data.text.sources import Source
+    from vorox.data.tokenizers.tokenizer import Tokenizer
     from vorox.training.schedule import Horizon
 
 
@@ -70,3 +76,53 @@ def find_growth(config: RunConfig, checkpoint: Path, readers: Sequence[CacheRead
         horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens), dataset_tokens=size.tokens
     )
     return DataGrowth(recorded, now, config.train.num_epochs is not None and now.total_steps > recorded.total_steps)
+
+
+def check_unchanged(config: RunConfig, directory: Path, listed: ListedSources) -> None:
+    """Check that a run which is resumed still finds the rows of its plan, as far as caches on this disk show.
+
+    Raises:
+        DataError: The text of a source has changed since the run started, or files were added to it.
+    """
+    from vorox.data.plan import Plan
+
+    plan = Plan.find(RunLayout(directory).plan)
+    if plan is None or listed.tokenizer is None or config.data.mode == "streaming" or config.data.cache.grow:
+        return
+    if [source.name for source in plan.sources] == [source.config.name for source in listed.train]:
+        for index, source in enumerate(listed.train):
+            _check_source(config, plan, index, source, listed.tokenizer)
+
+
+def _check_source(config: RunConfig, plan: Plan, index: int, source: Source, tokenizer: Tokenizer) -> None:
+    from vorox.core.errors import DataError
+    from vorox.data.cache.manifest import Manifest
+    from vorox.data.cache.reader import CacheReader
+    from vorox.data.cache.recipe import RECIPE_NAME
+    from vorox.data.cache_location import cache_directory, cache_root, find_location
+    from vorox.data.cache_opener import recipe_for
+
+    def check(path: Path) -> None:
+        reader = CacheReader.open(path, recipe)
+        plan.check([reader if number == index else None for number in range(len(plan.sources))])
+
+    root, recipe = cache_root(config.data), recipe_for(config.data, source, "train", tokenizer)
+    exact = cache_directory(root, source, "train", recipe)
+    if (exact / RECIPE_NAME).exists():
+        if not len(Manifest.open(exact).missing_units()):
+            check(exact)
+        return
+    try:
+        found = find_location(root, source, "train", recipe, grow=source.config.max_bytes is None)
+        if found.units is None:
+            return
+        check(found.directory)
+    except DataError:
+        return  # caches of other runs: the resume compares what it builds
+    run = plan.path.parent
+    raise DataError(
+        f"Files were added to source {source.config.name!r} after the run started", where=source.config.paths[0],
+        hint=f"to resume, move them away; to train on them, start a run with --from-weights {run_argument(run)}. "
+        "Only a run that is started with data.cache.grow=true accepts new files at a resume",
+        saved=saved_state(RunLayout(run)),
+    )  # fmt: skip

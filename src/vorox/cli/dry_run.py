@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vorox.cli import humanize
+from vorox.cli.data_growth import check_unchanged
 from vorox.cli.disk_plan import disk_lines
 from vorox.core.pluralize import pluralize
 
@@ -130,6 +131,8 @@ class RunPreview:
             checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
             check_resume(config, directory, checkpoint, self.named_keys, config.train.num_steps)
         text = self.text
+        if exists:
+            check_unchanged(config, directory, text.listed)
         yield from _text_lines(config, text)
         if fresh and text.listed.tokenizer is not None:
             check_weights(config, tokenizer=text.listed.tokenizer)

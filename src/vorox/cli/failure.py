@@ -8,12 +8,13 @@ happened, where, what is saved, what to do. The traceback of an unexpected error
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
         error: What ended the command.
         arguments: The command line, without the program's name.
     """
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed
+        return 2
     known = _explained(error, arguments)
     lines = _four_lines(known, arguments)
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
@@ -74,7 +77,7 @@ def _wrapped(text: str) -> str:
 
 def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:
     """Return the error itself, its explanation, or for a crash an error that names the traceback's file."""
-    known = error if isinstance(error, VoroxError) else _machine_error(error)
+    known = error if isinstance(error, VoroxError) else _usage_error(error, arguments) or _machine_error(error)
     if known is not None:
         return known
     path = _write_traceback(error, _command(arguments))
@@ -101,6 +104,40 @@ def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
         f"  saved   {redact(known.saved) or '-'}",
         f"  do      {redact(known.hint) or again}",
     ]
+
+
+def _usage_error(error: BaseException, arguments: Sequence[str]) -> VoroxError | None:
+    """Return the explained error of a command line that typer cannot parse, such as an unknown command."""
+    message: Callable[[], str] | None = getattr(error, "format_message", None)
+    if message is None:
+        return None
+    context = getattr(error, "ctx", None)
+    command = " ".join(["vorox", *arguments[:1]]) if context is None else str(context.command_path)
+    what, *suggested = re.split(r" Did you mean | \(Possible options: ", message().replace("\n", " "))
+    meant = [f"`{command} {word}`" for word in re.findall(r"[\w-]+", " ".join(suggested)) if word != "or"]
+    unknown = re.fullmatch(r"No such command '(.+)'\.?", what)
+    if meant:
+        hint = f"write {' or '.join(meant)}; see `{command} --help`"
+    elif unknown and command == "vorox" and unknown[1] in _OTHER_COMMANDS:
+        hint = f"use `{_OTHER_COMMANDS[unknown[1]]}`"
+    else:
+        hint = f"see `{command} --help`"
+    return ConfigError(what.rstrip("."), where=_command(arguments), hint=hint)
+
+
+_OTHER_COMMANDS = {
+    **dict.fromkeys(("resume", "continue", "restart"), "vorox train --resume latest"),
+    **dict.fromkeys(("pretrain", "finetune", "fit", "run", "start", "quickstart"), "vorox train quickstart"),
+    **dict.fromkeys(("sample", "infer", "complete"), "vorox generate latest -p TEXT"),
+    **dict.fromkeys(("ls", "list", "ps", "show", "status"), "vorox runs list"),
+    **dict.fromkeys(("plot", "report", "compare"), "vorox runs plot|report|compare RUN"),
+    **dict.fromkeys(("ui", "board", "webui", "tensorboard"), "vorox dash"),
+    **dict.fromkeys(("evaluate", "lm_eval"), "vorox eval latest --tasks TASKS"),
+    **dict.fromkeys(("ckpt", "verify"), "vorox checkpoints list|verify RUN"),
+    "init": "vorox train --menu",
+    "menu": "vorox train --menu",
+}
+"""Commands of other trainers, and what to write instead."""
 
 
 def _machine_error(error: BaseException) -> VoroxError | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
@@ -11,8 +15,6 @@ from vorox.core.pluralize import pluralize
 from vorox.core.run_lookup import run_argument, short_path
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vorox.core.schema import RunConfig
     from vorox.run import Outcome
 
@@ -43,13 +45,25 @@ def summary_lines(outcome: Outcome) -> list[str]:
         prompt += f" --tokens {positions // 2}"
     several = nproc_option()
     form = "peft" if config.adapter.kind != "none" else "hf" if _has_huggingface_form(directory) else None
+    root = short_path(directory.parent)
     lines += [
+        *_activation(),
         f"  resume    vorox train --resume {run} train.num_steps={2 * step}{several}",
         f"  generate  vorox generate {run} -p {prompt}",
         *([f"  export    vorox export {run} --to {form} --check"] if form is not None else []),
         f"  replay    vorox replay {run} --from {first} --to {last}{several}",
+        f"  dash      vorox dash{'' if root == 'runs' else f' {shlex.quote(root)}'}",
     ]
     return lines
+
+
+def _activation() -> list[str]:
+    """Return the command that makes ``vorox`` known to the shell; empty if it is known, or has no environment."""
+    script = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin", "activate")
+    if shutil.which("vorox") is not None or not script.is_file():
+        return []
+    command = "" if os.name == "nt" else "source "
+    return [f"  first     {command}{shlex.quote(short_path(script))}"]
 
 
 def _has_huggingface_form(directory: Path) -> bool:

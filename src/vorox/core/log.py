@@ -25,6 +25,7 @@ from vorox.core.run_layout import RunLayout
 __all__ = ["Echo", "Level", "RunLog", "redact", "redact_arguments", "redact_value", "to_stderr"]
 
 Level = Literal["info", "warning", "error"]
+_OWN_LOGGERS = "vorox"
 Echo = Callable[[str, Level], None]
 """Prints one message to the terminal. The text is redacted."""
 
@@ -134,15 +135,17 @@ class RunLog:
 
     @contextlib.contextmanager
     def capture(self) -> Generator[None]:
-        """Redirect Python warnings and the loggers of libraries to this log."""
-        handler, root = _Bridge(self), logging.getLogger()
-        before = root.handlers[:]
+        """Redirect Python warnings, the loggers of Vorox and the warnings of libraries to this log."""
+        handler, root, own = _Bridge(self), logging.getLogger(), logging.getLogger(_OWN_LOGGERS)
+        before, level = root.handlers[:], own.level
         root.handlers[:] = [handler]
+        own.setLevel(logging.INFO)
         logging.captureWarnings(True)
         try:
             yield
         finally:
             logging.captureWarnings(False)
+            own.setLevel(level)
             root.handlers[:] = before
 
     def flush(self, *, sync: bool = False) -> None:
@@ -192,26 +195,35 @@ class RunLog:
 
 
 class _Bridge(logging.Handler):
-    """Forwards log records of warning level and above to the run's log.
+    """Forwards log records to the run's log: those of Vorox, and of libraries the warnings and errors.
 
     Modules of Vorox that do not know the run set the event with ``extra={"event_kind": ..., "event_fields": {...}}``.
     """
 
     def __init__(self, log: RunLog) -> None:
-        super().__init__(level=logging.WARNING)
+        super().__init__(level=logging.INFO)
         self._log = log
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is forwarded."""
+        return record.levelno >= logging.WARNING or record.name.partition(".")[0] == _OWN_LOGGERS
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage().strip()
             if record.exc_info and record.exc_info[1] is not None:
                 text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            level: Level = "error" if record.levelno >= logging.ERROR else "warning"
+            level = _level(record.levelno)
             kind: str = getattr(record, "event_kind", "library_message")
             fields: dict[str, Any] = getattr(record, "event_fields", {"logger": record.name})
             self._log.event(kind, text, level=level, **fields)
         except Exception:  # a library's broken message must not stop anything
             self.handleError(record)
+
+
+def _level(number: int) -> Level:
+    """Return the level of a log record."""
+    return "error" if number >= logging.ERROR else "warning" if number >= logging.WARNING else "info"
 
 
 def time_stamp() -> str:

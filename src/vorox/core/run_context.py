@@ -323,6 +323,9 @@ class RunContext:
         if error is None:
             self.close(self.outcome)
             return
+        if isinstance(error, VoroxError) and not error.saved:
+            with contextlib.suppress(OSError):
+                error.saved = saved_state(self.layout)
         if not self.begin_unless_refused(error):
             self._closed = True
             _release(None, self._lock)

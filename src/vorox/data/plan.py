@@ -234,7 +234,7 @@ class Plan:
                         f"longer hold the {sum(part.num_rows for part in ranges):,} rows that the plan was made for",
                         where=str(self.path),
                         hint="restore the files as they were when the run started, or start a new run on the current "
-                        "files: vorox train ... --resume never",
+                        "files: vorox train ... --resume never (with data.cache.grow=true it will accept new files)",
                     )
 
     def add(self, events: Sequence[PlanEvent]) -> None:

@@ -23,6 +23,17 @@ def test_scanned_layers_keep_less_than_layers_one_by_one() -> None:
     assert temporary_bytes(runtime__scan_layers=True) < 0.8 * temporary_bytes()
 
 
+def test_the_log_says_when_a_step_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    with caplog.at_level("INFO", logger="vorox"):
+        for _ in range(2):
+            engine.train_step(batch_of(random_rows(8)), lr=1e-3, weight_decay=0.0)
+    started, ended = caplog.records
+    assert started.getMessage().startswith("Compiling the step for cpu")
+    assert ended.getMessage().startswith("Compiled in ")
+    assert ended.event_fields["seconds"] == pytest.approx(engine.device_stats()["runtime/compile_seconds"])
+
+
 def test_a_product_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
     assert engine.matmul_seconds(8, 16, 24) > 0

@@ -123,6 +123,18 @@ def test_a_missing_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) ->
     assert "runtime.compile=false" in caught.value.hint
 
 
+def test_the_log_says_when_blocks_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    engine = make(runtime__compile=True)
+    with caplog.at_level("INFO", logger="vorox"):
+        for _ in range(2):
+            engine.train_step(batch_of(random_rows(2)), lr=0.0, weight_decay=0.0)
+    assert [record.event_kind for record in caplog.records] == ["compile_started", "compiled"]
+    assert caplog.messages[0].startswith("Compiling the model for cpu")
+
+
 def test_evaluation_never_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> Any:
         raise AssertionError("compiled")

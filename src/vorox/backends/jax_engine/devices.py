@@ -8,7 +8,9 @@ parameters) and ``tensor`` (tensor parallel); the rows of a batch are sharded ov
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.memory_advice import MemoryBudget
+
+_log = logging.getLogger("vorox.jax_engine")
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -298,3 +302,16 @@ def memory_budget(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> MemoryBud
     stats = device.memory_stats() or {}
     limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")
     return MemoryBudget.of(config, spec, limit, num_devices=mesh.devices.size, device_kind=device.platform)
+
+
+def compile_logged(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, float]:
+    """Compile a jitted function for these arguments, and log the start and the end; also return the seconds."""
+    _log.info(
+        "Compiling the step for %s; this can take a minute", jax.default_backend(),
+        extra={"event_kind": "compile_started"},
+    )  # fmt: skip
+    started = time.perf_counter()
+    compiled = step.lower(*arguments).compile()
+    seconds = time.perf_counter() - started
+    _log.info("Compiled in %.1f s", seconds, extra={"event_kind": "compiled", "event_fields": {"seconds": seconds}})
+    return compiled, seconds

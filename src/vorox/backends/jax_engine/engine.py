@@ -150,12 +150,11 @@ class JaxEngine:
         """Return the step compiled for the shapes of a batch."""
         key = tuple((name, array.shape) for name, array in arguments[1].items())
         if key not in self._compiled_steps:
-            started = time.perf_counter()
             shardings = jax.tree.map(lambda array: array.sharding, self.state)
             replicated = self.compute.sharding()
             step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated, replicated))
-            self._compiled_steps[key] = step.lower(*arguments).compile()
-            self.compile_seconds += time.perf_counter() - started
+            self._compiled_steps[key], seconds = devices.compile_logged(step, arguments)
+            self.compile_seconds += seconds
         return self._compiled_steps[key]
 
     def _step(

@@ -46,7 +46,8 @@ def compiled_block(compute: Compute) -> RunBlock:
         calls += 1
         if calls > 1:
             return call(block, x_MD, context)
-        _log.info("Compiling the model for %s; this can take a minute", compute.device.type)
+        name = compute.device.type
+        _log.info("Compiling the model for %s; this can take a minute", name, extra={"event_kind": "compile_started"})
         started = time.perf_counter()
         try:
             y_MD = call(block, x_MD, context)
@@ -56,7 +57,8 @@ def compiled_block(compute: Compute) -> RunBlock:
                 where="runtime.compile",
                 hint="PyTorch needs a C++ compiler for the CPU and Triton for GPUs; or set runtime.compile=false",
             ) from error
-        _log.info("Compiled in %.0f s", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        _log.info("Compiled in %.1f s", seconds, extra={"event_kind": "compiled", "event_fields": {"seconds": seconds}})
         return y_MD
 
     return run

@@ -45,10 +45,10 @@ def _lines(root: Path, hardware: Hardware) -> Iterator[tuple[str, str]]:
         yield "device", f"{hardware.num_devices} x {hardware.product}, {memory} usable on each"
         if hardware.num_devices > 1:
             yield "", f"training uses one; --nproc {hardware.num_devices} uses all"
-    for finding in (check_memory(), check_shared_memory()):
-        if finding.name == "memory" or finding.status != "ok":
-            yield finding.name, finding.text
-            yield from [("", f"-> {finding.remedy}")] if finding.remedy else []
+    has_shared_memory = sys.platform == "linux"
+    for finding in (check_memory(), *([check_shared_memory()] if has_shared_memory else ())):
+        yield finding.name, finding.text
+        yield from [("", f"-> {finding.remedy}")] if finding.remedy else []
     caches = root_of(None)
     for name, folder in (("disk of runs", root), ("disk of caches", caches)):
         free = free_bytes(folder)

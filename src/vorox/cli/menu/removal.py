@@ -48,7 +48,8 @@ def manage_checkpoints(root: Path, ask: Ask) -> None:
 def _remove_orphans(orphans: list[RunSummary], ask: Ask) -> None:
     for run in orphans:
         typer.echo(f"  {run.run_id}  ({run.state}, {humanize.size(run.size_bytes)})")
-    if ask_yes_or_no(f"Delete these {pluralize(len(orphans), 'run')}?", ask, default=False):
+    which = "this run" if len(orphans) == 1 else f"these {len(orphans)} runs"
+    if ask_yes_or_no(f"Delete {which}?", ask, default=False):
         for run in orphans:
             _remove_run(run)
 

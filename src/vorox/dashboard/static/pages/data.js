@@ -66,7 +66,7 @@ function documentBrowser(run) {
   const root = h("div", { class: "columns" },
     card(null, form(() => showStep(Number(step.value)), h("h2", null, "Documents of step"), step, h("button", { type: "submit" }, "Show")), list),
     card(null, form(() => showSteps(uri.value, ordinal.value), h("h2", null, "Steps of document"), uri, ordinal, h("button", { type: "submit" }, "Show")), steps));
-  replace(steps, h("p", { class: "muted" }, "Choose a document on the left, or type the name of a file."));
+  replace(steps, h("p", { class: "muted" }, "Choose a document of the list, or type the name of a file."));
 
   async function showStep(number) {
     step.value = number;

@@ -45,7 +45,7 @@ export async function runsPage(root) {
       run.tokens_per_second >= 1e6 ? count(run.tokens_per_second) : whole(run.tokens_per_second),
       run.state === "running" ? duration(run.eta_seconds) : DASH,
       [h("span", null, run.hardware || DASH), run.engine && h("small", null, run.engine)],
-      run.commit ? [h("code", null, run.commit.slice(0, 7)), run.is_dirty && h("small", { title: "uncommitted changes" }, "changed")] : DASH,
+      run.commit ? [h("code", { class: "nowrap" }, run.commit.slice(0, 7)), run.is_dirty && h("small", { title: "uncommitted changes" }, "changed")] : DASH,
       ago(run.changed_at),
     ];
   }
