@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
+from vorox.cli.failure import failure_lines
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError
@@ -115,3 +117,20 @@ def test_disk_full_for_observations_stops_nothing(straight: dict[str, Any], tmp_
     with atomic.observe(no_room):
         found = result(run(config))
     assert {**found, "losses": 0} == {**straight, "losses": 0}
+
+
+def test_a_crash_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the screen and in ``failure.json``, also if the error is none of ours."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("a user's function")
+
+    at_step(monkeypatch, 11, fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(configuration(tmp_path))
+    (directory,) = (tmp_path / "runs").iterdir()
+    saved = "training state up to step 8 is safe in step-00000008"
+    assert json.loads(RunLayout(directory).failure.read_bytes())["saved"] == saved
+    lines = failure_lines(caught.value, ["train", "tiny.yaml"])
+    assert lines[0].startswith("x crash: ZeroDivisionError: a user's function")
+    assert lines[2] == f"  saved   {saved}"

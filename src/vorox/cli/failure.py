@@ -29,6 +29,8 @@ from vorox.core.errors import (
     Preempted,
     StalledError,
     VoroxError,
+    saved_of,
+    set_saved,
 )
 from vorox.core.redaction import redact, redact_arguments
 
@@ -79,11 +81,13 @@ def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:
     """Return the error itself, its explanation, or for a crash an error that names the traceback's file."""
     known = error if isinstance(error, VoroxError) else _usage_error(error, arguments) or _machine_error(error)
     if known is not None:
+        set_saved(known, saved_of(error))
         return known
     path = _write_traceback(error, _command(arguments))
     return VoroxError(
         f"{type(error).__name__}: {error}",
         where=_last_frame(error),
+        saved=saved_of(error),
         hint=f"the traceback is in {path}; please report it" if path else "please report this",
     )
 

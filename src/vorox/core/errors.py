@@ -38,6 +38,17 @@ class VoroxError(Exception):
         return text
 
 
+def saved_of(error: BaseException) -> str:
+    """Return what is safe on disk, of an error of Vorox or a crash for which ``set_saved`` recorded it."""
+    return str(getattr(error, "saved", ""))
+
+
+def set_saved(error: BaseException, saved: str) -> None:
+    """Record on any error what is safe on disk, unless it is known already."""
+    if not saved_of(error):
+        vars(error)["saved"] = saved
+
+
 class ConfigError(VoroxError):
     """The configuration, the command line or the run directory is invalid or unsupported."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from vorox.core.errors import VoroxError
+from vorox.core.errors import VoroxError, saved_of
 from vorox.core.redaction import redact
 
 FAILURE_FORMAT = "vorox-failure/1"
@@ -19,7 +19,7 @@ def failure_record(error: BaseException) -> dict[str, str | int]:
         "error": type(error).__name__,
         "what": redact(known.what if known else f"{type(error).__name__}: {error}"),
         "where": redact(known.where) if known else "",
-        "saved": redact(known.saved) if known else "",
+        "saved": redact(saved_of(error)),
         "hint": redact(known.hint) if known else "",
         "exit_code": known.exit_code if known else 1,
         "traceback": redact(trace),

@@ -24,7 +24,7 @@ from vorox.core import atomic
 from vorox.core.config import config_digest, dump_yaml, load_config, model_label, slug
 from vorox.core.disk_errors import disk_error
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.errors import ConfigError, Preempted, StalledError, VoroxError
+from vorox.core.errors import ConfigError, Preempted, StalledError, VoroxError, set_saved
 from vorox.core.failure_record import failure_record
 from vorox.core.lock import FileLock
 from vorox.core.log import time_stamp
@@ -323,9 +323,8 @@ class RunContext:
         if error is None:
             self.close(self.outcome)
             return
-        if isinstance(error, VoroxError) and not error.saved:
-            with contextlib.suppress(OSError):
-                error.saved = saved_state(self.layout)
+        with contextlib.suppress(OSError):
+            set_saved(error, saved_state(self.layout))
         if not self.begin_unless_refused(error):
             self._closed = True
             _release(None, self._lock)

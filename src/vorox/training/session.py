@@ -17,7 +17,7 @@ from vorox.core.config import config_digest, flat_values
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.errors import CheckpointError, Preempted, VoroxError
+from vorox.core.errors import CheckpointError, Preempted, VoroxError, set_saved
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
@@ -303,8 +303,8 @@ def open_session(
         try:
             with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler):
                 yield session
-        except VoroxError as error:
-            error.saved = error.saved or checkpoints.safe()
+        except Exception as error:
+            set_saved(error, checkpoints.safe())
             raise
         finally:
             heartbeat.enter("end")
