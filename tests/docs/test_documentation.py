@@ -209,6 +209,9 @@ def test_other_commands_name_what_there_is() -> None:
             assert (ROOT / words[0]).is_file(), command
         elif words[0] == "torchrun":
             assert words[words.index("-m") + 1 :][:2] in (["vorox", "train"], ["vorox", "doctor"]), command
+        elif words[:2] == ["python", "-m"] and words[2].startswith("vllm."):
+            test = (ROOT / "tests" / "serving" / "test_vllm.py").read_text(encoding="utf-8")
+            assert all(f'"{word}"' in test for word in words[1:] if "/" not in word), command
         elif words[0] not in ("vorox", "echo", "git", "export", "ssh", ".venv/bin/pre-commit"):
             extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
             assert extras, f"{page}: who runs {command}?"

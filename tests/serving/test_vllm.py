@@ -1,27 +1,63 @@
-"""vLLM loads a checkpoint as it is, and completes prompts like ``vorox generate``."""
+"""vLLM serves a checkpoint as it is, and completes prompts like ``vorox generate``."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny_runs
 import vorox
+from eventually import wait_until
 
 PROMPTS = ["the step of a run is", "what was"]
-COMPLETE = """
-import json, sys
-from vllm import LLM, SamplingParams
+START_SECONDS = 240.0
 
-if __name__ == "__main__":
-    model = LLM(model=sys.argv[1], dtype="float32", max_model_len=64, enforce_eager=True)
-    found = model.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0, max_tokens=16))
-    print("completions:", json.dumps([one.outputs[0].text for one in found]))
-"""
+
+@contextmanager
+def vllm_server(checkpoint: Path) -> Iterator[str]:
+    """The URL of vLLM's server with a checkpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(checkpoint), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "64", "--enforce-eager"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: server.poll() is not None or answers(f"{url}/health"), seconds=START_SECONDS)
+            assert server.poll() is None, "vLLM ended; its error is above"
+            yield url
+        finally:
+            server.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+def complete(url: str, checkpoint: Path, prompt: str) -> str:
+    body = {"model": str(checkpoint), "prompt": prompt, "temperature": 0, "max_tokens": 16}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer["choices"][0]["text"]
 
 
 @pytest.mark.slow
@@ -33,14 +69,7 @@ def test_vllm_completes_like_generate(tmp_path: Path) -> None:
     run = tiny_runs.run(tiny_runs.configuration(tmp_path, settings)).run_directory
     checkpoint = max((run / "checkpoints").iterdir())
     assert (checkpoint / "optimizer.safetensors").exists()
-    program = tmp_path / "complete.py"
-    program.write_text(COMPLETE)
-    done = subprocess.run(
-        [os.environ["VLLM_PYTHON"], program, checkpoint, json.dumps(PROMPTS)], capture_output=True, text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("completions: ")]
-    found: list[str] = json.loads(lines[0].removeprefix("completions: "))
+    with vllm_server(checkpoint) as url:
+        found = [complete(url, checkpoint, prompt) for prompt in PROMPTS]
     model = vorox.load_model(checkpoint)
     assert found == [model.generate(prompt, num_tokens=16, temperature=0.0) for prompt in PROMPTS]
