@@ -92,7 +92,7 @@ def trial(page: Page, url: str, num_runs: int) -> dict[str, float]:
     found: dict[str, float] = {}
     started = time.perf_counter()
     page.goto(url)
-    page.wait_for_function(f"document.querySelectorAll('tbody tr svg').length >= {num_runs}", timeout=120_000)
+    page.locator("tbody tr svg").nth(num_runs - 1).wait_for(state="attached", timeout=120_000)
     found["list_seconds"] = time.perf_counter() - started
     page.evaluate(SCROLL)
     found |= frames("scroll", page.evaluate(FRAMES))
@@ -101,7 +101,7 @@ def trial(page: Page, url: str, num_runs: int) -> dict[str, float]:
     page.goto(f"{url.split('?')[0]}#/run/{run}/curves")
     page.wait_for_selector(".uplot canvas", timeout=120_000)
     found["curves_seconds"] = time.perf_counter() - started
-    page.wait_for_function("document.querySelector('.controls [role=status]')?.hidden === true", timeout=120_000)
+    page.locator(".controls [role=status]").wait_for(state="hidden", timeout=120_000)
     found["all_points_seconds"] = time.perf_counter() - started
     chart = page.locator(".u-over").first.bounding_box()
     assert chart is not None

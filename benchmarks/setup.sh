@@ -6,7 +6,7 @@ python=${PYTHON:-python3}
 test -x .venv-bench/bin/python || "$python" -m venv .venv-bench
 pip=(.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install)
 "${pip[@]}" "$(grep '^torch==' constraints.txt)" -c constraints.txt
-"${pip[@]}" -e '.[hf]' -c constraints.txt
+"${pip[@]}" -e '.[hf,dash,tensorboard]' playwright -c constraints.txt
 "${pip[@]}" accelerate datasets grain array-record boto3 obstore lightning-utilities tifffile requests -c constraints.txt
 "${pip[@]}" Brotli catalogue Pillow python-snappy zstd -c constraints.txt # what mosaicml-streaming loads for local files
 # These pin older libraries than ours or want torchvision, which the benchmarks do not touch.

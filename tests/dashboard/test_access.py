@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from eventually import wait_until
 from vorox.cli import main
 
 pytest.importorskip("starlette")
@@ -177,3 +180,26 @@ def test_a_missing_package_names_the_command_that_installs_it(root: Path) -> Non
     assert done.returncode == 2
     assert "starlette" in done.stderr
     assert "[dash]" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for a child process")
+def test_ctrl_c_ends_the_server_while_a_page_follows_its_events(root: Path) -> None:
+    command = [sys.executable, "-u", "-m", "vorox", "dash", str(root), "--port", "0", "--no-token"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
+        wait_until(lambda: is_open(url))
+        with urllib.request.urlopen(f"{url}/api/live", timeout=30) as events:
+            assert events.readline() == b"event: open\n"
+            server.send_signal(signal.SIGINT)
+            _, errors = server.communicate(timeout=30)
+    assert errors == ""
+
+
+def is_open(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True

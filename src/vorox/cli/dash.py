@@ -84,5 +84,6 @@ def _serve(index: RunIndex, access: Access, listener: socket.socket) -> None:
     from vorox.dashboard.server import application
 
     typer.echo(f"Dashboard of {index.root.resolve()}\n\n  {access.url()}\n\nCtrl-C stops it; runs are not affected.")
-    config = uvicorn.Config(application(index, access), log_level="warning", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
+    app = application(index, access, is_stopping=lambda: server.should_exit)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server.run(sockets=[listener])

@@ -33,6 +33,7 @@ from vorox.experiments.artifacts import find_checkpoints, verify_checkpoint
 from vorox.web.access import Access, AccessMiddleware
 
 POLL_SECONDS = 1.0
+_STOP_POLL_SECONDS = 0.1
 _KEEP_ALIVE_POLLS = 15
 _MAX_COMPARED = 8
 _MAX_BODY_BYTES = 1 << 17
@@ -143,8 +144,14 @@ def _number(query: Query, name: str, default: int) -> int:
         raise ConfigError(f"{name} is not a whole number", where=f"/api?{name}=") from None
 
 
-def application(index: RunIndex, access: Access) -> Starlette:
-    """Return the web application."""
+def application(index: RunIndex, access: Access, is_stopping: Callable[[], bool] = lambda: False) -> Starlette:
+    """Return the web application.
+
+    Args:
+        index: The runs.
+        access: Who may use it.
+        is_stopping: Whether the server stops, which ends the stream of events.
+    """
     mimetypes.add_type("text/javascript", ".js")
     answers = Answers(index)
 
@@ -164,7 +171,7 @@ def application(index: RunIndex, access: Access) -> Starlette:
 
     async def live(request: Request) -> Response:
         del request
-        return StreamingResponse(_changes(index), media_type="text/event-stream")
+        return StreamingResponse(_changes(index, is_stopping), media_type="text/event-stream")
 
     async def metrics(request: Request) -> Response:
         del request
@@ -210,7 +217,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(text, status, media_type="application/json")
 
 
-async def _changes(index: RunIndex) -> AsyncIterator[str]:
+async def _changes(index: RunIndex, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
     """Yield a server-sent event with the ids of the runs whose files have changed, at most one per second."""
 
     def signatures() -> dict[str, Any]:
@@ -219,8 +226,7 @@ async def _changes(index: RunIndex) -> AsyncIterator[str]:
 
     known, quiet_polls = await run_in_threadpool(signatures), 0
     yield "event: open\ndata: {}\n\n"
-    while True:
-        await asyncio.sleep(POLL_SECONDS)
+    while await _is_running_after(POLL_SECONDS, is_stopping):
         found = await run_in_threadpool(signatures)
         changed = [run_id for run_id in {**known, **found} if known.get(run_id) != found.get(run_id)]
         known, quiet_polls = found, quiet_polls + 1
@@ -228,3 +234,13 @@ async def _changes(index: RunIndex) -> AsyncIterator[str]:
             yield f"event: changed\ndata: {json.dumps(changed)}\n\n"
         elif quiet_polls % _KEEP_ALIVE_POLLS == 0:
             yield ": keep-alive\n\n"
+
+
+async def _is_running_after(seconds: float, is_stopping: Callable[[], bool]) -> bool:
+    """Sleep, or less if the server stops; return whether it still runs."""
+    ends_at = time.monotonic() + seconds
+    while not is_stopping():
+        if time.monotonic() >= ends_at:
+            return True
+        await asyncio.sleep(_STOP_POLL_SECONDS)
+    return False
