@@ -156,6 +156,7 @@ def test_the_loss_of_a_source_is_that_of_a_run_which_validates_on_it_alone(
         for step in (6, 12):
             assert found[step][f"eval/sources/{name}/loss"] == alone[step]["eval/loss"]
             assert found[step][f"eval/sources/{name}/perplexity"] == alone[step]["eval/perplexity"]
+            assert found[step][f"eval/sources/{name}/bits_per_byte"] == alone[step]["eval/bits_per_byte"]
     assert found[12]["eval/sources/other/loss"] != found[12]["eval/sources/more/loss"]
     assert f"by source: other {found[12]['eval/sources/other/loss']:.4f}, more " in (both / "log.txt").read_text()
     capsys.readouterr()

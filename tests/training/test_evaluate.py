@@ -70,10 +70,16 @@ def test_nothing_to_predict() -> None:
 
 
 def open_evaluations(
-    directory: Path, progress: Progress, *, held_out: bool = True, every: int | None = 3, at_end: bool = True
+    directory: Path,
+    progress: Progress,
+    *,
+    held_out: bool = True,
+    every: int | None = 3,
+    at_end: bool = True,
+    at_start: bool = False,
 ) -> Evaluations:
     return Evaluations(
-        directory, EvalConfig(every_steps=every, at_end=at_end), 10, progress,
+        directory, EvalConfig(every_steps=every, at_end=at_end, at_start=at_start), 10, progress,
         batches=(lambda: BATCHES) if held_out else None, token_byte_lengths=BYTES,
     )  # fmt: skip
 
@@ -82,6 +88,7 @@ def test_due(tmp_path: Path) -> None:
     assert [s for s in range(11) if open_evaluations(tmp_path, at(0)).due(at(s))] == [3, 6, 9, 10]
     assert [s for s in range(11) if open_evaluations(tmp_path, at(0), at_end=False).due(at(s))] == [3, 6, 9]
     assert [s for s in range(11) if open_evaluations(tmp_path, at(0), every=None).due(at(s))] == [10]
+    assert [s for s in range(11) if open_evaluations(tmp_path, at(0), at_start=True).due(at(s))] == [0, 3, 6, 9, 10]
     assert not any(open_evaluations(tmp_path, at(0), held_out=False).due(at(s)) for s in range(11))
 
 
@@ -161,6 +168,8 @@ def test_losses_by_source(tmp_path: Path) -> None:
     assert found.loss == pytest.approx(1 / 6)
     assert found.custom == {
         "eval/sources/law/loss": 1.0, "eval/sources/law/perplexity": pytest.approx(math.e),
+        "eval/sources/law/bits_per_byte": pytest.approx(2 / math.log(2) / 5),
         "eval/sources/general/loss": 0.5, "eval/sources/general/perplexity": pytest.approx(math.exp(0.5)),
+        "eval/sources/general/bits_per_byte": pytest.approx(4 / math.log(2) / 11),
         "eval/custom/f": 1.0,
     }  # fmt: skip

@@ -22,6 +22,7 @@ from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
 from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
+from vorox.training.replay_chain import read_chain
 from vorox.training.step_history import read_history
 
 STEPS = 12
@@ -274,6 +275,26 @@ def test_evaluations_are_on_record(straight: dict[str, Any], tmp_path: Path) -> 
     bits = record["loss"] * record["num_target_tokens"] / np.log(2)
     assert record["bits_per_byte"] == pytest.approx(bits / record["num_target_bytes"])
     assert record["num_target_bytes"] <= record["num_target_tokens"], "a byte per target, none for the end of the text"
+
+
+def test_a_validation_before_the_first_step(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path, ["eval.at_start=true"])
+    with monkeypatch.context() as patch:
+        at_step(patch, 1, kill)
+        with pytest.raises(Killed):
+            run(config)
+    directory = next((tmp_path / "runs").iterdir())
+    (begun,) = read_history(directory / "evaluations.jsonl").items()
+    outcome = run(config)
+    assert begun[0] == 0
+    assert outcome.eval_losses == {0: begun[1]["loss"], **straight["eval_losses"]}
+    assert begun[1]["loss"] > straight["eval_losses"][6]
+    assert read_metrics(directory)[0]["eval/loss"] == begun[1]["loss"]
+    assert [entry.chain for entry in read_chain(directory).values()] == straight["chain"]
+    assert outcome.fingerprint == straight["fingerprint"]
+    assert list(read_history(directory / "evaluations.jsonl")) == [0, 6, 12], "not repeated by the resume"
 
 
 def test_steps_that_cannot_be_fast_are_announced_before_the_first(

@@ -228,6 +228,16 @@ _FAMILIES = (
         Metric("eval/sources/<source>/perplexity", "1", "last", "exp(eval/sources/<source>/loss).", "lower"),
     ),
     Family(
+        re.compile(r"eval/sources/[\w.-]+/bits_per_byte"),
+        Metric(
+            "eval/sources/<source>/bits_per_byte",
+            "bits/byte",
+            "last",
+            f"{_BITS} Over validation rows of a source.",
+            "lower",
+        ),
+    ),
+    Family(
         re.compile(r"eval/tasks/[\w.-]+/[\w.-]+"),
         Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness."),
     ),

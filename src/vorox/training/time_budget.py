@@ -112,7 +112,7 @@ def steps_within(seconds: float, costs: Costs, config: RunConfig) -> int:
     """Return the number of steps, including their validations, that fit into some seconds; at least 1."""
     left_seconds = seconds * (1 - MARGIN_FRACTION) - costs.startup_seconds
     every = config.eval.every_steps
-    left_seconds -= costs.evaluation_seconds if config.eval.at_end else 0.0
+    left_seconds -= costs.evaluation_seconds * (config.eval.at_start + config.eval.at_end)
     seconds_per_step = costs.step_seconds + (costs.evaluation_seconds / every if every else 0.0)
     return max(1, int(left_seconds / seconds_per_step))
 

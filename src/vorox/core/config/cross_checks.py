@@ -299,7 +299,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
 
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation = config.eval
-    if evaluation.prompts and evaluation.every_steps is None and not evaluation.at_end:
+    if evaluation.prompts and not evaluation.validates:
         yield Problem(
             "eval.prompts are completed at every validation, but eval.every_steps=null and eval.at_end=false disable "
             "validation",

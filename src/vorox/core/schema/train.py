@@ -123,6 +123,10 @@ class EvalConfig(Section):
         description="Number of validation rows, the same ones every time. None: the whole validation split.",
     )
     at_end: bool = Field(default=True, description="Validate, and evaluate tasks, after the last step.")
+    at_start: bool = Field(
+        default=False,
+        description="Validate before the first step too: what a run from trained weights starts from.",
+    )
     weights: Literal["model", "ema"] = Field(
         default="model",
         description="Weights that validations and samples use: the parameters, or their average (train.ema_decay).",
@@ -166,6 +170,11 @@ class EvalConfig(Section):
     sample_top_k: int | None = Field(
         default=50, ge=1, description="Sample from the k most likely tokens. None: from all."
     )
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates at any time, if it has a validation set."""
+        return self.at_start or self.at_end or self.every_steps is not None
 
 
 CheckpointFormat = Literal["safetensors", "orbax"]

@@ -148,8 +148,10 @@ class Evaluations:
 
     def due(self, progress: Progress) -> bool:
         """Whether this step is due for validation and not validated yet."""
-        if self._batches is None or progress.step == 0 or progress.step in self.losses:
+        if self._batches is None or progress.step in self.losses:
             return False
+        if progress.step == 0:
+            return self._config.at_start
         every = self._config.every_steps
         at_end = self._config.at_end and progress.step >= self._total_steps
         return at_end or (every is not None and progress.step % every == 0)
@@ -160,7 +162,7 @@ class Evaluations:
         Returns:
             Whether the run has a validation.
         """
-        if self._batches is None or not (self._config.at_end or self._config.every_steps):
+        if self._batches is None or not self._config.validates:
             return False
         for batches in (self._batches, *self._by_source.values()):
             evaluate(engine, itertools.islice(batches(), 1), self._token_byte_lengths)
@@ -174,8 +176,10 @@ class Evaluations:
         try:
             found = evaluate(engine, _until_stopped(self._batches(), stop), self._token_byte_lengths)
             for name, batches in self._by_source.items():
-                source = evaluate(engine, _until_stopped(batches(), stop), None)
-                values = {"loss": source.loss, "perplexity": source.perplexity}
+                source = evaluate(engine, _until_stopped(batches(), stop), self._token_byte_lengths)
+                values = {
+                    "loss": source.loss, "perplexity": source.perplexity, "bits_per_byte": source.bits_per_byte
+                }  # fmt: skip
                 metrics = {f"eval/sources/{name}/{key}": value for key, value in values.items() if value is not None}
                 found = replace(found, custom={**found.custom, **metrics})
         except _Stopped:
