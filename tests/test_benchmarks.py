@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+import vorox
+from vorox.experiments.tracking import read_metrics
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -54,3 +59,69 @@ def test_false_alarms(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "false_alarms.json").read_text())
     assert (found["exit_code"], found["false_alarms"]) == (75, 0)
     assert found["responses"]["sent"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_continued_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few small steps judge no curve, only where its numbers come from."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    general = tmp_path / "general"
+    general.mkdir()
+    for number, source in enumerate(sorted(Path(json.__file__).parent.glob("*.py")) * 3):
+        (general / f"{number}.txt").write_text(f"# {number}\n{source.read_text(encoding='utf-8')}", encoding="utf-8")
+    small = [
+        "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64",
+        "data.sequence_length_tokens=64", "eval.num_sequences=16", "runtime.num_threads=1",
+        "runtime.device=cpu", "train.num_steps=6",
+    ]  # fmt: skip
+    harness = [sys.executable, BENCHMARKS / "continued_pretraining.py", "--folder", tmp_path / "work"]
+    steps = ["--steps", "6", "--replay", "0", "1/2", "--general", general, "--results", tmp_path]
+    done = subprocess.run(
+        [*harness, *steps, "--set", *small, "eval.prompts=[]"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "continued_pretraining.json").read_text())["bits_per_byte"]
+    assert list(found) == ["0", "1/2"]
+    for name, replay in (("replay-0", "0"), ("replay-0.5", "1/2")):
+        (run,) = (tmp_path / "work" / "runs").glob(f"{name}-*")
+        metrics = read_metrics(run)
+        for source in ("reference", "stdlib"):
+            curve = found[replay][source]
+            assert list(curve) == ["0", "1", "2", "3", "4", "5", "6"]
+            assert curve["6"] == metrics[6][f"eval/sources/{source}/bits_per_byte"]
+            assert curve["0"] == found["0"][source]["0"], "both start from the base"
+        rows = Counter(row.source for step in range(1, 7) for row in vorox.open_run(run).where(step))
+        assert rows["reference"] > 0
+        assert (rows["stdlib"] > 0) == (replay != "0")
+    after = {replay: found[replay]["stdlib"]["6"] for replay in found}
+    assert f"{after['0']:.3f}" in done.stdout
+    assert f"{after['1/2']:.3f}" in done.stdout
+    assert b"general rows" in (tmp_path / "continued_pretraining.svg").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.hf
+def test_transformers_loop(tmp_path: Path) -> None:
+    """The harness compares the losses of both contenders before it measures anything."""
+    pytest.importorskip("accelerate")
+    sizes = ["--size", "tiny", "--steps", "4", "--rounds", "1", "--threads", "1", "--results", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "transformers_loop.py", *sizes], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.search(r"Losses of three steps: vorox (\[.*?\]), transformers.Trainer (\[.*?\])", done.stdout)
+    assert losses is not None
+    ours, theirs = (json.loads(found) for found in losses.groups())
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert len(set(ours)) == len(ours) == 3
+    trials = json.loads((tmp_path / "transformers_loop_cpu.json").read_text())["trials"]
+    assert list(trials) == ["vorox", "transformers.Trainer"]
+    for (found,) in trials.values():
+        assert found["first_step_seconds"] > found["step_seconds"] > 0
+        assert found["step_cpu_seconds"] > 0
+        assert found["peak_bytes"] > 50 << 20
+        assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_seconds"])
+    assert "| first step after, s | " in done.stdout

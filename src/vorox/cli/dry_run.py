@@ -337,9 +337,8 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     saves = [_every(config.checkpoint.every_steps)] if config.checkpoint.every_steps else []
     saves += [f"every {humanize.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
     saves += ["at the end"] if config.checkpoint.at_end else []
-    validations = ["at the start"] if config.eval.at_start else []
-    validations += [_every(config.eval.every_steps)] if config.eval.every_steps else []
-    validations += ["at the end"] if config.eval.at_end else []
+    every = [_every(config.eval.every_steps)] if config.eval.every_steps else []
+    validations = ["at the start"] * config.eval.at_start + every + ["at the end"] * config.eval.at_end
     if not any(cache.name.endswith(" validation") for cache in text.caches):
         validations = []
     yield f"checkpoints    {', '.join(saves) or 'never'}; validation {', '.join(validations) or 'never'}"

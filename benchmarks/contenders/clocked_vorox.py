@@ -1,0 +1,31 @@
+"""``vorox`` with a clock of its steps: clocked_vorox.py REPORT WORDS..."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from step_clock import StepClock
+
+from vorox.cli import main
+from vorox.training.observer import Observer
+
+
+def run() -> int:
+    report, *words = sys.argv[1:]
+    clock, original = StepClock.from_environment(), Observer.started
+
+    def started(observer: Observer, *arguments: Any) -> None:
+        clock.mark()
+        original(observer, *arguments)
+
+    Observer.started = started
+    code = main(words)
+    if code == 0:
+        clock.write(Path(report))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run())
