@@ -362,8 +362,9 @@ def test_a_dry_run_knows_what_is_held_out(vorox: Run) -> None:
     [
         (["parallel.tensor_parallel_size=3"], "model.num_heads = 2 is not divisible by tensor_parallel_size = 3"),
         (["parallel.pipeline_parallel_size=2"], "1 layer cannot be divided into 2 stages"),
+        (["parallel.context_parallel_size=4"], "model.num_heads = 2 is not divisible by context_parallel_size = 4"),
     ],
-    ids=["tensor parallel", "pipeline parallel"],
+    ids=["tensor parallel", "pipeline parallel", "context parallel"],
 )
 def test_a_dry_run_knows_what_devices_cannot_divide(vorox: Run, settings: list[str], named: str) -> None:
     code, _, err = vorox("train", "tiny.yaml", "--dry-run", *settings)

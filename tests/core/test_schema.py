@@ -77,6 +77,7 @@ WITHOUT_UNIT = {
     "parallel.fsdp_size": "devices, as everybody calls it",
     "parallel.tensor_parallel_size": "devices, as everybody calls it",
     "parallel.pipeline_parallel_size": "devices, as everybody calls it",
+    "parallel.context_parallel_size": "devices, as everybody calls it",
     "run.seed": "a name, not a quantity",
     "data.transform_seed": "a name, not a quantity",
 }

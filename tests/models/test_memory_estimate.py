@@ -10,7 +10,7 @@ from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_advice import COPYING, SAMPLING, MemoryBudget, check_host_memory
-from vorox.models.memory_estimate import MemoryEstimate, planned_memory, training_memory
+from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory, training_memory
 
 
 def estimate(overrides: list[str], **changes: object):
@@ -46,6 +46,27 @@ def test_what_saves_memory_saves_it_in_the_estimate() -> None:
     assert recomputed.activation_bytes < whole.activation_bytes / 4
     assert wide.activation_bytes == 2 * whole.activation_bytes
     assert whole.logits_bytes == pytest.approx(2 * 4 * 1024 * 50257)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute: str) -> None:
+    """Masks are those of whole rows. With FSDP, the state is sharded over all ranks."""
+    settings = [
+        "model.hidden_size=64", "data.document_mask=true", "train.micro_batch_sequences=2",
+        f"train.activation_checkpointing={recompute}", "loss.chunk_tokens=4096", "eval.prompts=[]",
+    ]  # fmt: skip
+
+    def memory(length: int, *more: str) -> MemoryEstimate:
+        config = load_config("quickstart", [*settings, f"data.sequence_length_tokens={length}", *more])
+        spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64)
+        return memory_per_device(spec, config)
+
+    whole, short = memory(64), memory(16)
+    part = memory(64, "parallel.context_parallel_size=4")
+    assert (part.activation_bytes, part.logits_bytes) == (short.activation_bytes, short.logits_bytes)
+    assert (part.mask_bytes, part.optimizer_bytes) == (whole.mask_bytes, whole.optimizer_bytes)
+    sharded = memory(64, "parallel.context_parallel_size=4", "parallel.fsdp_size=2")
+    assert sharded.optimizer_bytes == whole.optimizer_bytes // 8
 
 
 def test_partial_sums_of_gradients_are_counted() -> None:

@@ -1,8 +1,8 @@
-"""One rank of PyTorch that trains divided decoders, started by ``test_tensor_parallel.py`` and ``test_pipeline.py``.
+"""One rank of PyTorch that trains divided decoders, started by the tests of tensor, pipeline and context parallelism.
 
-Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP`` or ``DATA,FSDP,TP,PP``. The rank
-is in the environment, as for every command. Every rank writes what it computed. Each layout loads what the one before
-it saved.
+Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP``, of which the last ones may
+be left out. The rank is in the environment, as for every command. Every rank writes what it computed. Each layout loads
+what the one before it saved.
 
 Shape legend: A micro-batches.
 """
@@ -42,6 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
         "model": GPT2 | {"num_layers": 5}, "data__document_mask": True, "train__activation_checkpointing": "block",
         "log__activation_statistics": True, "train__embedding_noise": 5.0, "parallel__pipeline_schedule": "interleaved",
     },
+    "noise": {
+        "model": GPT2 | {"dropout_fraction": 0.1}, "data__document_mask": True, "train__embedding_noise": 5.0,
+        "train__activation_checkpointing": "block", "log__activation_statistics": True,
+    },
+    "multi-query": {
+        "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,
+    },
 }  # fmt: skip
 
 
@@ -49,16 +56,19 @@ def cases_of(layout: str) -> list[str]:
     """The cases that a layout trains: all alone, one of them with other divisions."""
     by_layout = {
         "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,1,2": ["llama", "gemma3", "documents"],
-        "2,1,1,2": ["documents"], "1,2,1": [],
+        "2,1,1,2": ["documents"], "1,2,1": [], "1,1,1,1,2": ["gemma3", "noise"],
+        "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"], "1,2,1,1,2": ["gemma3"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 
 
-def config_of(case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1) -> RunConfig:
+def config_of(
+    case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1, positions: int = 1
+) -> RunConfig:
     sections = {key: value for key, value in CASES[case].items() if key != "parallel__pipeline_schedule"}
     parallel = {
         "data_parallel_size": data, "fsdp_size": fsdp, "tensor_parallel_size": tensor,
-        "pipeline_parallel_size": pipeline,
+        "pipeline_parallel_size": pipeline, "context_parallel_size": positions,
     }  # fmt: skip
     if pipeline > 1 and len(sections) < len(CASES[case]):
         parallel["pipeline_schedule"] = CASES[case]["parallel__pipeline_schedule"]
@@ -118,7 +128,7 @@ def train(engine: Any, seed: int) -> dict[str, Any]:
 
 
 def replicated_bits(engine: Any) -> str:
-    """A hash of the parameters that every rank of a tensor-parallel group has, or of a tied embedding."""
+    """A hash of the parameters that every rank has: with context parallelism all; of a pipeline a tied embedding."""
     if engine._ranks.pipeline_parallel_size > 1:
         if not engine._spec.tie_embeddings:
             return ""
@@ -126,7 +136,8 @@ def replicated_bits(engine: Any) -> str:
         return hashlib.sha256(tied.numpy().tobytes()).hexdigest()
     shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
     found = hashlib.sha256()
-    for name, view in engine.parameters._inner.whole(engine.parameters.values):
+    inner = getattr(engine.parameters, "_inner", engine.parameters)
+    for name, view in inner.whole(engine.parameters.values):
         if tuple(view.shape) == shapes[name]:
             found.update(name.encode() + view.detach().numpy().tobytes())
     return found.hexdigest()
@@ -169,8 +180,10 @@ def main() -> None:
         engine.load(folder / f"saved-{layout}")
         assert engine.fingerprint(recorded) == recorded
         source = folder / f"saved-{layout}"
-        if layout == "1,1,1,2":
-            check_resume(config_of("documents", 1, 1, 1, 2), dist, seed, folder / f"middle-{layout}")
+        middle = {"1,1,1,2": "documents", "1,2,1,1,2": "noise"}
+        if layout in middle:
+            config = config_of(middle[layout], *map(int, layout.split(",")))
+            check_resume(config, dist, seed, folder / f"middle-{layout}")
     dist.barrier("end")
 
 

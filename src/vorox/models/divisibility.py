@@ -1,9 +1,10 @@
-"""Which models tensor and pipeline parallelism can divide among devices."""
+"""Which models tensor, pipeline and context parallelism can divide among devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
 from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
 from vorox.core.config.pipeline_checks import layers_fault
 from vorox.core.errors import ConfigError
@@ -16,13 +17,14 @@ _TENSOR_SIZE = "parallel.tensor_parallel_size"
 
 
 def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
-    """Check that tensor and pipeline parallelism can divide a model.
+    """Check that tensor, pipeline and context parallelism can divide a model.
 
     Raises:
         ConfigError: A dimension is not divisible, there are too few layers, or a setting is not supported.
     """
     if config.parallel.pipeline_parallel_size > 1 and (fault := layers_fault(config, spec.num_layers)):
         raise ConfigError(fault, where=PIPELINE_SIZE)
+    _check_positions(config.parallel.context_parallel_size, spec)
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
@@ -45,6 +47,16 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"A vocabulary of {spec.vocab_size:,} tokens cannot be divided over tensor_parallel_size = {size} ranks",
             where=_TENSOR_SIZE, hint="choose a smaller one",
+        )  # fmt: skip
+
+
+def _check_positions(size: int, spec: ModelSpec) -> None:
+    """Check that the ranks of context parallelism have equal shares of the heads. Key/value heads are replicated."""
+    if size > 1 and isinstance(spec, DecoderSpec) and spec.num_heads % size:
+        fitting = ", ".join(str(part) for part in range(1, spec.num_heads + 1) if spec.num_heads % part == 0)
+        raise ConfigError(
+            f"model.num_heads = {spec.num_heads} is not divisible by context_parallel_size = {size}",
+            where=f"{CONTEXT_SIZE}, model.num_heads", hint=f"choose one of {fitting}",
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change
     shard: Change = ("parallel", "fsdp_size", devices.count)
     can_recompute = config.train.activation_checkpointing != "block"
     can_lower = config.precision.dtype == "fp32" and devices.has_bf16
-    is_divided = config.parallel.tensor_parallel_size > 1 or config.parallel.pipeline_parallel_size > 1
+    is_divided = config.parallel.num_devices > config.parallel.num_row_parts
     can_shard = devices.count > config.parallel.fsdp_size == 1 and not is_divided
     yield (), "more accumulation"
     if can_lower:
@@ -204,8 +204,7 @@ class MemoryBudget:
                 limit_bytes = min(limit_bytes, available_bytes)
             return settings_that_fit(config, spec, replace(known, memory_bytes=limit_bytes))
 
-        parts = config.parallel.fsdp_size * config.parallel.tensor_parallel_size
-        return cls(planned_memory(spec, config), available_bytes, parts, advise)
+        return cls(planned_memory(spec, config), available_bytes, config.parallel.num_state_shards, advise)
 
     @property
     def _state_bytes(self) -> int:

@@ -67,7 +67,8 @@ def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
     """Estimate the peak memory of a run's training step while a checkpoint is being written.
 
     State and activations are those of one device, except that FSDP and tensor parallelism are not counted; see
-    ``memory_per_device``. Of a pipeline, it is the device that needs most.
+    ``memory_per_device``. Of a pipeline, it is the device that needs most. With context parallelism, a device has its
+    part of the positions.
     """
     whole, size = undivided_memory(spec, config), config.parallel.pipeline_parallel_size
     if size == 1:
@@ -89,6 +90,7 @@ def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         dense_masks=_dense_masks(spec, config),
         frozen={name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen},
         has_average=config.train.ema_decay is not None,
+        position_parts=config.parallel.context_parallel_size,
     )
     saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
     reference = config.loss.name == "dpo" and config.adapter.kind == "none"
@@ -158,13 +160,13 @@ def _num_partial_sums(config: RunConfig) -> int:
 def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
     """Estimate the peak memory of one of the run's devices, with ``parallel.*`` counted.
 
-    FSDP and tensor parallelism shard parameters, gradients and optimizer state. FSDP gathers two blocks (one computes
-    while the next arrives) and the embedding and head, or all blocks without ``reshard_after_forward``; a block's
-    gradients exist whole until they are summed.
+    FSDP and tensor parallelism shard parameters, gradients and optimizer state; ranks that divide positions share the
+    shards of FSDP. FSDP gathers two blocks (one computes while the next arrives) and the embedding and head, or all
+    blocks without ``reshard_after_forward``; a block's gradients exist whole until they are summed.
     """
     parallel, planned = config.parallel, planned_memory(spec, config)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
-    shards = parallel.fsdp_size * parallel.tensor_parallel_size
+    shards = parallel.num_state_shards
     if parallel.fsdp_size > 1:
         tensor = parallel.tensor_parallel_size
         blocks = sum(row.num_elements for row in spec.parameters if _is_in_a_block(row.name)) // tensor
@@ -203,6 +205,7 @@ def training_memory(
     dense_masks: int = 0,
     frozen: Container[str] = (),
     has_average: bool = False,
+    position_parts: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one training step.
 
@@ -218,6 +221,7 @@ def training_memory(
         dense_masks: Number of dense attention masks, each as booleans and as additive floats.
         frozen: Parameters without gradient and optimizer state.
         has_average: Whether a moving average of the trained parameters is kept.
+        position_parts: Devices that the positions of each row are divided over. Masks are those of whole rows.
     """
     trained = [row for row in spec.parameters if row.name not in frozen]
     gradients = FP32_BYTES * sum(row.num_elements for row in trained)
@@ -229,18 +233,18 @@ def training_memory(
         state -= 6 * sum(row.num_elements for row in trained if row.decay)
     positions = micro_batch_sequences * sequence_length_tokens
     row = spec.saved_activations(sequence_length_tokens, dtype_bytes)
-    stream = row.block_input_bytes
+    stream, here = row.block_input_bytes, -(-positions // position_parts)
     blocks = stream * spec.num_layers + row.largest_block_bytes if recompute_blocks else row.all_blocks_bytes
     if spec.has_whole_logits:  # in the compute precision; in fp32 and twice as gradients
-        logits = positions * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))
+        logits = here * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))
     else:
-        logits = 2 * FP32_BYTES * min(loss_chunk_tokens, positions) * spec.vocab_size
+        logits = 2 * FP32_BYTES * min(loss_chunk_tokens, here) * spec.vocab_size
     return MemoryEstimate(
         parameter_bytes=FP32_BYTES * spec.num_parameters + spec.frozen_bytes(dtype_bytes),
         gradient_bytes=gradients,
         optimizer_bytes=state,
         saved_moment_bytes=saved,
-        activation_bytes=round(micro_batch_sequences * (blocks + 2 * stream)),
+        activation_bytes=round(micro_batch_sequences * (blocks + 2 * stream) / position_parts),
         logits_bytes=logits,
         mask_bytes=dense_masks * positions * sequence_length_tokens * (1 + dtype_bytes),
     )

@@ -353,7 +353,7 @@ def _report_engine(workload: Workload, total_steps: int) -> None:
     determinism = str(facts["determinism"])
     num_frozen = workload.spec.num_frozen_parameters
     frozen = f" and {num_frozen:,} frozen ones" if num_frozen else ""
-    names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size")
+    names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     sizes = [(name, int(facts.get(name, 1))) for name in names]
     layout = ", ".join(f"{name} = {size}" for name, size in sizes if size > 1)
     device = f"{facts.get('device', workload.engine.name)}{f' ({layout})' if layout else ''}"

@@ -151,6 +151,26 @@ def reference(
     )
 
 
+def attend_with_share(attend: Attend, index: int, size: int) -> Attend:
+    """Return attention over one of ``size`` equal shares of the heads, with the dropout of one process.
+
+    The mask of all heads is drawn on every rank, so that heads of different ranks differ and all generators stay in
+    step. That takes the plain formula.
+    """
+
+    def run(
+        query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
+    ) -> Tensor:
+        if dropout == 0:
+            return attend(query_BNTH, key_BKSH, value_BKSH, attention_mask, 0.0)
+        num_rows, num_heads, num_queries, _ = query_BNTH.shape
+        shape = (num_rows, num_heads * size, num_queries, key_BKSH.shape[2])
+        kept = F.dropout(query_BNTH.new_ones(shape), dropout).narrow(1, num_heads * index, num_heads)
+        return weigh_values(query_BNTH, key_BKSH, value_BKSH, attention_mask, lambda weights: weights * kept)
+
+    return run
+
+
 def weigh_values(
     query_BNTH: Tensor,
     key_BKSH: Tensor,

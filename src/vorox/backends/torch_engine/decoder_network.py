@@ -29,8 +29,9 @@ from vorox.backends.torch_engine.dpo_loss import (
     targets_to_device,
 )
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
-from vorox.backends.torch_engine.loss import HeadLoss, LossSums, TeacherOutput
+from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
 from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, RunBlock
+from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import TensorParallelParameters
@@ -65,6 +66,7 @@ class DecoderNetwork:
         self.taps = Taps(spec.num_layers, points)
         self._parallel = TensorParallel.of(spec, ranks)
         self._local = spec if self._parallel is None else self._parallel.local
+        self._positions = ContextParallel.of(ranks)
         self.parameters: Parameters
         self.module: nn.Module
         self.module, self._run = self._place()
@@ -93,7 +95,8 @@ class DecoderNetwork:
         config, spec, compute, parallel = self._config, self._local, self._compute, self._parallel
         groups = optimizer_groups(self._spec, config.optimizer)
         attend = attention.attention_kernel(config.model.attention_kernel)
-        attend = attend if parallel is None else parallel.attend(attend)
+        if parallel is not None:
+            attend = attention.attend_with_share(attend, parallel.index, parallel.size)
         if config.parallel.kind == "deepspeed":
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
             model = Decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
@@ -126,7 +129,7 @@ class DecoderNetwork:
             loss, pair_sums = dpo_loss(policy_H, reference_H, self._config.loss)
             self.parameters.backward(loss * scale, loss_scale)
             return pair_sums
-        labels = labels_to_device(batch.labels_ABT[index], self._compute.device)
+        labels = self._labels(batch, index)
         if self.teach is not None:
             labels = replace(labels, teacher=self.teach(batch, index))
         objective, sums = self._forward(
@@ -162,9 +165,14 @@ class DecoderNetwork:
         return F.linear(hidden_CD.to(dtype), head_VD.to(dtype)).float()
 
     def evaluate(self, batch: Batch, index: int) -> LossSums:
-        labels = labels_to_device(batch.labels_ABT[index], self._compute.device)
+        labels = self._labels(batch, index)
         tokens_M, context = self._inputs(batch, index, is_training=False)
         return self._forward(tokens_M, context, partial(self._loss.evaluate, labels=labels))
+
+    def _labels(self, batch: Batch, index: int) -> Labels:
+        labels_BT = batch.labels_ABT[index]
+        labels_BT = labels_BT if self._positions is None else self._positions.part.select(labels_BT)
+        return labels_to_device(labels_BT, self._compute.device)
 
     def hidden(self, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
         """Return the final hidden state of a micro-batch, ``[M, D]``, without dropout, and the head, ``[V, D]``."""
@@ -232,8 +240,11 @@ class DecoderNetwork:
         segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
-        tokens_BT = batch.tokens_ABT[index]
+        tokens_BT, here = batch.tokens_ABT[index], self._positions
         self.module.train(is_training)
+        if here is not None:
+            tokens_BT = here.part.select(tokens_BT)
+            positions_BT = None if positions_BT is None else here.part.select(positions_BT)
         context = self._context(
             tokens_BT.shape,
             attention.document_mask(
@@ -241,6 +252,7 @@ class DecoderNetwork:
             ),
             positions_BT=positions_BT,
             is_training=is_training,
+            exchange=here,
         )
         return to_device(tokens_BT, self._compute.device).view(-1), context
 
@@ -253,10 +265,14 @@ class DecoderNetwork:
         num_past: int = 0,
         is_training: bool = False,
         cache: KeyValueCache | None = None,
+        exchange: ContextParallel | None = None,
     ) -> ForwardContext:
         num_rows, num_positions = shape_BT
         positions: Tensor | None = None
-        here = slice(num_past, num_past + num_positions)
+        first, num_attended = num_past, num_positions
+        if exchange is not None:
+            first, num_attended = exchange.part.index * num_positions, exchange.part.size * num_positions
+        here = slice(first, first + num_positions)
         if positions_BT is not None:
             positions = to_device(positions_BT, self._compute.device)
         rotary = [
@@ -270,7 +286,7 @@ class DecoderNetwork:
         return ForwardContext(
             shape_BT=(num_rows, num_positions),
             attention_mask=attention.add_window(
-                attention_mask, self._spec.sliding_window_tokens, num_past, num_positions, self._compute.device
+                attention_mask, self._spec.sliding_window_tokens, num_past, num_attended, self._compute.device
             ),
             rotary=rotary[0] if rotary else None,
             sliding_rotary=rotary[1] if len(rotary) > 1 else None,
@@ -279,6 +295,7 @@ class DecoderNetwork:
             embedding_noise=self._config.train.embedding_noise if is_training else None,
             cache=cache,
             recompute=self._config.train.activation_checkpointing if is_training else "none",
+            exchange=exchange,
         )
 
 

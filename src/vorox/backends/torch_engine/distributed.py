@@ -3,6 +3,8 @@
 Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp x tp``: replicas of the model,
 each sharded over ``fsdp`` ranks, each of which is ``tp`` ranks that share every matrix product and read the same rows.
 Or as ``pp x data``: the ranks of a pipeline each hold some blocks of a replica and read the same rows.
+Or as ``data x fsdp x cp``: ``cp`` ranks read the same rows and compute parts of their positions; they are replicas, or
+share the shards of FSDP.
 Tensors on GPUs travel by NCCL, everything else by gloo.
 """
 
@@ -153,6 +155,9 @@ class Ranks:
         replica_group: With tensor parallelism or a pipeline, the ranks of one replica; ``None`` for those of the axis
             ``fsdp``.
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
+        context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
+            or ``fsdp_size`` counts them as well.
+        context_group: Those ranks; ``None`` without context parallelism.
     """
 
     shard: DataShard = field(default_factory=DataShard)
@@ -164,6 +169,8 @@ class Ranks:
     row_group: ProcessGroup | None = None
     replica_group: ProcessGroup | None = None
     pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    context_group: ProcessGroup | None = None
 
     @property
     def world_size(self) -> int:
@@ -243,9 +250,11 @@ class Ranks:
         sizes = {
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
         }
         others = {name: size for name, size in sizes.items() if size > 1}
-        return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": self.fsdp_size, **others}
+        fsdp_size = self.fsdp_size // self.context_parallel_size if self.fsdp_size > 1 else 1
+        return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": fsdp_size, **others}
 
     def sum_counts(self, *counts: float) -> list[float]:
         """Return sums of numbers on the host over all rows. Waits for the ranks, not for their devices."""
@@ -267,7 +276,7 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     """Return the layout of the ranks.
 
     Raises:
-        ConfigError: ``data x fsdp x tp x pp`` is not the number of ranks.
+        ConfigError: ``data x fsdp x tp x pp x cp`` is not the number of ranks.
     """
     parallel, world_size = config.parallel, context.world_size
     sizes = {"data_parallel_size": parallel.data_parallel_size_on(world_size), "fsdp_size": parallel.fsdp_size}
@@ -279,6 +288,9 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     pipeline = parallel.pipeline_parallel_size
     if pipeline > 1:
         sizes["pipeline_parallel_size"] = pipeline
+    positions = parallel.context_parallel_size
+    if positions > 1:
+        sizes["context_parallel_size"] = positions
     product = prod(sizes.values())
     if product != world_size:
         raise ConfigError(
@@ -293,6 +305,8 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
     if pipeline > 1:
         return _pipelines(data, pipeline, context.rank, device)
+    if positions > 1:
+        return _context_groups(data, fsdp, positions, context.rank, device)
     if tensor == 1:
         mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
         return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
@@ -316,6 +330,21 @@ def _pipelines(data: int, size: int, rank: int, device: torch.device) -> Ranks:
     return Ranks(
         DataShard(rank % data, data), data, 1, mesh, row_group=same_stage, replica_group=pipeline,
         pipeline_parallel_size=size,
+    )  # fmt: skip
+
+
+def _context_groups(data: int, fsdp: int, size: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of groups of ``size`` adjacent ranks that divide the positions of their rows.
+
+    Parameters are replicated on all ranks, or with FSDP sharded over ``fsdp x size`` ranks.
+    """
+    num_shards = fsdp * size if fsdp > 1 else 1
+    num_replicas, world_size = data * fsdp * size // num_shards, data * fsdp * size
+    mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=("data", "fsdp"))
+    group = _subgroup([list(range(first, first + size)) for first in range(0, world_size, size)])
+    return Ranks(
+        DataShard(rank // size, data * fsdp), num_replicas, num_shards, mesh, context_parallel_size=size,
+        context_group=group,
     )  # fmt: skip
 
 

@@ -133,7 +133,8 @@ class TorchEngine:
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory):
             self.taps.measure(self._statistics)
-            count = max(1, int(self._ranks.sum_counts(self._num_examples(batch))[0]))
+            (num_examples,) = self._ranks.sum_counts(self._num_examples(batch))
+            count = max(1, int(num_examples) // self._ranks.context_parallel_size)  # ranks of a group count the same
             references = self._reference.answer_log_probs(batch) if self._reference is not None else None
             try:
                 sums = self._train_micro_batches(batch, count, references)

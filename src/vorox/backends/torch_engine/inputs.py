@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
@@ -63,15 +65,53 @@ def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) ->
     return [select(rows[place : place + 1]) for place in range(len(rows))] if one_by_one else [select(rows)]
 
 
-def add_noise(x: Tensor, alpha: float, num_positions: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PositionPart:
+    """The part of the positions of every row that a rank computes: one of ``size`` equal ones.
+
+    Attributes:
+        index: Index of the part.
+        size: Number of parts.
+    """
+
+    index: int
+    size: int
+
+    def select(self, array_BT: Int32Array) -> Int32Array:
+        """Return the columns of this part."""
+        width = array_BT.shape[1] // self.size
+        return array_BT[:, self.index * width : (self.index + 1) * width]
+
+    def sample(self, x_MD: Tensor, num_rows: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return this part of ``draw(ones)``, which is drawn for whole rows, so that it is that of one process."""
+        width, hidden_size = x_MD.shape[0] // num_rows, x_MD.shape[1]
+        drawn = draw(torch.ones(num_rows, width * self.size, hidden_size, device=x_MD.device))
+        return drawn[:, self.index * width : (self.index + 1) * width].reshape(x_MD.shape).to(x_MD.dtype)
+
+
+def dropout(x_MD: Tensor, fraction: float, num_rows: int, part: PositionPart | None) -> Tensor:
+    """Apply dropout to the residual stream of whole rows, or of a part of their positions."""
+    if fraction == 0:
+        return x_MD
+    if part is None:
+        return F.dropout(x_MD, fraction)
+    return x_MD * part.sample(x_MD, num_rows, lambda ones: F.dropout(ones, fraction))
+
+
+def add_noise(x: Tensor, alpha: float, num_positions: int, part: PositionPart | None = None) -> Tensor:
     """Add noise to token embeddings: uniform in [-1, 1] x alpha / sqrt(T D), drawn in fp32 (NEFTune, arXiv 2310.05914).
 
     Args:
         x: Embeddings ``[..., D]``.
         alpha: ``train.embedding_noise``.
-        num_positions: Positions of a row, T.
+        num_positions: Positions of a row that are here, T.
+        part: The part of the positions that is here; ``None``: whole rows.
     """
-    noise = torch.empty(x.shape, device=x.device).uniform_(-1, 1)
+    if part is None:
+        noise = torch.empty(x.shape, device=x.device).uniform_(-1, 1)
+    else:
+        noise = part.sample(x, x.shape[0] // num_positions, lambda ones: ones.uniform_(-1, 1))
+        num_positions *= part.size
     return x + (noise * (alpha / math.sqrt(num_positions * x.shape[-1]))).to(x.dtype)
 
 

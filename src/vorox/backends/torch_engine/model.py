@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from vorox.backends.torch_engine.attention import Attend, AttentionMask
-from vorox.backends.torch_engine.inputs import add_noise
+from vorox.backends.torch_engine.inputs import PositionPart, add_noise, dropout
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
 from vorox.backends.torch_engine.module_table import parameters_on_meta
+from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.engine import TapPoint
@@ -56,6 +57,7 @@ class ForwardContext:
         cache: Key/value cache, for decoding.
         recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
             also matrix products and attention.
+        exchange: Exchanges positions for heads, if ``shape_BT`` is this rank's part of the positions.
     """
 
     shape_BT: tuple[int, int]
@@ -67,6 +69,16 @@ class ForwardContext:
     embedding_noise: float | None = None
     cache: Cache | None = None
     recompute: Recompute = "none"
+    exchange: ContextParallel | None = None
+
+    @property
+    def part(self) -> PositionPart | None:
+        """The positions of rows that are here; ``None`` for all."""
+        return None if self.exchange is None else self.exchange.part
+
+    def drop(self, x_MD: Tensor) -> Tensor:
+        """Apply dropout to the residual stream."""
+        return dropout(x_MD, self.dropout, self.shape_BT[0], self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +173,8 @@ class Attention(nn.Module):
         query_BNTH, key_BKTH, value_BKTH = (x.transpose(1, 2) for x in (query, key, value))
         if context.cache is not None:
             key_BKTH, value_BKTH = context.cache.extend(self._layer, key_BKTH, value_BKTH)
-        mixed_BNTH = self._attend(query_BNTH, key_BKTH, value_BKTH, mask, context.dropout)
+        attend = self._attend if context.exchange is None else context.exchange.attend(self._attend)
+        mixed_BNTH = attend(query_BNTH, key_BKTH, value_BKTH, mask, context.dropout)
         return self.output(mixed_BNTH.transpose(1, 2).reshape(x_MD.shape[0], -1))
 
     def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -285,10 +298,10 @@ class Block(ResidualBlock):
 
     def attend(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         mixed_MD = self.attention_output_norm(self.attention(self.attention_norm(x_MD), context))
-        return x_MD + _apply_dropout(mixed_MD, context.dropout)
+        return x_MD + context.drop(mixed_MD)
 
     def transform(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        return x_MD + _apply_dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))), context.dropout)
+        return x_MD + context.drop(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))))
 
 
 RunBlock = Callable[[ResidualBlock, Tensor, ForwardContext], Tensor]
@@ -351,11 +364,11 @@ class Decoder(nn.Module):
         if self._embedding_scale != 1:
             x_MD = x_MD * self._embedding_scale
         if context.embedding_noise is not None:
-            x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1])
+            x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1], context.part)
         if self.position_embedding is not None:
             assert context.positions is not None
             x_MD = (x_MD.view(*context.shape_BT, -1) + self.position_embedding(context.positions)).view(x_MD.shape)
-        return _apply_dropout(x_MD, context.dropout)
+        return context.drop(x_MD)
 
     def run_blocks(self, x_MD: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
         """Return the residual stream after the blocks, ``[M, D]``; the arguments are those of ``forward``."""
@@ -378,7 +391,3 @@ class Decoder(nn.Module):
 
 def _same(x_MD: Tensor) -> Tensor:
     return x_MD
-
-
-def _apply_dropout(x_MD: Tensor, dropout: float) -> Tensor:
-    return F.dropout(x_MD, dropout) if dropout > 0 else x_MD

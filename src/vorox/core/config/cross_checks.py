@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
+from vorox.core.config.context_checks import context_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.model_checks import model_problems
@@ -359,6 +360,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
     deepspeed_problems,
     pipeline_problems,
+    context_problems,
     fine_tuning_problems,
     _sources,
     _validation,

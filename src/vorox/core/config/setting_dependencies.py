@@ -269,9 +269,18 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"parallel.{key}", "parallel.kind", _is("native"), "parallel.kind native")
-        for key in ("fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "reshard_after_forward")
+        for key in (
+            "fsdp_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "context_parallel_size",
+            "reshard_after_forward",
+        )
     ),
-    Dependency("parallel.pipeline_parallel_size", "backend", _is("torch"), "backend torch"),
+    *(
+        Dependency(f"parallel.{key}", "backend", _is("torch"), "backend torch")
+        for key in ("pipeline_parallel_size", "context_parallel_size")
+    ),
     Dependency(
         "parallel.pipeline_schedule",
         "parallel.pipeline_parallel_size",

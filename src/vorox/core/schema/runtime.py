@@ -102,6 +102,12 @@ class ParallelConfig(Section):
         description="Order of the forward and backward passes of a pipeline. 1f1b: one stage of consecutive blocks for "
         "each process; interleaved: two, so processes idle less and communicate more.",
     )
+    context_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="PyTorch, the native decoder: processes that each compute a part of the positions of every row, "
+        "for rows that are too long for one device; in attention, each computes some of the heads for all positions.",
+    )
     reshard_after_forward: bool = Field(
         default=True,
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "
@@ -109,8 +115,8 @@ class ParallelConfig(Section):
     )
     kind: Literal["native", "deepspeed"] = Field(
         default="native",
-        description="What distributes the state over ranks. native: fsdp_size, tensor_parallel_size and "
-        "pipeline_parallel_size; deepspeed (PyTorch): ZeRO of DeepSpeed, over all ranks.",
+        description="What distributes the state over ranks. native: fsdp_size, tensor_parallel_size, "
+        "pipeline_parallel_size and context_parallel_size; deepspeed (PyTorch): ZeRO of DeepSpeed, over all ranks.",
     )
     zero_stage: Literal[1, 2, 3] = Field(
         default=2,
@@ -136,7 +142,12 @@ class ParallelConfig(Section):
     @property
     def num_devices(self) -> int:
         """Devices of the run; the fewest possible under ``auto``."""
-        return self.num_row_parts * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.num_row_parts * self._devices_per_row_part
+
+    @property
+    def _devices_per_row_part(self) -> int:
+        """Devices that train on the same rows."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def num_row_parts(self) -> int:
@@ -147,7 +158,13 @@ class ParallelConfig(Section):
         """Return the number of replicas on so many devices; at least 1, even if they are too few."""
         if self.data_parallel_size != "auto":
             return self.data_parallel_size
-        return max(1, num_devices // (self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size))
+        return max(1, num_devices // (self.fsdp_size * self._devices_per_row_part))
+
+    @property
+    def num_state_shards(self) -> int:
+        """Devices that parameters and optimizer state are sharded over, without the stages of a pipeline."""
+        shards = self.fsdp_size * self.context_parallel_size if self.fsdp_size > 1 else 1
+        return shards * self.tensor_parallel_size
 
     @property
     def pipeline_stages_per_device(self) -> int:

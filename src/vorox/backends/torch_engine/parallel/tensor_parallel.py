@@ -6,8 +6,7 @@ and up projections are divided along their outputs, the projections behind them 
 sums over the group in the forward pass and two in the backward pass. Embedding and head are divided along the
 vocabulary. All else is replicated: norms, position embeddings, biases of the output projections.
 
-Shape legend: M positions of a micro-batch, D width, V vocabulary, R ranks of the group, B rows, N heads, K key/value
-heads, T queries, S keys, H head width.
+Shape legend: M positions of a micro-batch, D width, V vocabulary, L vocabulary of a rank, R ranks of the group.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vorox.backends.torch_engine.attention import Attend, AttentionMask, weigh_values
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.models.decoder_spec import DecoderSpec
 
@@ -106,25 +103,6 @@ class TensorParallel:
     def join_logits(self, logits_ML: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, ``[M, V]``; every rank computes the same from them."""
         return _JoinLogits.apply(logits_ML, self)
-
-    def attend(self, attend: Attend) -> Attend:
-        """Return attention over this rank's heads, with the dropout of one process.
-
-        The mask of all heads is drawn on every rank, so that heads of different ranks differ and all generators stay
-        in step. That takes the plain formula.
-        """
-
-        def run(
-            query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
-        ) -> Tensor:
-            if dropout == 0:
-                return attend(query_BNTH, key_BKSH, value_BKSH, attention_mask, 0.0)
-            num_rows, num_heads, num_queries, _ = query_BNTH.shape
-            shape = (num_rows, num_heads * self.size, num_queries, key_BKSH.shape[2])
-            kept = F.dropout(query_BNTH.new_ones(shape), dropout).narrow(1, num_heads * self.index, num_heads)
-            return weigh_values(query_BNTH, key_BKSH, value_BKSH, attention_mask, lambda weights: weights * kept)
-
-        return run
 
 
 class _Share(torch.autograd.Function):

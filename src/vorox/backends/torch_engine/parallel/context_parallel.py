@@ -1,0 +1,100 @@
+"""Context parallelism: the ranks of a group divide the positions of their rows.
+
+As in DeepSpeed-Ulysses (arXiv 2309.14509), all ranks of a group read the same rows. Embedding, norms, projections, MLP
+and loss treat each position by itself, so each rank computes them for its consecutive positions. Attention needs all
+positions: before it, an all-to-all exchanges positions for heads, so that a rank has some of the heads for whole rows;
+after it, another one exchanges them back. Masks are those of whole rows. Gradients are sums over a rank's positions and
+are added as those of replicas.
+
+Shape legend: R ranks of the group, B rows, T positions of a row, P = T / R positions of a rank, N query heads, K
+key/value heads, X any heads, S = X / R heads of a rank, H head width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from vorox.backends.torch_engine.attention import Attend, AttentionMask, attend_with_share
+from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.inputs import PositionPart
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """This rank's part of the positions.
+
+    Attributes:
+        part: The positions of this rank.
+        group: The ranks that divide the positions of the same rows.
+    """
+
+    part: PositionPart
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, ranks: Ranks) -> ContextParallel | None:
+        """Return the part of a rank; ``None`` without context parallelism."""
+        group = ranks.context_group
+        return None if group is None else cls(PositionPart(dist.get_rank(group), ranks.context_parallel_size), group)
+
+    def attend(self, attend: Attend) -> Attend:
+        """Return attention of this rank's positions to all positions of their rows."""
+        return partial(self._attend, attend_with_share(attend, self.part.index, self.part.size))
+
+    def _attend(
+        self,
+        attend: Attend,
+        query_BNPH: Tensor,
+        key_BKPH: Tensor,
+        value_BKPH: Tensor,
+        attention_mask: AttentionMask,
+        dropout: float,
+    ) -> Tensor:
+        size, num_kv_heads = self.part.size, key_BKPH.shape[1]
+        copies = math.lcm(num_kv_heads, size) // num_kv_heads  # fewer key/value heads than ranks are replicated
+        heads = [query_BNPH, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key_BKPH, value_BKPH))]
+        kind = query_BNPH.device.type
+        if torch.is_autocast_enabled(kind):  # attention computes in this precision
+            heads = [x.to(torch.get_autocast_dtype(kind)) for x in heads]
+        shares = [x.shape[1] // size for x in heads]
+        received_RBSPH = self._exchange(torch.cat([_by_rank(x, size) for x in heads], dim=2))
+        query, key, value = (x.movedim(0, 2).flatten(2, 3) for x in received_RBSPH.split(shares, dim=2))
+        mixed_BSTH = attend(query, key, value, attention_mask, dropout)
+        num_rows, share, _, width = mixed_BSTH.shape
+        by_position_RBSPH = mixed_BSTH.view(num_rows, share, size, -1, width).movedim(2, 0)
+        return self._exchange(by_position_RBSPH).movedim(0, 1).flatten(1, 2)
+
+    def _exchange(self, x_R: Tensor) -> Tensor:
+        """Send ``x_R[r]`` to rank r of the group; return what each rank sent here."""
+        return _Exchange.apply(x_R, self.group)
+
+
+def _by_rank(x_BXPH: Tensor, size: int) -> Tensor:
+    """Return consecutive heads for each rank, ``[R, B, S, P, H]``."""
+    return x_BXPH.unflatten(1, (size, -1)).movedim(1, 0)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_R: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x_R, group)
+
+    @staticmethod
+    def backward(ctx: Any, d_y_R: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _all_to_all(d_y_R, ctx.group), None
+
+
+def _all_to_all(x_R: Tensor, group: ProcessGroup) -> Tensor:
+    sent = x_R.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

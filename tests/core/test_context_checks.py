@@ -1,0 +1,62 @@
+"""Configurations that context parallelism does not support, and rows and heads that it cannot divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from small_configurations import POSITIONS, VOCAB, configuration
+from vorox.core.config.cross_checks import find_problems
+from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import decoder_spec
+from vorox.models.divisibility import check_divisible
+
+SIZE = "parallel.context_parallel_size"
+
+
+def config_of(model: dict[str, Any] | None = None, size: int = 2, **settings: Any) -> RunConfig:
+    return configuration(model or {}, parallel__context_parallel_size=size, **settings)
+
+
+def named_keys(config: RunConfig) -> set[str]:
+    return {key for problem in find_problems(config) for key in problem.keys}
+
+
+def test_what_fits_has_no_problem() -> None:
+    assert SIZE not in named_keys(config_of())
+    assert SIZE not in named_keys(config_of({"dropout_fraction": 0.1}, parallel__fsdp_size=2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(parallel__tensor_parallel_size=2), config_of(parallel__pipeline_parallel_size=2),
+        config_of(runtime__compile=True), config_of(train__forward_backward="step.py:run"),
+        config_of(runtime__determinism="bitwise-any-world"), config_of({"block": "block.py:Block"}),
+        config_of(loss__name="dpo"), config_of(train__distillation={"teacher": "run"}), config_of(size=5),
+    ],
+    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "dpo", "teacher", "rows"],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused(config: RunConfig) -> None:
+    assert SIZE in named_keys(config)
+    alone = config.parallel.model_copy(update={"context_parallel_size": 1})
+    assert SIZE not in named_keys(config.model_copy(update={"parallel": alone}))
+
+
+def test_rows_that_do_not_divide_are_refused_with_ones_that_do() -> None:
+    texts = [problem.what for problem in find_problems(config_of(size=5))]
+    assert f"data.sequence_length_tokens=24 is not divisible by {SIZE}=5; set data.sequence_length_tokens=20" in texts
+
+
+def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
+    for size in (1, 2, 4):
+        check_divisible(config_of(size=size), spec_of(config_of({"num_kv_heads": 1})))
+    with pytest.raises(ConfigError, match="num_heads = 4 is not divisible by context_parallel_size = 3") as caught:
+        check_divisible(config_of(size=3), spec_of(config_of()))
+    assert "1, 2, 4" in str(caught.value.hint)
+
+
+def spec_of(config: RunConfig) -> Any:
+    return decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
