@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--docstrings", type=int, default=50)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
-    pages = sorted((ROOT / "docs").glob("*.md"))
+    pages = sorted((ROOT / "docs").glob("**/*.md"))
     for page in draw.sample(pages, min(arguments.pages, len(pages))):
         print(f"==== {page.relative_to(ROOT).as_posix()}\n{page.read_text(encoding='utf-8')}")
     every = list(docstrings())

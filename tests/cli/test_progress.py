@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from processor_cost import cost
-from vorox.cli.progress import LineDisplay, LiveDisplay, headline, open_display, sample_lines
+from vorox.cli.progress import LineDisplay, LiveDisplay, headline, loss_trend, open_display, sample_lines
 from vorox.training.display import Display, StepView
 
 VIEW = StepView(
@@ -131,6 +131,44 @@ def test_the_live_block_has_the_same_fields() -> None:
     for field in FIELDS:
         assert field in "\n".join(lines)
     assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), "the cursor is back"
+
+
+def test_the_trend_of_the_loss_fits_and_shows_a_spike() -> None:
+    losses = [(10 * step, 8.0 - step / 10) for step in range(1, 61)]
+    bars, text = loss_trend(losses, 120).split(" ", 1)
+    assert (len(bars), bars[0], bars[-1]) == (40, "\u2588", "\u2581")
+    assert list(bars) == sorted(bars, reverse=True)
+    assert text == "steps 10 to 600 | mean of the last 10 2.450"
+    losses[30] = (310, 30.0)
+    bars = loss_trend(losses, 120).split(" ")[0]
+    assert (bars.index("\u2588"), bars.count("\u2588")) == (20, 1)
+    assert loss_trend([(1, 5.0)] * 4, 120).startswith("\u2581" * 4 + " "), "an even loss"
+    assert loss_trend(losses[:3], 120) == ""
+    assert loss_trend(losses, 50) == ""
+    for width in range(52, 120):
+        assert len("  loss  " + loss_trend(losses, width)) <= width
+
+
+def test_the_live_block_has_the_trend_only_where_the_terminal_can_draw_it() -> None:
+    for encoding, is_shown in (("utf-8", True), ("cp1252", False)):
+        stream = Terminal()
+        stream.encoding = encoding  # type: ignore[misc]
+        display = LiveDisplay(stream)
+        for step in range(1, 9):
+            display.step(replace(VIEW, step=step, loss=math.nan if step == 3 else 9.0 - step))
+        display.message("drawn again")
+        display.waiting("for data")
+        text = without_escapes(stream.getvalue())
+        display.close()
+        assert ("loss  \u2588" in text) == is_shown
+        assert ("mean of the last 7" in text) == is_shown, "a loss that is not finite is left out"
+
+
+def test_a_plan_of_tensors_is_not_shown_beside_the_memory_of_a_process() -> None:
+    stream = io.StringIO()
+    LineDisplay(stream).step(replace(VIEW, memory_bytes={"host": 2.0**30}))
+    assert "host 1.0 GiB" in stream.getvalue()
+    assert "planned" not in stream.getvalue()
 
 
 def test_messages_scroll_above_the_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ import pytest
 import tiny_runs
 from vorox.cli import humanize, main
 from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.experiments.tracking import read_metrics
 from vorox.training.checkpoints.store import step_directories
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,6 +75,10 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert commands["dash"] == "vorox dash"
     assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
     assert "nats/token after step" in out
+    losses = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
+    best = min(losses, key=losses.__getitem__)
+    assert f"  loss      {losses[12]:.4f} at the end, {losses[best]:.4f} at best (step {best})\n" in out
+    assert re.search(r"^  memory    peak [\d.,]+ MiB; planned [\d.,]+ \w+ of tensors$", out, re.MULTILINE)
     assert "(xz: " in out
     assert str(step_directories(directory)[12]) in out
 

@@ -27,6 +27,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 TOKEN = "correct-horse-battery"
 
 
+def sample_into(directory: Path, prompt: str, completion: str) -> None:
+    record = {"kind": "sample", "fields": {"step": 1, "prompt": prompt, "completion": completion}}
+    (directory / "events.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Two run directories; the name of one is HTML."""
@@ -37,9 +42,7 @@ def root(tmp_path: Path) -> Path:
         (directory / "run.json").write_text(json.dumps({"attempts": attempts}), encoding="utf-8")
         line = json.dumps({"step": 1, "attempt": 1, "time": 1.0, "values": {"loss": 2.5, HOSTILE: 1.0}})
         (directory / "metrics.jsonl").write_text(line + "\n", encoding="utf-8")
-        (directory / "log.txt").write_text(
-            f"2026-01-01T00:00:00.000Z info    Sample at step 1: {'a -> b'!r} -> {HOSTILE!r}\n", encoding="utf-8"
-        )
+        sample_into(directory, "a -> b", HOSTILE)
     return tmp_path / "runs"
 
 
@@ -145,9 +148,7 @@ def test_the_page_never_sets_html() -> None:
 
 
 def test_an_export_cannot_leave_its_data_element(root: Path, tmp_path: Path) -> None:
-    (root / "plain" / "log.txt").write_text(
-        "x info    Sample at step 1: 'p' -> '</script><script>alert(1)</script>'\n", encoding="utf-8"
-    )
+    sample_into(root / "plain", "p", "</script><script>alert(1)</script>")
     assert main(["dash", str(root), "--export", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text(encoding="utf-8")
     assert "</script><script>alert" not in page

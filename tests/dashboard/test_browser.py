@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile = place / "runs" / HOSTILE
     hostile.mkdir()
     (hostile / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
-    (hostile / "log.txt").write_text(f"x info    Sample at step 1: {HOSTILE!r} -> {HOSTILE!r}\n", encoding="utf-8")
+    (hostile / "events.jsonl").write_text(sample_of(1, HOSTILE, HOSTILE), encoding="utf-8")
     (hostile / "metrics.jsonl").write_text(line_of(1) + line_of(2), encoding="utf-8")
     return place / "runs"
 
@@ -58,13 +58,18 @@ def line_of(step: int) -> str:
     return json.dumps({"step": step, "attempt": 1, "time": float(step), "values": values}) + "\n"
 
 
+def sample_of(step: int, prompt: str, completion: str) -> str:
+    fields = {"step": step, "prompt": prompt, "completion": completion}
+    return json.dumps({"kind": "sample", "fields": fields}) + "\n"
+
+
 @pytest.fixture(scope="module")
 def url(runs: Path) -> Iterator[str]:
     """The URL that ``vorox dash`` prints."""
     command = [sys.executable, "-u", "-m", "vorox", "dash", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        killer = threading.Timer(240, server.kill)
+        killer = threading.Timer(1200, server.kill)
         killer.start()
         try:
             yield next(line.strip() for line in server.stdout if "http://" in line)
@@ -136,8 +141,8 @@ def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url
     sampled = runs / "sampled"
     sampled.mkdir(exist_ok=True)
     (sampled / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
-    log = [f"x info    Sample at step {step}: 'a prompt' -> '{'words ' * 9}'\n" for step in range(1, 13)]
-    (sampled / "log.txt").write_text("".join(log), encoding="utf-8")
+    lines = [sample_of(step, "a prompt", "words " * 9) for step in range(1, 13)]
+    (sampled / "events.jsonl").write_text("".join(lines), encoding="utf-8")
     (sampled / "metrics.jsonl").write_text(line_of(12), encoding="utf-8")
     browser.open(f"{url}#/run/sampled/samples", "Step 12")
     region = browser.page.get_by_role("region", name="Samples by step")
@@ -238,11 +243,33 @@ def test_a_process_that_trains_updates_the_page(browser: Watched, runs: Path, ur
             for _ in range(2):
                 before = step.text_content()
                 playwright.expect(step).not_to_have_text(before or "", timeout=15_000)
+            browser.page.goto(f"{url.split('?')[0]}#/run/{name}/health")
+            rank = browser.page.get_by_role("list", name="Ranks now").get_by_role("listitem")
+            rank.get_by_text("Rank 0").wait_for(timeout=15_000)
+            before = rank.text_content()
+            playwright.expect(rank).not_to_have_text(before or "", timeout=15_000)  # its step, without a new file
+            assert fits(browser)
             training.terminate()
             browser.page.get_by_text("preempted").first.wait_for(timeout=30_000)
         finally:
             killer.cancel()
             training.kill()
+    assert browser.problems == []
+
+
+def test_a_stall_is_shown_with_the_stacks_of_its_ranks(browser: Watched, runs: Path, url: str) -> None:
+    watchdog = runs / run_ids(runs)[1] / "watchdog"
+    watchdog.mkdir(exist_ok=True)
+    record = {"attempt": 1, "at": "2026-01-01T00:00:00+00:00", "what": f"Rank 1 on host b {HOSTILE}", "where": "step 5",
+              "traceback": f"rank 1:\n  File {HOSTILE} in all_reduce"}  # fmt: skip
+    (watchdog / "stall-00001.json").write_text(json.dumps(record), encoding="utf-8")
+    browser.open(f"{url}#/run/{run_ids(runs)[1]}/health", "Stall of attempt 1")
+    assert browser.page.get_by_text("Rank 1 on host b").is_visible()
+    browser.page.get_by_text("Stacks of all ranks").press("Enter")
+    playwright.expect(browser.page.locator("pre.trace")).to_contain_text("in all_reduce")
+    assert browser.page.locator("pre.trace").is_visible()
+    assert not browser.page.locator("main img").count()
+    assert fits(browser)
     assert browser.problems == []
 
 

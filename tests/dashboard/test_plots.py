@@ -259,8 +259,10 @@ def test_the_report_shows_what_the_run_recorded(tmp_path: Path, monkeypatch: pyt
     directory = tiny_runs.run(config).run_directory
     run = directory.rename(directory.with_name(HOSTILE))
     text = "<script>alert(1)</script> \x00\x1b[2J 'so' -> it\nends"
-    with (run / "log.txt").open("a", encoding="utf-8") as log:
-        log.writelines(f"x info    Sample at step {step}: {HOSTILE!r} -> {text!r}\n" for step in range(1, 13))
+    with (run / "events.jsonl").open("a", encoding="utf-8") as events:
+        for step in range(1, 13):
+            fields = {"step": step, "prompt": HOSTILE, "completion": text}
+            events.write(json.dumps({"kind": "sample", "fields": fields}) + "\n")
     for name in ("one", "two"):
         assert main(["runs", "report", str(run), "--to", str(tmp_path / f"{name}.html")]) == 0
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()

@@ -31,7 +31,7 @@ from vorox.sweeps.search_space import read_space
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
 )
 
 STANDS_FOR = {
@@ -287,24 +287,27 @@ def test_every_python_snippet_of_a_page_runs(page: str, place: Path, monkeypatch
         for old, new in INSTEAD.get(page, {}).items():
             text = text.replace(old, new.replace("{run}", run.as_posix()))
         exec(compile(text, str(block), "exec"), names)
-    if page == "docs/extending.md":
-        run_with_functions_of_the_page(place)
     if page == "docs/transforms.md":
         assert names["tidy"]("“so”") == '"so"'
         assert names["back_translated"]("So") == ["So", "so"]
 
 
-def run_with_functions_of_the_page(place: Path) -> None:
-    """Train with the page's own functions, as its settings name them, and look at what they did."""
-    blocks = [block for block in BLOCKS if block.page == "docs/extending.md"]
-    texts = [block.text for block in blocks if block.language == "python"]
-    second = next(number for number, text in enumerate(texts) if text.startswith("# shards.py"))
-    (place / "mine.py").write_text("\n".join(texts[:second]), encoding="utf-8")
-    third = next(number for number, text in enumerate(texts) if text.startswith("# lake.py"))
-    (place / "shards.py").write_text("\n".join(texts[second:third]), encoding="utf-8")
-    fourth = next(number for number, text in enumerate(texts) if text.startswith("# parts.py"))
-    (place / "lake.py").write_text("\n".join(texts[third:fourth]), encoding="utf-8")
-    (place / "parts.py").write_text("\n".join(texts[fourth:]), encoding="utf-8")
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.hf
+def test_training_uses_every_function_of_the_pages_on_extending(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the functions and settings of all pages in one run, and what they did."""
+    monkeypatch.syspath_prepend(place)
+    blocks = [block for block in BLOCKS if block.page.startswith("docs/extending")]
+    files: dict[str, list[str]] = {}
+    for page in {block.page for block in blocks}:
+        texts = [block.text for block in blocks if block.page == page and block.language == "python"]
+        if texts:
+            name = re.match(r"# (\w+\.py)\n", texts[0])
+            assert name is not None, f"{page}: the first example names its file"
+            files.setdefault(name[1], []).extend(texts)
+    for name, texts in files.items():
+        (place / name).write_text("\n\n".join(texts), encoding="utf-8")
     (place / "urls.txt").write_text("2025-12.notes\n2026-01.notes\n", encoding="utf-8")
     (place / "2026-01.notes").write_text("\n---\n".join(f"note {number} of the month" * 9 for number in range(60)))
     settings = yaml.safe_load((place / "my.yaml").read_text(encoding="utf-8"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -231,3 +233,54 @@ def test_a_recorded_webhook_without_its_variable_is_a_warning(
     monkeypatch.setenv("MY_HOOK", receiver.url)
     assert webhook.find_url(config, log) == receiver.url
     assert SECRET not in redact(receiver.url)
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from vorox.core.schema import LogConfig
+from vorox.experiments.webhook import end_notice
+from vorox.runtime.heartbeat import Heartbeat
+directory = Path(sys.argv[1])
+run = SimpleNamespace(config=SimpleNamespace(log=LogConfig(webhook="env:VOROX_WEBHOOK")), is_main=True,
+                      directory=directory, attempt=3)
+with Heartbeat(directory, attempt=3, timeout_seconds=1.5, notice=end_notice(run)) as heartbeat:
+    heartbeat.enter("step", 5)
+    print("ready", flush=True)
+    if sys.argv[2] != "finished":
+        time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed", "stalled", "finished"])
+def test_the_watchdog_posts_the_end_of_a_run_that_cannot(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    directory = tmp_path / "a-run"
+    directory.mkdir()
+    (directory / "failure.json").write_text('{"what": "of an earlier attempt", "attempt": 2, "exit_code": 4}')
+    monkeypatch.setenv("VOROX_WEBHOOK", receiver.url)
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(directory), end], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        if end == "killed":
+            process.kill()
+        process.wait(60)
+        wait_until(lambda: bool(receiver.bodies) or end == "finished", 60)
+    finally:
+        process.kill()
+        process.communicate()
+    if end == "finished":
+        assert receiver.bodies == []
+        return
+    (body,) = receiver.bodies
+    what, code = {"killed": ("Killed: ", 137), "stalled": ("Rank 0 on host ", 6)}[end]
+    assert (body["event"], body["run"], body["attempt"], body["level"]) == ("failed", "a-run", 3, "error")
+    assert body["message"].startswith(what)
+    assert body["fields"]["exit_code"] == code
+    assert "traceback" not in body["fields"]
+    for path in directory.rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path

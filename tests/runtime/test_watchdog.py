@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eventually import wait_until
@@ -90,9 +91,23 @@ def test_a_heartbeat_is_read_as_it_was_written_and_leaves_nothing(tmp_path: Path
     assert (first.phase, saving.phase, last.phase, last.step) == ("compile", "save", "step", 9)
     assert first.count < saving.count < last.count
     assert list(layout.watchdog.iterdir()) == []
-    with Heartbeat(tmp_path / "off") as heartbeat:
+
+
+def test_without_a_time_limit_the_file_follows_from_a_thread_and_no_watchdog_starts(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    children = psutil.Process().children()
+    with Heartbeat(tmp_path, rank=1, attempt=2) as heartbeat:
+        heartbeat.observe = lambda: (3, False)
+        heartbeat.compute(7, (1, 2))
+        wait_until(lambda: (found := read_beat(layout.heartbeat(1))) is not None and found.step == 7, 10)
+        found = read_beat(layout.heartbeat(1))
+        assert psutil.Process().children() == children
+    assert found is not None
+    assert (found.rank, found.attempt, found.phase, found.queue_depth) == (1, 2, "compile", 3)
+    assert not layout.watchdog.exists()
+    with Heartbeat(tmp_path / "no folder") as heartbeat:  # a heartbeat that cannot be written stops nothing
         heartbeat.enter("step", 1)
-    assert not (tmp_path / "off").exists()
+    assert not (tmp_path / "no folder").exists()
 
 
 CHILD = """
@@ -144,6 +159,7 @@ def test_processes_end_with_the_exit_code_of_a_stall(tmp_path: Path, fault: str)
     assert (failure["error"], failure["exit_code"], failure["attempt"]) == ("StalledError", 6, 1)
     assert ("Rank 1 on host" in failure["what"] and "SIGSTOP" in failure["what"]) == (fault == "stopped")
     assert "stuck_in_a_collective" in failure["traceback"]
+    assert json.loads(layout.stall(1).read_bytes())["traceback"] == failure["traceback"], "kept after a resume"
     for rank in (0, 1) if fault == "stuck" else (0,):
         assert "stuck_in_a_collective" in layout.stacks(rank).read_text()
     assert layout.stacks(1).stat().st_size > 0, "also of the stopped rank"

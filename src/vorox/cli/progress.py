@@ -8,13 +8,15 @@ and starts no thread. If the terminal is closed, the display ends and the run co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from vorox.cli.humanize import count, duration, eta, number, percent, printable, size, small, speed
@@ -27,6 +29,10 @@ _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _MIN_BAR_CELLS, _BAR_CELLS = 4, 40
 _LINE_COLUMNS = 119
 _MIN_REDRAW_SECONDS = 0.25
+_HISTORY = 200
+_MEAN_OF = 10
+_MIN_HISTORY = 4
+_BARS = "".join(map(chr, range(0x2581, 0x2589)))
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -73,7 +79,7 @@ def time_fields(view: StepView) -> list[str]:
 def resource_fields(view: StepView) -> list[str]:
     """Return memory use and estimate, prefetch queue, and age of the last checkpoint."""
     fields = [f"{where} {size(used)}" for where, used in view.memory_bytes.items()]
-    if view.planned_memory_bytes is not None:
+    if view.planned_memory_bytes is not None and "device" in view.memory_bytes:  # a plan has tensors only
         fields.append(f"planned {size(view.planned_memory_bytes)}")
     if view.queue_depth is not None:
         capacity = "" if view.queue_capacity is None else f"/{view.queue_capacity}"
@@ -158,11 +164,15 @@ class LiveDisplay:
         )  # fmt: skip
         self._lock = threading.RLock()
         self._view: StepView | None = None
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
+        self._has_bars = (getattr(stream, "encoding", None) or "ascii").lower().startswith("utf")
         self._waiting: str | None = None
         self._started = False
         self._drawn_at = -math.inf
 
     def step(self, view: StepView) -> None:
+        if math.isfinite(view.loss):
+            self._losses.append((view.step, view.loss))
         now = self._clock()
         is_recent = 0 <= now - self._drawn_at < _MIN_REDRAW_SECONDS  # negative if the clock was set back
         if is_recent and view.step < view.total_steps:
@@ -199,7 +209,7 @@ class LiveDisplay:
             if live is not None and self._started:
                 live.transient = self._view is not None and self._view.step < self._view.total_steps  # it is stale
                 if self._view is not None and not live.transient:
-                    live.update(_block(self._view, None, self._console.width, is_final=True))
+                    live.update(self._block(None, is_final=True))
                 with contextlib.suppress(OSError, ValueError):  # there may be no terminal left to restore
                     live.stop()
 
@@ -210,7 +220,12 @@ class LiveDisplay:
         if not self._started:
             self._live.start()
             self._started = True
-        self._live.update(_block(self._view, self._waiting, self._console.width), refresh=True)
+        self._live.update(self._block(self._waiting), refresh=True)
+
+    def _block(self, waiting: str | None, *, is_final: bool = False) -> Text:
+        assert self._view is not None
+        trend = loss_trend(self._losses, self._console.width) if self._has_bars else ""
+        return _block(self._view, waiting, self._console.width, trend, is_final=is_final)
 
     def _draw(self, action: Callable[[], object]) -> None:
         with self._lock:
@@ -222,7 +237,30 @@ class LiveDisplay:
                 self._live = None
 
 
-def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = False) -> Text:
+def loss_trend(losses: Sequence[tuple[int, float]], width: int) -> str:
+    """Return the recent losses as bars, their steps and the newest mean; empty for very few, or in a narrow terminal.
+
+    Args:
+        losses: Step and loss of the newest logged steps, ascending.
+        width: Columns of the terminal.
+    """
+    values = [loss for _, loss in losses]
+    if len(values) < _MIN_HISTORY:
+        return ""
+    newest = values[-_MEAN_OF:]
+    mean = number(sum(newest) / len(newest))
+    text = f"steps {losses[0][0]:,} to {losses[-1][0]:,} | mean of the last {len(newest)} {mean}"
+    cells = min(_BAR_CELLS, len(values), width - len(text) - len("  loss   "))
+    if cells < _MIN_BAR_CELLS:
+        return ""
+    edges = [index * len(values) // cells for index in range(cells + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    heights = [round((mean - low) / (high - low or 1) * (len(_BARS) - 1)) for mean in means]
+    return f"{''.join(_BARS[height] for height in heights)} {text}"
+
+
+def _block(view: StepView, waiting: str | None, width: int, trend: str, *, is_final: bool = False) -> Text:
     """Return the lines of the block; the final one omits momentary values."""
     from rich.text import Text
 
@@ -236,6 +274,8 @@ def _block(view: StepView, waiting: str | None, width: int, *, is_final: bool = 
     rows = [f"  {bar} {position}"]
     if view.time_fractions:
         rows.append("  time  " + " | ".join(time_fields(view)))
+    if trend:
+        rows.append(f"  loss  {trend}")
     if not is_final:
         rows.append("  now   " + " | ".join(resource_fields(view)))
     for row in rows:

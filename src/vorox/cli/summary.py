@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +78,7 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
     """Return the validation loss and the path of the last checkpoint."""
     from vorox.experiments.tracking import last_values
 
-    lines: list[str] = []
+    lines = list(_measured(outcome.run_directory))
     if outcome.eval_losses:
         at = max(outcome.eval_losses)
         unit = "pair" if config.loss.name == "dpo" else "token"
@@ -91,6 +93,29 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
     if checkpoints:
         lines.append(f"  saved     {short_path(checkpoints[max(checkpoints)])}")
     return [*lines, *_quarantined(outcome.run_directory)]
+
+
+def _measured(directory: Path) -> Iterator[str]:
+    """Yield the last and the best training loss, and the peak of the memory beside its plan."""
+    from vorox.core.errors import VoroxError
+    from vorox.dashboard.metric_series import MetricSeries
+    from vorox.dashboard.resource_page import plan_and_actual
+
+    series = MetricSeries(directory)
+    series.refresh()
+    steps, losses = series.points("loss")
+    finite = [(loss, step) for step, loss in zip(steps.tolist(), losses.tolist(), strict=True) if math.isfinite(loss)]
+    if finite:
+        (last, _), (best, at) = finite[-1], min(finite)
+        yield f"  loss      {last:.4f} at the end, {best:.4f} at best (step {at:,})"
+    try:
+        memory = plan_and_actual(directory, series)["rows"][0]
+    except VoroxError:
+        return
+    if memory["actual"] is not None:
+        planned = "" if memory["planned"] is None else f"; planned {humanize.size(memory['planned'])}"
+        of_tensors = " of tensors" if planned and memory["note"] else ""
+        yield f"  memory    peak {humanize.size(memory['actual'])}{planned}{of_tensors}"
 
 
 def _quarantined(directory: Path) -> list[str]:

@@ -85,7 +85,18 @@ class RunLog:
             level: Severity.
             fields: Plain values.
         """
-        record = {
+        record = self._record(kind, message, level, fields)
+        self._emit(message, level)
+        if self.on_event is not None:
+            self.on_event(record)
+
+    def quiet_event(self, kind: str, message: str, **fields: Any) -> None:
+        """Record an event without printing it."""
+        self._record(kind, message, "info", fields)
+        self.quiet(message)
+
+    def _record(self, kind: str, message: str, level: Level, fields: Mapping[str, Any]) -> dict[str, Any]:
+        record: dict[str, Any] = {
             "time": time_stamp(),
             "attempt": self._attempt,
             "kind": kind,
@@ -97,9 +108,7 @@ class RunLog:
         if fields:
             record["fields"] = redact_value(fields)
         self._write(self._events, encode(record))
-        self._emit(message, level)
-        if self.on_event is not None:
-            self.on_event(record)
+        return record
 
     def info(self, message: str) -> None:
         """Log a message without an event."""

@@ -110,6 +110,10 @@ class RunLayout:
         """Return the file of the stacks of a stalled rank."""
         return self.watchdog / f"stacks-{rank:05d}.txt"
 
+    def stall(self, attempt: int) -> Path:
+        """Return the record of the stall that ended an attempt."""
+        return self.watchdog / f"stall-{attempt:05d}.json"
+
     def profile_trace(self, step: int, rank: int) -> Path:
         """Return the Chrome trace of a rank that starts with a step."""
         return self.profile / f"step-{step:08d}-rank-{rank:05d}.json.gz"

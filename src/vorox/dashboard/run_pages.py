@@ -5,11 +5,9 @@ A run directory goes in; plain JSON values come out. Everything is read with the
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,6 @@ MARKED_EVENTS = {
 }
 """Events that charts mark, with their label."""
 
-_SAMPLE = re.compile(r"Sample at step ([\d,]+): (.*)")
 _MAX_EVENTS = 2000
 
 
@@ -126,6 +123,8 @@ def events(directory: Path) -> list[dict[str, Any]]:
             fields = record.get("fields") or {}
             step = fields.get("step") if isinstance(fields, dict) else None
             kind = str(record.get("kind", ""))
+            if kind == "sample":  # these have a page of their own
+                continue
             found.append(
                 {
                     "time": str(record.get("time", "")),
@@ -145,34 +144,13 @@ def events(directory: Path) -> list[dict[str, Any]]:
 def samples(directory: Path) -> dict[str, Any]:
     """Return the completions of the fixed prompts: ``{prompt: {step: text}}``; a repeated step has its last text."""
     found: dict[str, dict[int, str]] = {}
-    for step, prompt, text in _logged_samples(RunLayout(directory).log):
-        found.setdefault(prompt, {})[step] = text
+    for record in read_lines(RunLayout(directory).events):
+        match record:
+            case {"kind": "sample", "fields": {"step": int(step), "prompt": str(prompt), "completion": str(text)}}:
+                found.setdefault(prompt, {})[step] = text
     steps = sorted({step for texts in found.values() for step in texts})
     rows = [{"prompt": prompt, "texts": [texts.get(step) for step in steps]} for prompt, texts in found.items()]
     return {"steps": steps, "prompts": rows}
-
-
-def _logged_samples(path: Path) -> Iterator[tuple[int, str, str]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            match = _SAMPLE.search(line)
-            pair = None if match is None else _two_literals(match[2].rstrip("\n"))
-            if match is not None and pair is not None:
-                yield int(match[1].replace(",", "")), *pair
-
-
-def _two_literals(text: str) -> tuple[str, str] | None:
-    """Parse ``'prompt' -> 'completion'``, where both may contain an arrow."""
-    at = text.find(" -> ")
-    while at >= 0:
-        try:
-            pair = ast.literal_eval(text[:at]), ast.literal_eval(text[at + 4 :])
-            return (pair[0], pair[1]) if all(isinstance(part, str) for part in pair) else None
-        except (ValueError, SyntaxError):
-            at = text.find(" -> ", at + 1)
-    return None
 
 
 def health(directory: Path, series: MetricSeries) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from vorox.core.json_lines import finite_json
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard import comparison_page, prometheus, prompting, resource_page, run_pages, snapshot
 from vorox.dashboard.data_pages import DataPages, queue_names
+from vorox.dashboard.rank_activity import RankActivity, stalls
 from vorox.dashboard.run_index import RunIndex, signature_of
 from vorox.experiments.artifacts import find_checkpoints, verify_checkpoint
 from vorox.web.access import Access, AccessMiddleware
@@ -50,7 +51,7 @@ class Answers:
     """
 
     def __init__(self, index: RunIndex) -> None:
-        self.index, self.data = index, DataPages()
+        self.index, self.data, self.activity = index, DataPages(), RankActivity()
 
     def get(self, name: str, query: Query) -> Any:
         """Return the answer to a question.
@@ -64,7 +65,8 @@ class Answers:
             "curves": self._curves,
             "events": lambda query: {"events": run_pages.events(self._directory(query))},
             "samples": lambda query: run_pages.samples(self._directory(query)),
-            "health": lambda query: run_pages.health(self._directory(query), self.index.series(query["id"])),
+            "health": self._health,
+            "ranks": lambda query: self.activity.read(self._directory(query)),
             "plan": lambda query: resource_page.plan_and_actual(self._directory(query), self.index.series(query["id"])),
             "checkpoints": lambda query: run_pages.checkpoints(self._directory(query)),
             "data": self._data,
@@ -123,6 +125,11 @@ class Answers:
         directory, series = self._directory(query), self.index.series(query.get("id", ""))
         curves = run_pages.curves(series, queue_names(series), num_points=400)["metrics"]
         return {**self.data.mixture(directory, series.last_step), "curves": curves}
+
+    def _health(self, query: Query) -> Any:
+        directory = self._directory(query)
+        found = run_pages.health(directory, self.index.series(query.get("id", "")))
+        return {**found, "stalls": stalls(directory), "activity": self.activity.read(directory)}
 
     def _steps(self, query: Query) -> Any:
         ordinal = _number(query, "ordinal", 0) if query.get("ordinal") else None

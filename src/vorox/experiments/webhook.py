@@ -14,6 +14,7 @@ import math
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -32,6 +33,8 @@ from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig
 
 FORMAT = "vorox-event/1"
+NOTICE_VARIABLE = "VOROX_NOTICE_URL"
+"""Environment variable that gives the program of ``end_notice`` the URL."""
 QUEUE_EVENTS = 100
 """Capacity of the queue; when it is full, the oldest event is dropped."""
 TIMEOUT_SECONDS = 10.0
@@ -48,6 +51,8 @@ _EVENTS = {
     "validation": ("validations", "validation"),
 }
 """The group and the posted name of events, by their kind in the log; all other warnings are of the group warnings."""
+_UNPOSTED = {"format", "traceback"}
+"""Fields of a failure that are not posted."""
 _NOT_POSTED = ("library_message", "webhook_failed")
 
 
@@ -99,10 +104,16 @@ class Webhook:
         """Enqueue the error that ends the run, with its exit code."""
         if "lifecycle" not in self._groups:
             return
-        failure = {key: value for key, value in failure_record(error).items() if key not in {"format", "traceback"}}
+        failure = {key: value for key, value in failure_record(error).items() if key not in _UNPOSTED}
         if isinstance(error, KeyboardInterrupt):
             failure |= {"what": "Interrupted", "exit_code": 130}
-        is_stop = isinstance(error, Preempted | KeyboardInterrupt)
+        self._enqueue_end(failure, is_stop=isinstance(error, Preempted | KeyboardInterrupt))
+
+    def notify_failure(self, failure: Mapping[str, Any]) -> None:
+        """Enqueue a recorded failure, on behalf of a run that cannot post it itself."""
+        self._enqueue_end({key: value for key, value in failure.items() if key not in _UNPOSTED}, is_stop=False)
+
+    def _enqueue_end(self, failure: Mapping[str, Any], *, is_stop: bool) -> None:
         message = f"{failure['what']} (exit code {failure['exit_code']})"
         self._enqueue(*(("stopped", "warning") if is_stop else ("failed", "error")), message, failure)
 
@@ -221,10 +232,24 @@ def find_url(config: LogConfig, log: RunLog) -> str | None:
     if config.webhook is None:
         return None
     variable = config.webhook.removeprefix("env:")
-    url = held_secret(variable) or os.environ.get(variable, "")
+    url = _url_in(variable)
     if not url.startswith(("http://", "https://")):
         what = "is not an http(s) URL" if url else "is not set"
         log.event("webhook_failed", f"No events are posted: {variable} (log.webhook) {what}", level="warning")
         return None
     hold_secret(variable, url)
     return url
+
+
+def _url_in(variable: str) -> str:
+    return held_secret(variable) or os.environ.get(variable, "")
+
+
+def end_notice(run: RunContext) -> tuple[list[str], dict[str, str]]:
+    """Return the program that posts the end of a run which cannot post it, and its environment; empty without one."""
+    config = run.config.log
+    url = "" if config.webhook is None else _url_in(config.webhook.removeprefix("env:"))
+    if not run.is_main or not url.startswith(("http://", "https://")) or "lifecycle" not in config.webhook_events:
+        return [], {}
+    words = [sys.executable, "-m", "vorox.experiments.end_notice", str(run.directory), str(run.attempt)]
+    return words, {NOTICE_VARIABLE: url}

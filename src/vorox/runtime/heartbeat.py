@@ -1,10 +1,13 @@
 """Heartbeats: what a rank is doing, in a small mapped file that the watchdog of its machine reads.
 
-In: the phase and step of the training loop. Out: ``watchdog/rank-00000.beat`` in the run directory, updated by memory
-stores without a system call. A thread adds what the main thread cannot report while it waits, and ends the process when
-the watchdog requests it; on ``SIGUSR2``, the stacks of all threads are appended to ``watchdog/stacks-00000.txt``. The
-rank with local rank 0 starts the watchdog (``runtime/watchdog.py``) as a process of its own. Without a time limit,
-nothing is written and nothing starts.
+In: the phase and step of the training loop. Out: ``watchdog/rank-00000.beat`` in the run directory, for the dashboard
+and the watchdog. The loop only stores into memory, without a system call.
+
+Without a time limit, a thread writes the file twice a second, and an error of the disk is ignored. With one, the file
+is mapped, so that it is current also while the interpreter hangs; a thread adds what the main thread cannot report
+while it waits, and ends the process when the watchdog requests it; on ``SIGUSR2``, the stacks of all threads are
+appended to ``watchdog/stacks-00000.txt``; and the rank with local rank 0 starts the watchdog (``runtime/watchdog.py``)
+as a process of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
@@ -41,6 +45,7 @@ _FIXED_BYTES = 464
 _FILE_BYTES = 512
 _COUNT, _STEP, _PHASE, _QUEUE, _WAITING, _ENDS = range(6)
 _ATTEND_SECONDS = 0.2
+_WRITE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,8 @@ class Heartbeat:
         local_rank: Rank on this machine; 0 starts the watchdog.
         attempt: Number of the attempt.
         timeout_seconds: Time without progress after which the watchdog ends the run; ``None``: no watchdog.
+        notice: A program that the watchdog runs after it ended a stalled run, or found the run killed: its words, and
+            environment variables.
 
     Attributes:
         observe: Returns the number of ready batches, and whether storage waits for a store; called from a thread.
@@ -85,10 +92,10 @@ class Heartbeat:
 
     def __init__(
         self, run_directory: Path, *, rank: int = 0, local_rank: int = 0, attempt: int = 1,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float | None = None, notice: tuple[Sequence[str], Mapping[str, str]] = ((), {}),
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._local_rank, self._attempt = RunLayout(run_directory), rank, local_rank, attempt
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._notice = timeout_seconds, notice
         self._cells = memoryview(bytearray(_FILE_BYTES - _FIXED_BYTES)).cast("Q")
         self._shapes: set[tuple[int, ...]] = set()
         self._closed = threading.Event()
@@ -125,6 +132,8 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         if self._timeout_seconds is None:
+            with contextlib.suppress(OSError):
+                self._start_writing()
             return self
         self._layout.watchdog.mkdir(exist_ok=True)
         self._map_file()
@@ -133,7 +142,7 @@ class Heartbeat:
         self._stack.callback(thread.join, 5.0)
         self._stack.callback(self._closed.set)
         if self._local_rank == 0:
-            self._stack.callback(_end, _start_watchdog(self._layout.directory, self._attempt, self._timeout_seconds))
+            self._stack.callback(_end, self._start_watchdog())
         thread.start()
         return self
 
@@ -143,10 +152,34 @@ class Heartbeat:
         self.enter("end")
         self._stack.close()
 
-    def _map_file(self) -> None:
+    def _create_file(self) -> Path:
         path = self._layout.heartbeat(self._rank)
         fixed = _MAGIC + json.dumps({"rank": self._rank, "attempt": self._attempt, **this_process().to_json()}).encode()
         path.write_bytes(fixed.ljust(_FILE_BYTES, b"\0"))
+        return path
+
+    def _start_writing(self) -> None:
+        """Create the file, and write the newest values into it from a thread until the end."""
+        self._layout.watchdog.mkdir(exist_ok=True)
+        self._stack.callback(_remove_folder_if_empty, self._layout.watchdog)
+        path = self._create_file()
+        self._stack.callback(path.unlink, missing_ok=True)
+        file = self._stack.enter_context(path.open("r+b", buffering=0))
+        thread = threading.Thread(target=self._write, args=(file,), name="vorox-heartbeat", daemon=True)
+        self._stack.callback(thread.join, 5.0)
+        self._stack.callback(self._closed.set)
+        thread.start()
+
+    def _write(self, file: RawIOBase) -> None:
+        while not self._closed.wait(_WRITE_SECONDS):
+            depth, is_waiting = self.observe()
+            self._cells[_QUEUE], self._cells[_WAITING] = depth, is_waiting
+            with contextlib.suppress(OSError):
+                file.seek(_FIXED_BYTES)
+                file.write(bytes(self._cells))
+
+    def _map_file(self) -> None:
+        path = self._create_file()
         with path.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), _FILE_BYTES)
         view = memoryview(mapped)[_FIXED_BYTES:]
@@ -164,6 +197,11 @@ class Heartbeat:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=has_handler)
         self._stack.callback(_remove_if_empty, path)
         self._stack.callback(faulthandler.unregister, STACKS_SIGNAL)
+
+    def _start_watchdog(self) -> subprocess.Popen[bytes]:
+        words = [str(self._layout.directory), str(self._attempt), str(self._timeout_seconds), *self._notice[0]]
+        program = [sys.executable, "-m", "vorox.runtime.watchdog", *words]
+        return subprocess.Popen(program, stdin=subprocess.DEVNULL, env={**os.environ, **self._notice[1]})
 
     def _attend(self) -> None:
         """Report what the main thread cannot report while it waits; end the process when the watchdog requests it."""
@@ -203,15 +241,15 @@ def request_end(path: Path) -> None:
         mapped[_FIXED_BYTES + 8 * _ENDS] = 1
 
 
-def _start_watchdog(run_directory: Path, attempt: int, timeout_seconds: float) -> subprocess.Popen[bytes]:
-    arguments = [str(run_directory), str(attempt), str(timeout_seconds)]
-    return subprocess.Popen([sys.executable, "-m", "vorox.runtime.watchdog", *arguments], stdin=subprocess.DEVNULL)
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5.0)
+
+
+def _remove_folder_if_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()
 
 
 def _remove_if_empty(path: Path) -> None:

@@ -1,8 +1,9 @@
 """The watchdog of a run: a process that names a stalled rank, keeps all stacks and ends the run.
 
 In: the heartbeats of all ranks (``runtime/heartbeat.py``). Out, after the time limit without progress: one sentence,
-the stacks of all threads of all ranks, ``failure.json``, and the end of the ranks with exit code 6. It imports no
-framework. Time during which the watchdog itself did not run, such as a suspended machine, does not count.
+the stacks of all threads of all ranks, ``failure.json``, and the end of the ranks with exit code 6. After a stall, and
+after all ranks of this machine were killed, it runs a program that notifies people. It imports no framework. Time
+during which the watchdog itself did not run, such as a suspended machine, does not count.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,8 +35,9 @@ from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, req
 _MAX_POLL_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
 _END_SECONDS = 5.0
+_NOTICE_SECONDS = 60.0
 _SHOWN_STACK_CHARACTERS = 20_000
-_ORDER = {"compile": 0, "data": 0, "step": 1, "sync": 2, "settle": 3}
+PHASE_ORDER = {"compile": 0, "data": 0, "step": 1, "sync": 2, "settle": 3}
 """Phases of a step, in order: the least advanced rank is the one that the others wait for."""
 
 Condition = Literal["running", "stopped", "dead", "remote"]
@@ -86,6 +89,7 @@ class Watchdog:
         layout: The run directory.
         attempt: Number of the attempt.
         timeout_seconds: Time without progress that is a stall.
+        notice: A program, as words, to run after a stalled run was ended, or the run was killed.
         host: Name of this machine.
         ranks: The ranks, by number.
     """
@@ -93,6 +97,7 @@ class Watchdog:
     layout: RunLayout
     attempt: int
     timeout_seconds: float
+    notice: Sequence[str] = ()
     host: str = field(default_factory=socket.gethostname)
     ranks: dict[int, Watched] = field(default_factory=dict[int, Watched])
 
@@ -106,6 +111,10 @@ class Watchdog:
             self.update(self._read(), min(now - last, 2 * poll))
             last = now
             if not any(rank.condition in {"running", "stopped"} for rank in self.ranks.values()):
+                if any(
+                    rank.condition == "dead" for rank in self.ranks.values()
+                ):  # a rank that ends by itself reports it
+                    self._give_notice()
                 return
             stalled = self.stalled()
             if stalled:
@@ -117,7 +126,7 @@ class Watchdog:
         for path in self.layout.watchdog.glob("rank-*.beat"):
             beat = read_beat(path)
             if beat is not None and beat.attempt == self.attempt and beat.phase != "end":
-                found[beat.rank] = beat, _condition(beat.process, self.host)
+                found[beat.rank] = beat, condition_of(beat.process, self.host)
         return found
 
     def update(self, found: Mapping[int, tuple[Beat, Condition]], elapsed_seconds: float) -> None:
@@ -139,7 +148,7 @@ class Watchdog:
         for condition in ("dead", "stopped"):
             if any(rank.condition == condition for rank in idle):
                 return [rank for rank in idle if rank.condition == condition]
-        places = [(rank.beat.step, _ORDER.get(rank.beat.phase, 0)) for rank in idle]
+        places = [(rank.beat.step, PHASE_ORDER.get(rank.beat.phase, 0)) for rank in idle]
         return [rank for rank, place in zip(idle, places, strict=True) if place == min(places)]
 
     def _end_run(self, stalled: Sequence[Watched]) -> None:
@@ -150,6 +159,8 @@ class Watchdog:
         self._write_failure(failure)  # before a rank ends, so that others know why they lost it
         failure["traceback"] = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
         self._write_failure(failure)
+        with contextlib.suppress(OSError):  # it stays after the run is resumed
+            atomic.write_file(self.layout.stall(self.attempt), atomic.pretty_json(failure), private=True)
         sys.stderr.write(
             f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
             f"  saved   {error.saved or '-'}\n  do      {error.hint}\n"
@@ -165,6 +176,12 @@ class Watchdog:
                 _send(rank.beat.process, signal.SIGKILL)
         if self.layout.failure.exists():  # a rank that lost its peers may have recorded that instead
             self._write_failure(failure)
+        self._give_notice()
+
+    def _give_notice(self) -> None:
+        if self.notice:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(self.notice, stdin=subprocess.DEVNULL, check=False, timeout=_NOTICE_SECONDS)
 
     def error(self, stalled: Sequence[Watched]) -> StalledError:
         """Return the error that names the stalled ranks."""
@@ -205,7 +222,7 @@ class Watchdog:
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
 
 
-def _condition(process: ProcessIdentity, host: str) -> Condition:
+def condition_of(process: ProcessIdentity, host: str) -> Condition:
     if process.host != host:
         return "remote"
     if process.is_dead():
@@ -226,4 +243,4 @@ def _send(process: ProcessIdentity, number: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the ranks, which end the watchdog
-    Watchdog(RunLayout(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3])).run()
+    Watchdog(RunLayout(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]).run()

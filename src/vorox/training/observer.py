@@ -184,7 +184,8 @@ class Observer:
             self._log.event("validation", text + _losses_by_source(found), step=progress.step, loss=found.loss)
             for prompt, completion in completions:
                 self._display.sample(prompt, completion)
-                self._log.quiet(f"Sample at step {progress.step:,}: {prompt!r} -> {completion!r}")
+                text = f"Sample at step {progress.step:,}: {prompt!r} -> {completion!r}"
+                self._log.quiet_event("sample", text, step=progress.step, prompt=prompt, completion=completion)
             numbers: dict[str, float | None] = {
                 "eval/loss": found.loss,
                 "eval/perplexity": found.perplexity,

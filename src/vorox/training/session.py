@@ -27,7 +27,7 @@ from vorox.data.loader import BatchStream
 from vorox.data.plan_events import SkipEvent
 from vorox.data.storage.stalls import observe_stalls, waiting_for_data
 from vorox.experiments.tracking import Tracker
-from vorox.experiments.webhook import posting_events
+from vorox.experiments.webhook import end_notice, posting_events
 from vorox.models.huggingface_config import huggingface_files
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training import resume, resume_settings, user_functions
@@ -314,7 +314,7 @@ def _heartbeat(setup: TrainingSetup) -> Heartbeat:
     run, dist = setup.run, setup.workload.distributed
     return Heartbeat(
         run.directory, rank=dist.rank, local_rank=dist.local_rank, attempt=run.attempt,
-        timeout_seconds=setup.workload.config.runtime.stall_timeout_seconds,
+        timeout_seconds=setup.workload.config.runtime.stall_timeout_seconds, notice=end_notice(run),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def check_token(host: str, token: str | None, no_token: bool) -> None:
             hint="remove --no-token, or listen on 127.0.0.1 and forward the port with ssh -L",
         )  # fmt: skip
     if token is not None and (no_token or len(token) < _MIN_TOKEN_CHARACTERS):
-        raise ConfigError("--token has fewer than 8 characters" if not no_token else "--token contradicts --no-token",
+        raise ConfigError("The token has fewer than 8 characters" if not no_token else "A token contradicts --no-token",
                           where="--token", hint="leave it out for a random one")  # fmt: skip
 
 

@@ -6,6 +6,13 @@ import { card, dataTable, h, replace } from "../dom.js";
 import { baseName, count, fixed, inUnit, percent, whole } from "../format.js";
 import { metricLines } from "./curves.js";
 
+const QUEUE_TITLES = { epoch: "Epoch", data_wait_seconds: "Wait for data per step", queue_depth: "Prefetched batches" };
+
+function sentence(name) {
+  const text = name.replace(/^pipeline\//, "").replaceAll(/[_/]/g, " ");
+  return text[0].toUpperCase() + text.slice(1);
+}
+
 export async function dataPage(root, { run, query }) {
   const mixture = h("div"), queues = h("div", { class: "charts" }), lookup = h("div"), charts = new Map();
   replace(root, mixture, lookup, queues);
@@ -45,7 +52,7 @@ export async function dataPage(root, { run, query }) {
     replace(mixture, card("Mixture", sources, stages, growth));
     for (const [index, [name, curve]] of Object.entries(found.curves).entries()) {
       if (!charts.has(name)) {
-        const chart = lineChart({ title: name.replaceAll("_", " "), description: curve.description, height: 140,
+        const chart = lineChart({ title: QUEUE_TITLES[name] ?? sentence(name), description: curve.description, height: 140,
           xFormat: whole, yFormat: (v) => inUnit(v, curve.unit), group: "data" });
         charts.set(name, chart);
         queues.append(h("section", { class: "card" }, chart.root));
