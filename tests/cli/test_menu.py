@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.cli import main
+from vorox.cli import humanize, main
 from vorox.cli.menu import start_menu as menu
 from vorox.cli.menu.machine import settings_for_machine
 from vorox.cli.menu.new_run import next_run_number, suggest_names
+from vorox.cli.plan import planned_model
 from vorox.core.config import load_config
 from vorox.core.lock import FileLock
 from vorox.core.run_lookup import run_directories
 from vorox.data.corpus import prepare
 from vorox.runtime.hardware import Hardware, named_hardware
 from vorox.training.checkpoints.store import step_directories
+from vorox.training.resource_plan import plan_resources
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -268,9 +270,24 @@ def test_names_say_size_data_and_length() -> None:
 
 def test_settings_for_a_machine() -> None:
     config = load_config("quickstart")
+    assert settings_for_machine(config, Hardware("this machine", 1, 1 << 30)) == [], "a CPU"
     ((setting, why),) = settings_for_machine(config, named_hardware("rtx4090"))
     assert setting == "precision.dtype=bf16"
     assert "RTX 4090" in why
-    assert settings_for_machine(config, named_hardware("v100-16")) == []
-    assert settings_for_machine(config, Hardware("this machine", 1, 1 << 30)) == []
-    assert settings_for_machine(load_config("gpt2-124m"), named_hardware("rtx4090")) == []
+    assert settings_for_machine(config, named_hardware("v100-16")) == [], "it computes no bf16"
+
+
+@pytest.mark.parametrize("name", ["rtx3070", "rtx4090", "h200"])
+def test_chosen_settings_fill_the_memory_of_a_gpu_and_fit_into_it(name: str) -> None:
+    config, hardware = load_config("gpt2-124m"), named_hardware(name)
+    chosen = settings_for_machine(config, hardware)
+    (setting, why), *_ = [one for one in chosen if one[0].startswith("train.micro_batch")]
+    rows = int(setting.partition("=")[2])
+    assert (rows < 16) == (name == "rtx3070"), "fewer rows than the preset's where these do not fit"
+    assert f"90% of {humanize.size(hardware.memory_bytes)}" in why
+    used = plan_resources(load_config("gpt2-124m", [one for one, _ in chosen]), planned_model(config), hardware)
+    assert used.memory_bytes <= 0.9 * hardware.memory_bytes
+    next_rows = [f"train.micro_batch_sequences={2 * rows}"] if rows < 512 else []
+    if next_rows and name != "rtx3070":
+        more = plan_resources(load_config("gpt2-124m", next_rows), planned_model(config), hardware)
+        assert more.memory_bytes > 0.9 * hardware.memory_bytes, "twice as many do not"

@@ -25,19 +25,6 @@ from vorox.experiments.artifacts import list_checkpoints
 from vorox.experiments.metrics import metric
 
 SMOOTHED = {"loss", "grad_norm", "tokens_per_second", "mfu_fraction"}
-MARKED_EVENTS = {
-    "checkpoint_saved": "save",
-    "validation": "validation",
-    "resumed": "resume",
-    "nonfinite_step": "non-finite step",
-    "loss_spike_rollback": "rollback",
-    "stage": "mixture change",
-    "dataset_grew": "growth",
-    "config_changed": "settings change",
-    "finished": "end",
-}
-"""Events that charts mark, with their label."""
-
 _MAX_EVENTS = 2000
 
 
@@ -129,7 +116,6 @@ def events(directory: Path) -> list[dict[str, Any]]:
                 {
                     "time": str(record.get("time", "")),
                     "kind": kind,
-                    "mark": MARKED_EVENTS.get(kind),
                     "level": str(record.get("level", "info")),
                     "message": str(record.get("message", "")),
                     "step": step if type(step) is int else None,

@@ -27,6 +27,7 @@ from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.json_lines import finite_json
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard import comparison_page, prometheus, prompting, resource_page, run_pages, snapshot
+from vorox.dashboard.chart_marks import chart_marks
 from vorox.dashboard.data_pages import DataPages, queue_names
 from vorox.dashboard.rank_activity import RankActivity, stalls
 from vorox.dashboard.run_index import RunIndex, signature_of
@@ -63,7 +64,7 @@ class Answers:
             "runs": lambda _: {"root": str(self.index.root), "runs": self.index.rows()},
             "run": lambda query: run_pages.overview(self._directory(query)),
             "curves": self._curves,
-            "events": lambda query: {"events": run_pages.events(self._directory(query))},
+            "events": self._events,
             "samples": lambda query: run_pages.samples(self._directory(query)),
             "health": self._health,
             "ranks": lambda query: self.activity.read(self._directory(query)),
@@ -125,6 +126,11 @@ class Answers:
         directory, series = self._directory(query), self.index.series(query.get("id", ""))
         curves = run_pages.curves(series, queue_names(series), num_points=400)["metrics"]
         return {**self.data.mixture(directory, series.last_step), "curves": curves}
+
+    def _events(self, query: Query) -> Any:
+        directory = self._directory(query)
+        found = run_pages.events(directory)
+        return {"events": found, "marks": chart_marks(directory, found)}
 
     def _health(self, query: Query) -> Any:
         directory = self._directory(query)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vorox.runtime.hardware import Hardware
 
 _NAME_COLUMNS = 15
+_USED_FRACTION = 0.9
+"""Share of a GPU's memory that chosen settings may need, because their memory is an estimate."""
 
 
 def print_machine(root: Path, hardware: Hardware) -> None:
@@ -59,8 +62,32 @@ def _lines(root: Path, hardware: Hardware) -> Iterator[tuple[str, str]]:
 
 
 def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[str, str]]:
-    """Return the settings that suit this machine better than those of a preset, each with the reason."""
-    has_bf16 = not hardware.is_cpu and hardware.peak_flops_per_second("bf16") is not None
-    if has_bf16 and config.precision.dtype == "fp32":
-        return [("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory")]
-    return []
+    """Return the settings that suit one GPU of this machine better than those of a preset, each with the reason."""
+    if hardware.is_cpu:
+        return []
+    found: list[tuple[str, str]] = []
+    if config.precision.dtype == "fp32" and hardware.peak_flops_per_second("bf16") is not None:
+        found.append(("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory"))
+        config = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
+    return [*found, *_settings_for_memory(config, hardware)]
+
+
+def _settings_for_memory(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str]]:
+    """Yield settings with which a run fills the memory of one GPU, or fits into it at all."""
+    from vorox.cli.plan import planned_model
+    from vorox.core.errors import VoroxError
+    from vorox.training.resource_plan import plan_resources
+
+    usable = int(_USED_FRACTION * hardware.memory_bytes)
+    try:
+        plan = plan_resources(config, planned_model(config), replace(hardware, num_devices=1, memory_bytes=usable))
+    except VoroxError:
+        return  # its size depends on the text
+    limit = f"{_USED_FRACTION:.0%} of {humanize.size(hardware.memory_bytes)}"
+    largest = plan.largest_micro_batch_sequences
+    if not plan.fits and plan.alternatives:
+        cheapest = plan.alternatives[0]
+        for setting in cheapest.settings:
+            yield setting, f"fits into {limit}; cost: {cheapest.cost}"
+    elif plan.fits and largest > plan.config.train.micro_batch_sequences:
+        yield f"train.micro_batch_sequences={largest}", f"fits into {limit}; larger products run faster"

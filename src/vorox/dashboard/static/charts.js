@@ -25,13 +25,16 @@ export function lineChart({ title, unit = "", description = "", height = 180, xF
 
   function showValues(index) {
     if (!current) return;
-    const items = current.series.map((one, number) => ({ one, values: plot.data[number + 1] })).filter(({ one }) => !one.faint);
+    const hasRaw = current.series.filter((one) => one.faint).length === 1;  // of one metric, not of several runs
+    const items = current.series.map((one, number) => ({ one, values: plot.data[number + 1] })).filter(({ one }) => hasRaw || !one.faint);
+    const nameOf = (one) => (!hasRaw ? one.label : one.faint ? "raw" : current.series.length === 2 ? "smoothed" : one.label);
     replace(readout, items.map(({ one, values }) => {
       let at = index ?? values.length - 1;
       while (at >= 0 && (values[at] === null || values[at] === undefined)) at -= 1;
       const swatch = h("i", { class: "swatch" });
       swatch.style.background = cssColor(one.color);
-      return h("span", null, swatch, (hasNames || items.length > 1) && h("span", { class: "name" }, one.label),
+      swatch.style.opacity = one.faint ? 0.45 : 1;
+      return h("span", null, swatch, (hasNames || items.length > 1) && h("span", { class: "name" }, nameOf(one)),
         h("b", null, at < 0 ? "–" : yFormat(values[at])));
     }));
   }

@@ -20,8 +20,10 @@ export const CURVE_LABELS = {
 };
 const MARK_COLORS = {
   save: "--mark-save", validation: "--mark-save", end: "--mark-save", resume: "--mark-resume",
-  "non-finite step": "--mark-bad", "mixture change": "--mark-data", growth: "--mark-data", "settings change": "--mark-resume",
+  "non-finite step": "--mark-bad", "loss spike": "--mark-bad", rollback: "--mark-bad", "mixture change": "--mark-data",
+  "row length change": "--mark-data", growth: "--mark-data", "settings change": "--mark-settings",
 };
+const SHORT_MARKS = ["save", "validation", "end"];
 export const X_AXES = { steps: whole, tokens: count, seconds: duration, flops: count };
 const HOVER_MILLISECONDS = 150;
 
@@ -33,7 +35,7 @@ export function metricLines(curve, xName, label, color) {
 }
 
 export async function curvesPage(root, { run }) {
-  const state = { x: "steps", smoothing: "900", isLog: false, from: null, to: null, curves: {}, events: [] };
+  const state = { x: "steps", smoothing: "900", isLog: false, from: null, to: null, curves: {}, marks: [] };
   const charts = [], others = h("div", { class: "charts" }), more = h("details", { class: "more" });
   const reset = h("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "Reset zoom");
   const marks = h("div", { class: "marks" });
@@ -89,12 +91,11 @@ export async function curvesPage(root, { run }) {
   function eventMarks() {
     const axis = state.curves.loss;
     if (!axis) return [];
-    return state.events.filter((event) => event.mark && event.step !== null).flatMap((event) => {
-      let at = axis.steps.findIndex((step) => step >= event.step);
-      if (at < 0 && axis.steps.length && event.mark === "end") at = axis.steps.length - 1;
+    return state.marks.flatMap(({ step, label }) => {
+      let at = axis.steps.findIndex((one) => one >= step);
+      if (at < 0 && axis.steps.length && label === "end") at = axis.steps.length - 1;
       if (at < 0 || axis[state.x][at] === null) return [];
-      return [{ x: axis[state.x][at], color: MARK_COLORS[event.mark] ?? "--muted", label: event.mark,
-                isShort: ["save", "validation", "end"].includes(event.mark) }];
+      return [{ x: axis[state.x][at], color: MARK_COLORS[label] ?? "--muted", label, isShort: SHORT_MARKS.includes(label) }];
     });
   }
 
@@ -147,7 +148,7 @@ export async function curvesPage(root, { run }) {
     const [found, events] = await Promise.all([ask("curves", query), ask("events", { id: run })]);
     state.curves = found.metrics;
     state.names = found.names;
-    state.events = events.events;
+    state.marks = events.marks;
     sampleNote.hidden = !found.is_sample;
     if (found.is_sample) retry = setTimeout(refresh, 1000);
     if (!Object.keys(state.curves).length) return void replace(wide, h("p", { class: "note" }, "No metrics yet."));

@@ -54,7 +54,8 @@ export async function healthPage(root, { run }) {
     const seen = new Set(found.flatMap((one) => one.history));
     replace(ranks, card("Ranks now",
       h("div", { class: "ranks", role: "list", "aria-label": "Ranks now" }, found.map((one) => rankRow(one, slowest, seconds))),
-      h("div", { class: "marks" }, ACTIVITIES.filter(([key]) => seen.has(key)).map(([, label, color]) => h("span", null, swatch(color), label)))));
+      h("div", { class: "marks" }, ACTIVITIES.filter(([key]) => seen.has(key)).map(([, label, color]) => h("span", null, swatch(color), label)),
+        h("span", { class: "grow" }), h("span", null, `the last ${duration(seconds)}, now on the right`))));
   }
 
   async function poll() {
@@ -77,7 +78,7 @@ export async function healthPage(root, { run }) {
       card("Events by rank", dataTable([
         { title: "Rank", number: true, cell: (one) => whole(one.rank) },
         { title: "Last event", cell: (one) => clock(one.last_time), className: "nowrap" },
-        { title: "Message", cell: (one) => one.last_message },
+        { title: "Message", cell: (one) => one.last_message, className: "message" },
         { title: "Warnings", number: true, cell: (one) => whole(one.warnings) },
         { title: "Errors", number: true, cell: (one) => whole(one.errors) },
       ], found.ranks, { caption: "Events by rank", empty: "No rank has reported yet." })),
@@ -85,7 +86,7 @@ export async function healthPage(root, { run }) {
         { title: "Time", cell: (one) => clock(one.time), className: "nowrap" },
         { title: "Level", cell: (one) => pill(one.level) },
         { title: "Rank", number: true, cell: (one) => inUnit(one.rank, "") },
-        { title: "Message", cell: (one) => (one.trace ? h("details", null, h("summary", null, one.message), h("pre", null, one.trace)) : one.message) },
+        { title: "Message", cell: (one) => (one.trace ? h("details", null, h("summary", null, one.message), h("pre", null, one.trace)) : one.message), className: "message" },
       ], [...found.problems].reverse(), { caption: "Warnings and errors", empty: "None: no warning and no error was recorded." })));
   }
   await refresh();
