@@ -1,4 +1,4 @@
-"""What charts mark on the axis of steps: saves, resumes, spikes, and changes of mixture, data and settings.
+"""What charts mark: saves, resumes, spikes, and changes of mixture, data and settings.
 
 The events of a run, its plan and its recorded configurations go in; labels by step come out. Changes of the data are
 read from the plan, which has their exact positions.
