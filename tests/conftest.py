@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, is_long, wall_seconds
+from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, is_long, is_of_other_part, wall_seconds
+from vorox.core import environment
 from vorox.core.environment import usable_cores
 
 
@@ -83,8 +84,17 @@ MISSING = {mark for mark, package in PACKAGES.items() if not _is_installed(packa
 collect_ignore = [folder for folder, needed in FOLDERS.items() if needed & MISSING]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without tests of the part that runs: importing what they test takes every worker seconds."""
+    part = config.option.markexpr
+    if not part or collection_path.suffix != ".py" or not collection_path.is_relative_to(TESTS):
+        return None
+    file = collection_path.relative_to(TESTS.parent).as_posix()
+    return True if is_of_other_part(file, collection_path.read_text(encoding="utf-8"), part) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.slow)
@@ -93,7 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{PACKAGES[mark]} is not installed"))
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_SECONDS))
-    items.sort(key=lambda item: (-wall_seconds(file := item.nodeid.partition("::")[0]), file))
+    part = config.option.markexpr
+    items.sort(key=lambda item: (-wall_seconds(file := item.nodeid.partition("::")[0], part), file))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,12 +136,27 @@ def _begin_elsewhere(config: pytest.Config) -> None:
     config.args[:] = files[first:] + files[:first]
 
 
+def _ask_git_once() -> None:
+    """Let git describe the tree of the project once: every run records it, and no test changes it."""
+    ask, answers = environment._git, dict[tuple[str, ...], bytes | None]()  # pyright: ignore[reportPrivateUsage]
+
+    def remember(directory: Path, *arguments: str) -> bytes | None:
+        if not directory.is_relative_to(TESTS.parent):
+            return ask(directory, *arguments)
+        question = (str(directory), *arguments)
+        if question not in answers:
+            answers[question] = ask(directory, *arguments)
+        return answers[question]
+
+    environment._git = remember  # pyright: ignore[reportPrivateUsage]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     _begin_elsewhere(config)
+    _ask_git_once()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started the tests in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what they start on a terminal obeys Ctrl-C
-    if config.getoption("--record-costs"):
-        config.pluginmanager.register(CostRecorder())
+    config.pluginmanager.register(CostRecorder(writes=config.getoption("--record-costs")))
 
 
 def pytest_report_header() -> list[str]:

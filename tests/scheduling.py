@@ -3,18 +3,24 @@
 A worker takes whole files, because modules share fixtures. ``-n auto`` starts one worker for every core, which take the
 files that compute, and ``WAITING_WORKERS`` more for the files that mostly wait: for servers, child processes and time
 limits. A pool whose files are done takes those of the other. A test that took a processor more than
-``LONG_TEST_SECONDS`` is slow, whatever its marks: it runs in `make slow`, not in `make test`. ``--record-costs`` (`make
-costs`) writes what files and long tests cost to ``costs.json``. A file without a record counts as a long one, so that
-nothing waits for it at the end.
+``LONG_TEST_SECONDS`` is slow, whatever its marks: it runs in `make slow`, not in `make test`. A file without tests of
+the part that runs is not even imported. ``--record-costs`` (`make costs`) writes to ``costs.json`` what the quick tests
+of a file cost together, and what each long test costs. A file without a record counts as a long one, so that nothing
+waits for it at the end.
+
+`make test` may take 12 minutes on two cores. Its cost is held in processor seconds, which depend least on the load of a
+machine: ``tests/contract/test_time_limits.py`` fails if the records exceed ``FAST_PART_CPU_SECONDS``, and every run
+reports what it cost, and which quick tests are long.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +29,17 @@ from xdist.scheduler import LoadFileScheduling
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
-"""File, or long test, to [wall seconds, CPU seconds of the worker and the child processes that it waited for]."""
+"""The quick tests of a file, or a long test, to [wall seconds, CPU seconds of the worker and of the child processes
+that it waited for]."""
 LONG_TEST_SECONDS = 1.0
 WAITING_WORKERS = 2
 UNKNOWN_SECONDS = 60.0
-
-
-def wall_seconds(file: str) -> float:
-    return COSTS[file][0] if file in COSTS else UNKNOWN_SECONDS
-
-
-def mostly_waits(file: str) -> bool:
-    wall, cpu = COSTS.get(file, (1.0, 1.0))
-    return cpu < wall / 2
+FAST_PART_CPU_SECONDS = 1000.0
+"""What the quick tests may cost: 12 minutes of two cores without start-up, collection, lint and types, used at 85%."""
+UNRECORDED_CPU_SECONDS = 5.0
+FAST, SLOW = "not slow", "slow"
+"""The parts of the suite, as ``-m`` names them."""
+_MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
 
 def is_long_cost(cost: list[float]) -> bool:
@@ -47,12 +51,55 @@ def is_long(test: str) -> bool:
     return test in COSTS and is_long_cost(COSTS[test]) and not test.startswith("tests/contract/")
 
 
+def _long_tests() -> Mapping[str, list[float]]:
+    """Files to [wall seconds, CPU seconds] of their long tests."""
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for test, cost in COSTS.items():
+        if "::" in test and is_long(test):
+            file = test.partition("::")[0]
+            sums[file] = [sum(pair) for pair in zip(sums[file], cost, strict=True)]
+    return sums
+
+
+LONG_TESTS = _long_tests()
+
+
+def cost_of(file: str, part: str) -> list[float] | None:
+    """Return [wall seconds, CPU seconds] of a file's tests in a part of the suite or, without one, in all of it."""
+    quick, long = COSTS.get(file), LONG_TESTS.get(file)
+    if part in (FAST, SLOW):
+        return quick if part == FAST else long
+    return [sum(pair) for pair in zip(quick, long, strict=True)] if quick and long else quick or long
+
+
+def wall_seconds(file: str, part: str) -> float:
+    return (cost_of(file, part) or [UNKNOWN_SECONDS])[0]
+
+
+def mostly_waits(file: str, part: str) -> bool:
+    wall, cpu = cost_of(file, part) or (1.0, 1.0)
+    return cpu < wall / 2
+
+
+def is_slow_module(text: str) -> bool:
+    """Whether the marks of a module make all of its tests slow."""
+    return any(re.search(r"\bmark\.slow\b", found[1]) for found in _MODULE_MARKS.finditer(text))
+
+
+def is_of_other_part(file: str, text: str, part: str) -> bool:
+    """Whether a file has no test in a part of the suite, by its marks and the recorded costs."""
+    if part == FAST:
+        return is_slow_module(text)
+    return part == SLOW and "mark.slow" not in text and file not in LONG_TESTS
+
+
 class TwoPools(LoadFileScheduling):
     """Computing files to computing workers and waiting files to waiting workers, in the order of the collection."""
 
     def _assign_work_unit(self, node: Any) -> None:
         waits = self.numnodes > WAITING_WORKERS and int(node.gateway.id[2:]) % self.numnodes < WAITING_WORKERS
-        own = next((file for file in self.workqueue if mostly_waits(file) == waits), None)
+        part = self.config.option.markexpr
+        own = next((file for file in self.workqueue if mostly_waits(file, part) == waits), None)
         if own is not None:
             self.workqueue.move_to_end(own, last=False)
         super()._assign_work_unit(node)
@@ -64,10 +111,12 @@ def _cpu_seconds() -> float:
 
 
 class CostRecorder:
-    """Measures every test where it runs; the process that hears of all of them writes ``costs.json``."""
+    """Measures every test where it runs; the process that hears of all of them reports, and writes ``costs.json``."""
 
-    def __init__(self) -> None:
-        self._costs: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    def __init__(self, *, writes: bool) -> None:
+        self._writes = writes
+        self._tests: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._slow: set[str] = set()
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -79,18 +128,48 @@ class CostRecorder:
         outcome: Any = yield
         wall, cpu = item.stash[_STARTED]
         now = time.perf_counter(), _cpu_seconds()
-        outcome.get_result().user_properties = [("cost", [now[0] - wall, now[1] - cpu])]
+        is_slow = item.get_closest_marker("slow") is not None
+        outcome.get_result().user_properties = [("cost", [now[0] - wall, now[1] - cpu]), ("slow", is_slow)]
         item.stash[_STARTED] = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, seconds in report.user_properties:
-            if name == "cost":
-                for place in (report.nodeid.partition("::")[0], report.nodeid):
-                    self._costs[place] = [sum(pair) for pair in zip(self._costs[place], seconds, strict=True)]
+        properties: dict[str, Any] = dict(report.user_properties)
+        if "cost" in properties:
+            measured = self._tests[report.nodeid]
+            self._tests[report.nodeid] = [sum(pair) for pair in zip(measured, properties["cost"], strict=True)]
+            if properties["slow"]:
+                self._slow.add(report.nodeid)
+
+    def _quick(self) -> dict[str, list[float]]:
+        """The measured tests that run in `make test`."""
+        return {
+            test: cost
+            for test, cost in self._tests.items()
+            if test not in self._slow and (not is_long_cost(cost) or test.startswith("tests/contract/"))
+        }
+
+    def _files(self) -> dict[str, list[float]]:
+        files: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for test, cost in self._quick().items():
+            file = test.partition("::")[0]
+            files[file] = [sum(pair) for pair in zip(files[file], cost, strict=True)]
+        return files
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if config.option.markexpr != FAST or len(self._files()) < 2:
+            return
+        quick = {test: cost[1] for test, cost in self._tests.items() if test not in self._slow}
+        limit = f"they may take {FAST_PART_CPU_SECONDS:,.0f} s"
+        terminalreporter.write_line(f"The quick tests took {sum(quick.values()):,.0f} s of CPU time; {limit}.")
+        long = quick.keys() - self._quick().keys()
+        for test in sorted(long, key=quick.__getitem__, reverse=True)[:10]:
+            terminalreporter.write_line(f"  {quick[test]:.1f} s in {test}: make it cheaper, or mark it slow")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not hasattr(session.config, "workerinput"):
-            costs = COSTS | {place: [round(seconds, 1) for seconds in cost] for place, cost in self._costs.items()}
+        if self._writes and not hasattr(session.config, "workerinput"):
+            costs = COSTS | {
+                place: [round(seconds, 1) for seconds in cost] for place, cost in (self._tests | self._files()).items()
+            }
             kept = [place for place in sorted(costs) if "::" not in place or is_long_cost(costs[place])]
             lines = [
                 f"{json.dumps(place)}: {costs[place]}" for place in kept if Path(place.partition("::")[0]).exists()

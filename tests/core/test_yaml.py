@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -312,3 +313,19 @@ def test_syntax_errors_come_in_plain_words(text: str, line: int | None, remedy: 
     assert "scanning" not in caught.value.what
     if line is not None:
         assert caught.value.where in {f"my.yaml:{line}", f"my.yaml:{line + 1}"}
+
+
+def test_every_reading_is_the_readers_own() -> None:
+    """A text is parsed once; what one reader changes does not reach the next."""
+    text = "a: {b: [1, {c: 2}]}\na: 3\n"
+    first, expected = read_mapping(text, "t.yaml"), copy.deepcopy(read_mapping(text, "t.yaml"))
+    first.value["a"]["b"][1]["c"] = 5  # type: ignore[index, call-overload]
+    first.value["d"] = 6
+    first.lines[("d",)] = 7
+    first.problems.clear()
+    assert read_mapping(text, "t.yaml") == expected
+    read_value("[1, [2]]", "x")[1].append(3)  # type: ignore[index, union-attr]
+    assert read_value("[1, [2]]", "x") == [1, [2]]
+    assert [what for name in ("u.yaml", "t.yaml") for what, _ in read_mapping(text, name).problems] == [
+        "duplicate key a; the first is in line 1"
+    ] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from vorox.cli import main
 from vorox.core.batch import Batch
 from vorox.training.replay_chain import read_chain
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.hf,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),  # importing takes seconds
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft calls it
 ]
 SETTINGS = [
@@ -67,8 +68,11 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model.eval()(input_ids=torch.from_numpy(tokens).long()).logits.numpy()
 
 
-@pytest.mark.parametrize("kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "qlora"))])
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
 def test_a_run_resumes_replays_and_exports(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peft
+    import transformers
+
     adapter = f"adapter.kind={kind}"
     whole = train("whole", adapter)
     with monkeypatch.context() as patched:
@@ -104,6 +108,7 @@ def test_a_run_resumes_replays_and_exports(kind: str, place: Path, monkeypatch: 
 
 def test_another_base_is_refused_and_nothing_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
+    import transformers
 
     run = train("mine", "adapter.kind=lora")
     before = (run / "chain.jsonl").read_bytes()
@@ -128,6 +133,8 @@ def test_another_base_is_refused_and_nothing_is_written(place: Path, capsys: pyt
 
 
 def test_exports_that_do_not_fit_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
     run = train("mine", "adapter.kind=lora", "train.num_steps=3", "train.ema_decay=0.5")
     for options, words in (
         (["--to", "gguf"], "GGUF export needs a native model"),

@@ -32,6 +32,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.hf,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft calls it
 ]
 BETA, LR, END = 0.3, 1e-3, 256
@@ -136,7 +137,6 @@ def rewards_of(run: Path, oracle: Oracle, step: int, policy: Any, reference: Any
     return torch.stack([torch.stack(row) for row in rows])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [HUGGINGFACE, NATIVE], ids=["huggingface", "native"])
 def test_twenty_steps_equal_a_plain_loop(model: tuple[str, ...], pairs: dict[str, list[dict[str, Any]]]) -> None:
     import torch
@@ -170,7 +170,6 @@ def test_twenty_steps_equal_a_plain_loop(model: tuple[str, ...], pairs: dict[str
     assert all("more than the 257 of a row" in reason for reason in reasons)
 
 
-@pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_one_and_another_reference_is_refused(
     pairs: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +210,6 @@ def test_a_killed_run_ends_as_the_straight_one_and_another_reference_is_refused(
     assert main(["train", "--resume", "killed", "train.num_steps=8"]) == 0
 
 
-@pytest.mark.slow
 def test_the_reference_of_an_adapter_is_its_base(pairs: dict[str, list[dict[str, Any]]]) -> None:
     """Each loss follows from the model of the checkpoint before it and from the base without an adapter."""
     import torch
@@ -234,7 +232,6 @@ def test_the_reference_of_an_adapter_is_its_base(pairs: dict[str, list[dict[str,
     assert losses[1] < 0.69, "the adapter has moved"
 
 
-@pytest.mark.slow
 def test_a_model_that_mixes_the_answers_is_refused_before_step_1(
     pairs: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +244,6 @@ def test_a_model_that_mixes_the_answers_is_refused_before_step_1(
     assert not list(Path("runs").glob("*/chain.jsonl"))
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one(pairs: dict[str, list[dict[str, Any]]]) -> None:
     """From a run with dropout, which DPO does not adopt: the first loss is exactly ln 2."""
     model = "model={num_layers: 1, hidden_size: 16, num_heads: 2, dropout_fraction: 0.1}"

@@ -6,6 +6,7 @@ Environment variables are recorded from an allow-list, so secrets of the shell d
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -89,6 +90,11 @@ def environment_record() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of packages that can change results, without importing them."""
+    return dict(_package_versions())
+
+
+@functools.cache
+def _package_versions() -> dict[str, str]:
     import importlib.metadata
 
     versions: dict[str, str] = {}

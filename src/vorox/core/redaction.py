@@ -83,7 +83,11 @@ def held_secret(name: str) -> str | None:
 
 def redact(text: str) -> str:
     """Return the text without its secrets."""
-    for secret in _environment_secrets():
+    return _redact(text, _environment_secrets())
+
+
+def _redact(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
         text = text.replace(secret, MARK)
     text = _ADDRESS.sub(rf"\g<scheme>{MARK}@", text)
     for form in _FORMS:
@@ -100,15 +104,19 @@ def redact_value(value: Any, name: str = "") -> Any:
         value: Texts, numbers, lists and mappings; other objects become their (redacted) text.
         name: The key of the value, if any.
     """
+    return _redact_value(value, name, _environment_secrets())
+
+
+def _redact_value(value: Any, name: str, secrets: Sequence[str]) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return MARK if value is not None and not isinstance(value, bool) and _kind(name) == "always" else value
     if isinstance(value, Mapping):
         items = cast("Mapping[object, Any]", value).items()
-        return {redact(str(key)): redact_value(item, str(key)) for key, item in items}
+        return {_redact(str(key), secrets): _redact_value(item, str(key), secrets) for key, item in items}
     if isinstance(value, list | tuple | set | frozenset):
-        return [redact_value(item, name) for item in cast("Sequence[Any]", value)]
+        return [_redact_value(item, name, secrets) for item in cast("Sequence[Any]", value)]
     text = str(value)
-    return MARK if name.lower() != "key" and _is_secret(name, text) else redact(text)
+    return MARK if name.lower() != "key" and _is_secret(name, text) else _redact(text, secrets)
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

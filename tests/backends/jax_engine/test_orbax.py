@@ -16,9 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from etils import epath
 
 from backends.jax_engine.test_sharding import DIVISIBLE, MESHES, losses, on
 from vorox.backends.jax_engine.engine import JaxEngine
@@ -107,6 +105,9 @@ def test_the_store_is_cut_as_the_devices_hold_it(written: tuple[JaxEngine, Path]
 
 
 def test_the_reader_agrees_with_orbax(written: tuple[JaxEngine, Path]) -> None:
+    import orbax.checkpoint as ocp
+    from etils import epath
+
     engine, path = written
     trees = engine.snapshot(detached=False).trees  # type: ignore[attr-defined]
     as_numpy = jax.tree.map(lambda array: ocp.RestoreArgs(restore_type=np.ndarray), dict(trees))

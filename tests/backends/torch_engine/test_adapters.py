@@ -8,6 +8,7 @@ quantise the base on their own.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,10 @@ from vorox.models.stored_spec import spec_from_json
 from vorox.models.weights_file import WeightsFile
 from vorox.training.export.adapter import peft_config
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.hf,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed"),  # importing takes seconds
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft calls it
 ]
 STEPS, LR = 20, 1e-3
@@ -72,6 +72,9 @@ def frozen_fingerprint(engine: TorchEngine) -> str:
 
 def peft_model(directory: Path, engine: TorchEngine) -> Any:
     """The same model made by transformers and peft, with the initial adapter of the engine."""
+    import peft
+    import transformers
+
     spec = spec_of(engine)
     options: dict[str, Any] = {}
     if spec.adapter.kind == "qlora":
@@ -125,6 +128,8 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("case", KINDS)
 def test_training_equals_a_plain_loop_of_peft_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> None:
+    import peft
+
     name, overrides = KINDS[case]
     directory = write_model(tmp_path / "model", name)
     engine = engine_of(directory, *overrides)
@@ -245,6 +250,8 @@ def test_estimates_count_only_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_of_a_base_is_that_of_its_tensors(tmp_path: Path) -> None:
+    import transformers
+
     first = write_model(tmp_path / "first", "llama")
     module = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
     module.save_pretrained(tmp_path / "shards", max_shard_size="20KB")

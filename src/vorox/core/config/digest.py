@@ -6,6 +6,7 @@ A ``RunConfig`` goes in; its values by dotted key, its digest, and its differenc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def flatten(values: Json) -> dict[str, Json]:
     return flat
 
 
+@functools.lru_cache(maxsize=4096)
 def in_digest(key: str) -> bool:
     """Whether a key is part of a run's identity."""
     return not _is_within(wildcard(key), NOT_IN_DIGEST)
@@ -145,6 +147,11 @@ def config_digest(config: RunConfig) -> str:
     return hashlib.sha256(canonical_json(digest_values(config))).hexdigest()
 
 
+@functools.lru_cache(maxsize=4096)
+def _omits_default(key: str) -> bool:
+    return _is_within(wildcard(key), DIGEST_OMITS_DEFAULT)
+
+
 def _is_default(key: str, value: Json) -> bool:
     return (tuple(value) if isinstance(value, list) else value) == schema_fields()[wildcard(key)].default
 
@@ -154,7 +161,7 @@ def digest_values(config: RunConfig) -> dict[str, Json]:
     return {
         key: value_in_digest(key, value)
         for key, value in flat_values(config).items()
-        if in_digest(key) and not (_is_within(wildcard(key), DIGEST_OMITS_DEFAULT) and _is_default(key, value))
+        if in_digest(key) and not (_omits_default(key) and _is_default(key, value))
     }
 
 

@@ -87,11 +87,20 @@ def document_assignments(document: YamlDocument, name: str) -> list[Assignment]:
                     continue
             if value is None and is_section:
                 continue
-            nested = {path: f"{name}:{line}" for path, line in document.lines.items() if path[: len(child)] == child}
+            lines = _lines_within(document, child) if isinstance(value, dict | list) else _line_of(document, child)
+            nested = {path: f"{name}:{line}" for path, line in lines.items()}
             assignments.append(Assignment(child, value, nested.get(child, name), nested))
 
     visit(document.value, ())
     return assignments
+
+
+def _lines_within(document: YamlDocument, above: KeyPath) -> dict[KeyPath, int]:
+    return {path: line for path, line in document.lines.items() if path[: len(above)] == above}
+
+
+def _line_of(document: YamlDocument, path: KeyPath) -> dict[KeyPath, int]:
+    return {path: document.lines[path]} if path in document.lines else {}
 
 
 class ConfigTree:
@@ -171,12 +180,15 @@ class ConfigTree:
         if parent is None:
             return
         last = path[-1]
+        if isinstance(_descend(self.values, path), dict | list):
+            for old in [known for known in self._origins if known[: len(path)] == path]:
+                del self._origins[old]
+        else:
+            self._origins.pop(path, None)
         if isinstance(parent, list):
             parent[cast(int, last)] = value
         else:
             parent[str(last)] = value
-        for old in [known for known in self._origins if known[: len(path)] == path]:
-            del self._origins[old]
         self._origins[path] = Origin(layer, assignment.origin)
         for nested_path, text in assignment.nested.items():
             if nested_path[: len(path)] == path:

@@ -11,6 +11,7 @@ reported together with all other problems.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -242,7 +243,9 @@ def _copy(value: Json) -> Json:
     return value
 
 
+@functools.lru_cache(maxsize=32)
 def _parse(text: str, name: str) -> _Builder:
+    """Return what a text holds; one process reads the same presets and recorded configurations several times."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise ConfigError(
             f"Configuration is longer than {MAX_TEXT_BYTES:,} bytes",
@@ -275,7 +278,7 @@ def read_mapping(text: str, name: str) -> YamlDocument:
         if looks_like_toml(text):
             raise ConfigError(TOML_FAULT.what, where=f"{name}:1", hint=TOML_FAULT.hint)
         raise ConfigError("Configuration must be a mapping of `key: value` pairs", where=f"{name}:1")
-    return YamlDocument(root, builder.lines, builder.problems)
+    return YamlDocument({key: _copy(value) for key, value in root.items()}, {**builder.lines}, [*builder.problems])
 
 
 def read_value(text: str, name: str) -> Json:
@@ -298,4 +301,4 @@ def read_value(text: str, name: str) -> Json:
             return cast(Json, json.loads(stripped))
         except ValueError:
             pass
-    return builder.root
+    return _copy(builder.root)
