@@ -1,6 +1,6 @@
 """Continued pretraining: what a domain gains, what the general corpus loses, with and without replay of it.
 
-    continued_pretraining.py [--steps 300] [--replay 0 1/4 1/2] [--base RUN] [--folder DIRECTORY] [--write-docs]
+    continued_pretraining.py [--steps 120] [--replay 0 1/4] [--base RUN] [--folder DIRECTORY] [--write-docs]
 
 In: the quickstart, which pretrains on the source code of Python's standard library, or ``--base``, a finished run of
 it. The domain is the Python language reference in English (``pydoc_data.topics``), which every Python has and the
@@ -72,7 +72,7 @@ def settings(domain: Path, general: Mapping[str, Any], replay: Fraction, num_ste
         "optimizer": {"name": "muon", "lr": 3.0e-3, "muon_lr": 6.0e-3},
         "schedule": {"name": "cosine", "warmup_steps": min(20, num_steps // 3), "min_lr_fraction": 0.1},
         "train": {"num_steps": num_steps},
-        "eval": {"every_steps": max(1, num_steps // 6), "num_sequences": 128, "at_start": True, "by_source": True},
+        "eval": {"every_steps": max(1, num_steps // 4), "num_sequences": 64, "at_start": True, "by_source": True},
     }
 
 
@@ -136,8 +136,8 @@ def draw(found: Mapping[str, Mapping[str, Curve]]) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--replay", nargs="+", type=Fraction, default=[Fraction(0), Fraction(1, 4), Fraction(1, 2)])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--replay", nargs="+", type=Fraction, default=[Fraction(0), Fraction(1, 4)])
     parser.add_argument("--base", help="A finished run of the quickstart with that holdout. Default: train it.")
     parser.add_argument("--general", type=Path, help="A folder of .txt files as the general corpus.")
     parser.add_argument("--folder", type=Path, help="Where runs are kept; a repeated command continues them.")

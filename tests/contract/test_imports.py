@@ -41,7 +41,8 @@ FRAMEWORKS = {
 ADAPTERS = {"data/streaming/torch_adapter.py": "torch"}
 """Modules that are the other framework's view of something of ours; nothing imports them before it is asked for."""
 OPTIONAL = {
-    "transformers", "tensorboard", "datasets", "wandb", "mlflow", "gguf", "lm_eval", "tensorstore", "orbax", "torchao",
+    "transformers", "tensorboard", "datasets", "wandb", "mlflow", "trackio", "gguf", "lm_eval", "tensorstore", "orbax",
+    "torchao",
 }  # fmt: skip
 
 

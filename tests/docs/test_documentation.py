@@ -49,6 +49,7 @@ SHOWN_BY = {
     r"vorox tune": "tests/sweeps/test_ray.py::test_a_killed_sweep_continues",
     r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
     r"vorox train .*log.mlflow": "tests/experiments/test_mlflow_sink.py",
+    r"vorox train .*log.trackio": "tests/experiments/test_trackio_sink.py",
     r"vorox compress .*--quantize": "tests/training/test_compression.py",
     r"vorox dash(?!.*--export)": "tests/dashboard/test_browser.py::test_every_page",
     r"vorox chat|echo .* \| vorox chat": "tests/serving/test_chat.py::test_lines_of_a_pipe",

@@ -28,6 +28,7 @@ class HubServer:
 
     Attributes:
         token: Required in requests; ``None`` requires none.
+        gated: Repositories whose files are refused, though they are listed.
         large_from_bytes: Files of at least this size are large.
         page_items: Entries in one page of a tree.
     """
@@ -35,6 +36,7 @@ class HubServer:
     url: str = ""
     log: Log = field(default_factory=Log)
     token: str | None = None
+    gated: set[str] = field(default_factory=set[str])
     large_from_bytes: int = 1024
     page_items: int = 1000
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
@@ -80,6 +82,9 @@ class HubServer:
         sha = self.references[name].get(reference, reference)
         if sha not in self.commits[name]:
             handler.send(request, 404, {"X-Error-Code": "RevisionNotFound"}, b"")
+        elif match["api"] is None and verb == "resolve" and name in self.gated:
+            text = f"Access to model {name} is restricted. You must have access to it and be authenticated."
+            handler.send(request, 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": text}, b"")
         elif match["api"] is None and verb == "resolve":
             self._send_file(handler, request, self.commits[name][sha].get(rest), sha)
         elif verb in {"", "revision"}:

@@ -27,6 +27,7 @@ _EQUIVALENTS = {
     "scheduler": "schedule.name=cosine",
     "wandb": "log.wandb=true",
     "mlflow": "log.mlflow=true",
+    "trackio": "log.trackio=true",
     "tensorboard": "log.tensorboard=true",
     "jax": "backend=jax",
     "torch": "backend=torch",

@@ -21,6 +21,7 @@ from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import MetricFunctions, metric, reduce
 from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
 from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink, require_tensorboard
+from vorox.experiments.trackio_sink import TrackioSink, require_trackio
 from vorox.experiments.wandb_sink import WandbSink, require_wandb
 
 
@@ -77,6 +78,8 @@ class Tracker:
                 sinks.append(WandbSink(run_directory, project=config.wandb_project, settings=settings or {}))
             if config.mlflow:
                 sinks.append(MlflowSink(run_directory, experiment=config.mlflow_experiment, settings=settings or {}))
+            if config.trackio:
+                sinks.append(TrackioSink(run_directory, project=config.trackio_project, settings=settings or {}))
             for number, path in enumerate(config.sinks):
                 sinks.append(open_custom_sink(path, f"log.sinks.{number}", run_directory, resume_step, settings or {}))
         log = log or RunLog(None)
@@ -150,7 +153,8 @@ def check_sinks(config: LogConfig) -> None:
         ConfigError: The package of a sink is not installed, or a user function cannot be imported.
     """
     for is_on, require in (
-        (config.tensorboard, require_tensorboard), (config.wandb, require_wandb), (config.mlflow, require_mlflow)
+        (config.tensorboard, require_tensorboard), (config.wandb, require_wandb), (config.mlflow, require_mlflow),
+        (config.trackio, require_trackio),
     ):  # fmt: skip
         if is_on:
             require()

@@ -299,6 +299,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
     Dependency("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
     Dependency("log.mlflow_experiment", "log.mlflow", _is(True), "log.mlflow=true"),
+    Dependency("log.trackio_project", "log.trackio", _is(True), "log.trackio=true"),
     Dependency("log.webhook_events", "log.webhook", bool, "log.webhook"),
     Dependency("log.metadata_dsn_variable", "log.metadata", _is("postgres"), "log.metadata=postgres"),
     *(

@@ -243,6 +243,11 @@ class LogConfig(Section):
         "run directory.",
     )
     mlflow_experiment: str = Field(default="vorox", description="MLflow experiment.", min_length=1)
+    trackio: bool = Field(
+        default=False,
+        description="Also write metrics into trackio's local database: in TRACKIO_DIR, else in its own directory.",
+    )
+    trackio_project: str = Field(default="vorox", description="trackio project.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_]*$")
     webhook: str | None = Field(
         default=None,
         description="http(s) URL to which events of the run are posted as JSON, such as an incoming webhook of Slack; "

@@ -112,7 +112,7 @@ def download_repository(name: str, revision: str | None, patterns: Sequence[str]
         raise DataError(
             f"The repository or revision does not exist on the hub, or access is denied: {_line(error)}",
             where=location,
-            hint=f"check {key} and the revision; a private repository needs HF_TOKEN in the environment",
+            hint=f"check {key} and the revision; a private or gated one needs the HF_TOKEN of an account with access",
         ) from error  # fmt: skip
     except (
         Exception
