@@ -34,7 +34,7 @@ from vorox.experiments.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "continued_pretraining.md"
-PLOT = ROOT / "docs" / "images" / "continued_pretraining.svg"
+PLOT = ROOT / "docs" / "pictures" / "continued_pretraining.svg"
 BEGIN, END = "<!-- continued_pretraining: begin -->", "<!-- continued_pretraining: end -->"
 DOMAIN, GENERAL = "reference", "stdlib"
 TITLES = {DOMAIN: "Domain: Python language reference", GENERAL: "General: Python source code"}
@@ -166,7 +166,6 @@ def main() -> None:
     (arguments.results / "continued_pretraining.json").write_text(json.dumps(record, indent=2) + "\n")
     (arguments.results / "continued_pretraining.svg").write_bytes(plot)
     if arguments.write_docs:
-        PLOT.parent.mkdir(exist_ok=True)
         PLOT.write_bytes(plot)
         before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
         _, _, after = rest.partition(END)

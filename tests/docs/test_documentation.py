@@ -37,6 +37,7 @@ PAGES = sorted(
 STANDS_FOR = {
     "exam.jsonl": "notes/text.jsonl",
     "quickstart": "my.yaml", "quick": "my.yaml", "config.yaml": "my.yaml", "my_config.yaml": "my.yaml",
+    "domain.yaml": "my.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
     "200:240": "131:160",

@@ -1,7 +1,7 @@
 """trackio sink, which never blocks a step.
 
 A background thread writes values into trackio's local database: in ``TRACKIO_DIR``, else where trackio keeps it. There
-is no network, whatever Space or server the environment names. The trackio run has our run id as its name, so a resumed
+is no network, even if the environment names a Space or server. The trackio run has our run id as its name, so a resumed
 run continues it; a step that is trained again is not recorded twice.
 """
 
