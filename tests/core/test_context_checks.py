@@ -1,4 +1,4 @@
-"""Configurations that context parallelism does not support, and rows and heads that it cannot divide."""
+"""Configurations that context and sequence parallelism do not support, and rows and heads that do not divide."""
 
 from __future__ import annotations
 
@@ -56,6 +56,18 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
     with pytest.raises(ConfigError, match="num_heads = 4 is not divisible by context_parallel_size = 3") as caught:
         check_divisible(config_of(size=3), spec_of(config_of()))
     assert "1, 2, 4" in str(caught.value.hint)
+
+
+def test_sequence_parallelism_needs_rows_that_divide_and_no_statistics() -> None:
+    name = "parallel.sequence_parallel"
+
+    def config(tensor: int, **settings: Any) -> RunConfig:
+        return configuration({}, parallel__tensor_parallel_size=tensor, parallel__sequence_parallel=True, **settings)
+
+    assert name not in named_keys(config(4))
+    assert name in named_keys(config(4, log__activation_statistics=True))
+    (problem,) = [problem for problem in find_problems(config(5)) if name in problem.keys]
+    assert "set data.sequence_length_tokens=20" in problem.what
 
 
 def spec_of(config: RunConfig) -> Any:

@@ -69,6 +69,14 @@ def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute:
     assert sharded.optimizer_bytes == whole.optimizer_bytes // 8
 
 
+def test_sequence_parallelism_divides_what_checkpointing_saves() -> None:
+    """Of 12 layers, all inputs and one recomputed block are kept."""
+    spec, whole = estimate(["model.preset=gpt2-124m"], recompute_blocks=True)
+    _, part = estimate(["model.preset=gpt2-124m"], recompute_blocks=True, stream_parts=4)
+    stream = 8 * 1024 * spec.hidden_size * 2
+    assert whole.activation_bytes - part.activation_bytes == (12 + 2) * stream * 3 // 4
+
+
 def test_partial_sums_of_gradients_are_counted() -> None:
     """Of four micro-batches, the first and then the sum of the first two are kept while the next one runs."""
     sizes = ["train.global_batch_sequences=16", "train.micro_batch_sequences=4"]

@@ -1,8 +1,8 @@
 """One rank of PyTorch that trains divided decoders, started by the tests of tensor, pipeline and context parallelism.
 
-Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP``, of which the last ones may
-be left out. The rank is in the environment, as for every command. Every rank writes what it computed. Each layout loads
-what the one before it saved.
+Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP``, of which the last ones
+may be left out; SP is 1 with sequence parallelism. The rank is in the environment, as for every command. Every rank
+writes what it computed. Each layout loads what the one before it saved.
 
 Shape legend: A micro-batches.
 """
@@ -55,20 +55,22 @@ CASES: dict[str, dict[str, Any]] = {
 def cases_of(layout: str) -> list[str]:
     """The cases that a layout trains: all alone, one of them with other divisions."""
     by_layout = {
-        "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,1,2": ["llama", "gemma3", "documents"],
-        "2,1,1,2": ["documents"], "1,2,1": [], "1,1,1,1,2": ["gemma3", "noise"],
-        "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"], "1,2,1,1,2": ["gemma3"],
+        "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,2,1,1,1": ["gemma3", "gpt2"],
+        "1,1,1,2": ["llama", "gemma3", "documents"], "2,1,1,2": ["documents"], "1,2,1": [],
+        "1,1,1,1,2": ["gemma3", "noise"], "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"],
+        "1,2,1,1,2": ["gemma3"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 
 
 def config_of(
-    case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1, positions: int = 1
+    case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1, positions: int = 1, sequence: int = 0
 ) -> RunConfig:
     sections = {key: value for key, value in CASES[case].items() if key != "parallel__pipeline_schedule"}
     parallel = {
         "data_parallel_size": data, "fsdp_size": fsdp, "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline, "context_parallel_size": positions,
+        "sequence_parallel": bool(sequence),
     }  # fmt: skip
     if pipeline > 1 and len(sections) < len(CASES[case]):
         parallel["pipeline_schedule"] = CASES[case]["parallel__pipeline_schedule"]

@@ -91,6 +91,7 @@ def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         frozen={name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen},
         has_average=config.train.ema_decay is not None,
         position_parts=config.parallel.context_parallel_size,
+        stream_parts=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
     )
     saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
     reference = config.loss.name == "dpo" and config.adapter.kind == "none"
@@ -206,6 +207,7 @@ def training_memory(
     frozen: Container[str] = (),
     has_average: bool = False,
     position_parts: int = 1,
+    stream_parts: int = 1,
 ) -> MemoryEstimate:
     """Estimate the peak memory of one training step.
 
@@ -222,6 +224,7 @@ def training_memory(
         frozen: Parameters without gradient and optimizer state.
         has_average: Whether a moving average of the trained parameters is kept.
         position_parts: Devices that the positions of each row are divided over. Masks are those of whole rows.
+        stream_parts: Devices that the residual stream is divided over (sequence parallelism).
     """
     trained = [row for row in spec.parameters if row.name not in frozen]
     gradients = FP32_BYTES * sum(row.num_elements for row in trained)
@@ -233,7 +236,7 @@ def training_memory(
         state -= 6 * sum(row.num_elements for row in trained if row.decay)
     positions = micro_batch_sequences * sequence_length_tokens
     row = spec.saved_activations(sequence_length_tokens, dtype_bytes)
-    stream, here = row.block_input_bytes, -(-positions // position_parts)
+    stream, here = row.block_input_bytes / stream_parts, -(-positions // position_parts)
     blocks = stream * spec.num_layers + row.largest_block_bytes if recompute_blocks else row.all_blocks_bytes
     if spec.has_whole_logits:  # in the compute precision; in fp32 and twice as gradients
         logits = here * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))

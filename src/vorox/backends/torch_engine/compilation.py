@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.model import ForwardContext, ResidualBlock, RunBlock, call_block, call_stage
+from vorox.backends.torch_engine.forward_context import ForwardContext
+from vorox.backends.torch_engine.model import ResidualBlock, RunBlock, call_block, call_stage
 from vorox.core.errors import ConfigError
 
 _log = logging.getLogger("vorox.torch_engine")

@@ -28,9 +28,10 @@ from vorox.backends.torch_engine.dpo_loss import (
     log_probs_of_hidden,
     targets_to_device,
 )
+from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
-from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, RunBlock
+from vorox.backends.torch_engine.model import Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
@@ -64,7 +65,7 @@ class DecoderNetwork:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
         points = POINTS if spec.block is None else ("block_input", "after_mlp")
         self.taps = Taps(spec.num_layers, points)
-        self._parallel = TensorParallel.of(spec, ranks)
+        self._parallel = TensorParallel.of(spec, ranks, divides_positions=config.parallel.sequence_parallel)
         self._local = spec if self._parallel is None else self._parallel.local
         self._positions = ContextParallel.of(ranks)
         self.parameters: Parameters
@@ -181,7 +182,6 @@ class DecoderNetwork:
 
     def logits(self, tokens_BT: Int32Array) -> Tensor:
         context = self._context(tokens_BT.shape, attention.CAUSAL)
-        self.module.train(mode=False)
         tokens_M = to_device(tokens_BT, self._compute.device).view(-1)
         return self._logits(tokens_M, context, self._head_logits, tokens_BT.size).view(*tokens_BT.shape, -1)
 
@@ -241,7 +241,6 @@ class DecoderNetwork:
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
         tokens_BT, here = batch.tokens_ABT[index], self._positions
-        self.module.train(is_training)
         if here is not None:
             tokens_BT = here.part.select(tokens_BT)
             positions_BT = None if positions_BT is None else here.part.select(positions_BT)
@@ -267,7 +266,11 @@ class DecoderNetwork:
         cache: KeyValueCache | None = None,
         exchange: ContextParallel | None = None,
     ) -> ForwardContext:
+        self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
+        part = None if exchange is None else exchange.part
+        if is_training and self._parallel is not None:
+            part = self._parallel.part
         positions: Tensor | None = None
         first, num_attended = num_past, num_positions
         if exchange is not None:
@@ -295,6 +298,7 @@ class DecoderNetwork:
             embedding_noise=self._config.train.embedding_noise if is_training else None,
             cache=cache,
             recompute=self._config.train.activation_checkpointing if is_training else "none",
+            part=part,
             exchange=exchange,
         )
 

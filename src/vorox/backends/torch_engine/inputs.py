@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,9 +66,12 @@ def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) ->
     return [select(rows[place : place + 1]) for place in range(len(rows))] if one_by_one else [select(rows)]
 
 
+Array = TypeVar("Array", Int32Array, Tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class PositionPart:
-    """The part of the positions of every row that a rank computes: one of ``size`` equal ones.
+    """The part of the positions that a rank computes: one of ``size`` equal ones, of every row or of all in sequence.
 
     Attributes:
         index: Index of the part.
@@ -77,7 +81,7 @@ class PositionPart:
     index: int
     size: int
 
-    def select(self, array_BT: Int32Array) -> Int32Array:
+    def select(self, array_BT: Array) -> Array:
         """Return the columns of this part."""
         width = array_BT.shape[1] // self.size
         return array_BT[:, self.index * width : (self.index + 1) * width]

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from vorox.backends.torch_engine.attention import Attend, AttentionMask
-from vorox.backends.torch_engine.inputs import PositionPart, add_noise, dropout
+from vorox.backends.torch_engine.attention import Attend
+from vorox.backends.torch_engine.forward_context import ForwardContext
+from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
 from vorox.backends.torch_engine.module_table import parameters_on_meta
-from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.engine import TapPoint
@@ -30,55 +30,6 @@ from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.pipeline_stages import Stage
 from vorox.models.user_layer import load_block, load_layer
-
-Recompute = Literal["none", "block", "dots"]
-
-
-class Cache(Protocol):
-    """Keys and values of earlier tokens."""
-
-    def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens to a layer and return all so far."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardContext:
-    """Inputs of a forward pass besides parameters and tokens.
-
-    Attributes:
-        shape_BT: Number of rows and positions.
-        attention_mask: Which keys each query may attend to.
-        rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
-        sliding_rotary: Those of layers with a sliding window; ``None`` if they are the same.
-        positions: Position of each token, ``[B or 1, T]``, for learned positions and user blocks.
-        dropout: Dropout rate; 0 in evaluation.
-        embedding_noise: ``train.embedding_noise``; ``None`` in evaluation.
-        cache: Key/value cache, for decoding.
-        recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
-            also matrix products and attention.
-        exchange: Exchanges positions for heads, if ``shape_BT`` is this rank's part of the positions.
-    """
-
-    shape_BT: tuple[int, int]
-    attention_mask: AttentionMask
-    rotary: tuple[Tensor, Tensor] | None = None
-    sliding_rotary: tuple[Tensor, Tensor] | None = None
-    positions: Tensor | None = None
-    dropout: float = 0.0
-    embedding_noise: float | None = None
-    cache: Cache | None = None
-    recompute: Recompute = "none"
-    exchange: ContextParallel | None = None
-
-    @property
-    def part(self) -> PositionPart | None:
-        """The positions of rows that are here; ``None`` for all."""
-        return None if self.exchange is None else self.exchange.part
-
-    def drop(self, x_MD: Tensor) -> Tensor:
-        """Apply dropout to the residual stream."""
-        return dropout(x_MD, self.dropout, self.shape_BT[0], self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +61,7 @@ class Embedding(nn.Module):
             return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
         local_M, is_here_M = self._parallel.local_tokens(index.flatten())
         x_MD = self._embed(local_M, self.weight).masked_fill(~is_here_M[:, None], 0.0)
-        return self._parallel.sum(x_MD).view(*index.shape, -1)
+        return self._parallel.sum(x_MD, is_training=self.training)
 
 
 class Linear(nn.Module):
@@ -125,7 +76,7 @@ class Linear(nn.Module):
     def forward(self, x_MD: Tensor) -> Tensor:
         if self._parallel is None:
             return self._linear(x_MD, self.weight, self.bias)
-        y_MO = self._parallel.sum(self._linear(x_MD, self.weight, None))
+        y_MO = self._parallel.sum(self._linear(x_MD, self.weight, None), is_training=self.training)
         return y_MO if self.bias is None else y_MO + self.bias.to(y_MO.dtype)
 
 
@@ -148,7 +99,7 @@ class Attention(nn.Module):
         super().__init__()
         spec, name = parts.spec, f"blocks.{layer}.attention"
         self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
-        self._share = _same if parts.parallel is None else parts.parallel.share
+        self._parallel = parts.parallel
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._is_sliding, self._query_scale = spec.layer_windows[layer] is not None, spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
@@ -158,7 +109,9 @@ class Attention(nn.Module):
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         num_rotated = self._num_heads + self._num_kv_heads
-        qkv_BTXH = self.qkv(self._share(x_MD)).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
+        if self._parallel is not None:
+            x_MD = self._parallel.share(x_MD, is_training=self.training)
+        qkv_BTXH = self.qkv(x_MD).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
         rotary, mask = context.rotary, context.attention_mask
         if self._is_sliding:
             rotary, mask = context.sliding_rotary or rotary, mask.sliding or mask
@@ -191,10 +144,11 @@ class Mlp(nn.Module):
         self.gate_up = Linear(parts, f"{name}.gate_up") if is_gated else None
         self.up = None if is_gated else Linear(parts, f"{name}.up")
         self.down = Linear(parts, f"{name}.down", has_part=True)
-        self._share = _same if parts.parallel is None else parts.parallel.share
+        self._parallel = parts.parallel
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        x_MD = self._share(x_MD)
+        if self._parallel is not None:
+            x_MD = self._parallel.share(x_MD, is_training=self.training)
         if self.gate_up is not None:
             return self.down(self._gate(self.gate_up(x_MD), self._gate_kind))
         assert self.up is not None
@@ -240,11 +194,11 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x_MD: Tensor, context: ForwardContext, run_stage: RunStage = call_stage) -> Tensor:
         if self.taps.active:
-            x_MD = self.taps.apply("block_input", self._layer, x_MD, context.shape_BT)
+            x_MD = self.taps.apply("block_input", self._layer, x_MD, context.stream_BT)
         for stage, point in self.stages:
             x_MD = run_stage(self, stage, x_MD, context)
             if self.taps.active:
-                x_MD = self.taps.apply(point, self._layer, x_MD, context.shape_BT)
+                x_MD = self.taps.apply(point, self._layer, x_MD, context.stream_BT)
         return x_MD
 
 
@@ -366,8 +320,8 @@ class Decoder(nn.Module):
         if context.embedding_noise is not None:
             x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1], context.part)
         if self.position_embedding is not None:
-            assert context.positions is not None
-            x_MD = (x_MD.view(*context.shape_BT, -1) + self.position_embedding(context.positions)).view(x_MD.shape)
+            x_BTD = x_MD.view(*context.stream_BT, -1) + self.position_embedding(context.stream_positions)
+            x_MD = x_BTD.view(x_MD.shape)
         return context.drop(x_MD)
 
     def run_blocks(self, x_MD: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
@@ -387,7 +341,3 @@ class Decoder(nn.Module):
         """Return the final hidden state, ``[M, D]``."""
         assert self.final_norm is not None
         return self.final_norm(x_MD)
-
-
-def _same(x_MD: Tensor) -> Tensor:
-    return x_MD

@@ -1,4 +1,4 @@
-"""Checks of a configuration with ``parallel.context_parallel_size`` above 1."""
+"""Checks of ``parallel.context_parallel_size`` above 1 and of ``parallel.sequence_parallel``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"{key}={length:,} is not divisible by {SIZE}={size}; set {key}={length // size * size or size}",
                 keys=(key, SIZE),
+            )
+
+
+def sequence_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what sequence parallelism does not support."""
+    name, size = "parallel.sequence_parallel", config.parallel.tensor_parallel_size
+    if not config.parallel.sequence_parallel or size == 1:
+        return
+    if config.log.activation_statistics:
+        key = "log.activation_statistics"
+        yield Problem(f"{key}=true is not supported with {name}=true; set {key}=false", keys=(key, name))
+    for key, length in _row_lengths(config):
+        if length % size:
+            yield Problem(
+                f"{key}={length:,} is not divisible by parallel.tensor_parallel_size={size}, which {name}=true needs; "
+                f"set {key}={length // size * size or size}",
+                keys=(key, name),
             )
 
 

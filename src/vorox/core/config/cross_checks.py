@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from vorox.core.config.context_checks import context_problems
+from vorox.core.config.context_checks import context_problems, sequence_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.model_checks import model_problems
@@ -361,6 +361,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     deepspeed_problems,
     pipeline_problems,
     context_problems,
+    sequence_problems,
     fine_tuning_problems,
     _sources,
     _validation,

@@ -279,7 +279,13 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"parallel.{key}", "backend", _is("torch"), "backend torch")
-        for key in ("pipeline_parallel_size", "context_parallel_size")
+        for key in ("pipeline_parallel_size", "context_parallel_size", "sequence_parallel")
+    ),
+    Dependency(
+        "parallel.sequence_parallel",
+        "parallel.tensor_parallel_size",
+        lambda value: value != 1,
+        "parallel.tensor_parallel_size above 1",
     ),
     Dependency(
         "parallel.pipeline_schedule",

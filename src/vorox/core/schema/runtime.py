@@ -91,6 +91,11 @@ class ParallelConfig(Section):
         description="Devices that every matrix product of the model is sharded over; they train on the same rows. "
         "PyTorch: the native decoder, with this many processes for each replica or shard.",
     )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="PyTorch with tensor_parallel_size > 1: divide the residual stream of training along its "
+        "positions, so norms and saved block inputs take a part of the memory. The communication is the same.",
+    )
     pipeline_parallel_size: int = Field(
         default=1,
         ge=1,

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import attention, kernels
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import LossSums
-from vorox.backends.torch_engine.model import Decoder, ForwardContext, Parts, ResidualBlock, RunBlock
+from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, RunBlock
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.core.batch import Batch
 from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault

@@ -6,7 +6,12 @@ and up projections are divided along their outputs, the projections behind them 
 sums over the group in the forward pass and two in the backward pass. Embedding and head are divided along the
 vocabulary. All else is replicated: norms, position embeddings, biases of the output projections.
 
-Shape legend: M positions of a micro-batch, D width, V vocabulary, L vocabulary of a rank, R ranks of the group.
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198), the residual stream of training is divided along its
+positions: a reduce-scatter replaces each sum, and an all-gather comes before each divided product. Norms, dropout and
+additions then work on this rank's positions, and gradients of replicated parameters are parts.
+
+Shape legend: M positions of a micro-batch, P those of a rank, D width, V vocabulary, L that of a rank, R ranks of the
+group.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.inputs import PositionPart
 from vorox.models.decoder_spec import DecoderSpec
 
 DIVIDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
@@ -36,20 +42,28 @@ class TensorParallel:
         index: Index of this rank in the group.
         size: Number of ranks of the group.
         group: The ranks that share every matrix product.
+        divides_positions: Whether the residual stream of training is divided along its positions.
     """
 
     spec: DecoderSpec
     index: int
     size: int
     group: ProcessGroup
+    divides_positions: bool = False
 
     @classmethod
-    def of(cls, spec: DecoderSpec, ranks: Ranks) -> TensorParallel | None:
+    def of(cls, spec: DecoderSpec, ranks: Ranks, *, divides_positions: bool) -> TensorParallel | None:
         """Return the share of a rank; ``None`` without tensor parallelism."""
         if ranks.tensor_parallel_size == 1:
             return None
         assert ranks.mesh is not None
-        return cls(spec, ranks.tensor_index, ranks.tensor_parallel_size, ranks.mesh.get_group("tp"))
+        group = ranks.mesh.get_group("tp")
+        return cls(spec, ranks.tensor_index, ranks.tensor_parallel_size, group, divides_positions)
+
+    @property
+    def part(self) -> PositionPart | None:
+        """The positions of a micro-batch that are here in training; ``None`` for all."""
+        return PositionPart(self.index, self.size) if self.divides_positions else None
 
     @cached_property
     def local(self) -> DecoderSpec:
@@ -76,13 +90,26 @@ class TensorParallel:
         is_here_M = (local_M >= 0) & (local_M < count)
         return local_M.where(is_here_M, 0), is_here_M
 
-    def share(self, x: Tensor) -> Tensor:
-        """Return ``x``, the same on all ranks, for products that each rank does a part of; sums its gradients."""
-        return _Share.apply(x, self.group)
+    def share(self, x: Tensor, *, is_training: bool = False) -> Tensor:
+        """Return the residual stream of all positions, for products that each rank does a part of; sums its gradients.
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks, whose gradient is that of every addend."""
-        return _Sum.apply(x, self.group)
+        Args:
+            x: The stream, the same on all ranks, or this rank's positions of it.
+            is_training: Whether the stream is that of training, which may be divided.
+        """
+        return (_Gather if is_training and self.divides_positions else _Share).apply(x, self.group)
+
+    def sum(self, x: Tensor, *, is_training: bool = False) -> Tensor:
+        """Return the sum over the ranks, or this rank's positions of it; its gradient is that of every addend."""
+        return (_Scatter if is_training and self.divides_positions else _Sum).apply(x, self.group)
+
+    def gather_positions(self, x: Tensor) -> Tensor:
+        """Return the residual stream of all positions, without gradients."""
+        return _gathered(x, self.group) if self.divides_positions else x
+
+    def sum_positions(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks, or this rank's positions of it, without gradients."""
+        return _scattered_sum(x, self.group) if self.divides_positions else _total(x, self.group)
 
     def sum_(self, x: Tensor) -> None:
         """Add the tensors of all ranks in place, without gradients."""
@@ -126,6 +153,28 @@ class _Sum(torch.autograd.Function):
         return d_y, None
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _scattered_sum(d_y, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gathered(d_y, ctx.group), None
+
+
 class _JoinLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_ML: Tensor, parallel: TensorParallel) -> Tensor:
@@ -135,6 +184,22 @@ class _JoinLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logits_MV: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return d_logits_MV.narrow(1, *ctx.parallel.range_of(ctx.parallel.spec.vocab_size)), None
+
+
+def _gathered(x_PD: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the positions of all ranks, concatenated."""
+    size, x_PD = dist.get_world_size(group), x_PD.contiguous()
+    found_MD = x_PD.new_empty(size * x_PD.shape[0], *x_PD.shape[1:])
+    dist.all_gather(list(found_MD.chunk(size)), x_PD, group=group)
+    return found_MD
+
+
+def _scattered_sum(x_MD: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's positions of the sum over the ranks."""
+    parts = list(x_MD.contiguous().chunk(dist.get_world_size(group)))
+    total_PD = torch.empty_like(parts[0])
+    dist.reduce_scatter(total_PD, parts, group=group)
+    return total_PD
 
 
 def _total(x: Tensor, group: ProcessGroup) -> Tensor:

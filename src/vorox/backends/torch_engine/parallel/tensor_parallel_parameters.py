@@ -82,8 +82,9 @@ class TensorParallelParameters:
         """Sum gradients of replicated parameters that each rank has a part of; give all ranks the others of rank 0."""
         self._inner.finish_gradients()
         pieces = [piece for piece in self._inner.pieces(self._inner.gradients) if self._dims[piece.name] is None]
+        all_are_parts = self._parallel.divides_positions or self._parallel.index == 0
         parts = [
-            piece.view if piece.name in self._is_per_head or self._parallel.index == 0 else torch.zeros_like(piece.view)
+            piece.view if all_are_parts or piece.name in self._is_per_head else torch.zeros_like(piece.view)
             for piece in pieces
         ]
         if parts:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.loss import HeadLoss, Labels, Partition
+from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, Partition
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 
 
@@ -31,9 +31,20 @@ class VocabularyLoss(HeadLoss):
         self._parallel = parallel
         self._num_tokens = parallel.spec.vocab_size
 
+    def gradients(
+        self,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        head_gradient: Tensor | None,
+        labels: Labels,
+        scale: float,
+        loss_scale: Tensor | None,
+    ) -> tuple[LossSums, Tensor]:
+        hidden_MD = self._parallel.gather_positions(hidden_MD)
+        return super().gradients(hidden_MD, head_VD, head_gradient, labels, scale, loss_scale)
+
     def _total(self, d_hidden_MD: Tensor) -> Tensor:
-        self._parallel.sum_(d_hidden_MD)
-        return d_hidden_MD
+        return self._parallel.sum_positions(d_hidden_MD)
 
     def _partition(self, logits_CV: Tensor, labels: Labels) -> Partition:
         highest_C = logits_CV.amax(dim=1)

@@ -1,0 +1,77 @@
+"""Inputs of a forward pass of the decoder besides parameters and tokens.
+
+Shape legend: B rows, T positions, M = B x T, K key/value heads, H head width, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from vorox.backends.torch_engine.attention import AttentionMask
+from vorox.backends.torch_engine.inputs import PositionPart, dropout
+from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+
+Recompute = Literal["none", "block", "dots"]
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens."""
+
+    def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens to a layer and return all so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Inputs of a forward pass besides parameters and tokens.
+
+    Attributes:
+        shape_BT: Number of rows and positions.
+        attention_mask: Which keys each query may attend to.
+        rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
+        sliding_rotary: Those of layers with a sliding window; ``None`` if they are the same.
+        positions: Position of each token, ``[B or 1, T]``, for learned positions and user blocks.
+        dropout: Dropout rate; 0 in evaluation.
+        embedding_noise: ``train.embedding_noise``; ``None`` in evaluation.
+        cache: Key/value cache, for decoding.
+        recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
+            also matrix products and attention.
+        part: The part of the residual stream that is here; ``None`` for all.
+        exchange: Exchanges positions for heads, if ``shape_BT`` is the part of every row that is here.
+    """
+
+    shape_BT: tuple[int, int]
+    attention_mask: AttentionMask
+    rotary: tuple[Tensor, Tensor] | None = None
+    sliding_rotary: tuple[Tensor, Tensor] | None = None
+    positions: Tensor | None = None
+    dropout: float = 0.0
+    embedding_noise: float | None = None
+    cache: Cache | None = None
+    recompute: Recompute = "none"
+    part: PositionPart | None = None
+    exchange: ContextParallel | None = None
+
+    @property
+    def stream_BT(self) -> tuple[int, int]:
+        """Number of rows and positions of the residual stream; with sequence parallelism, rows follow each other."""
+        if self.part is None or self.exchange is not None:
+            return self.shape_BT
+        return 1, math.prod(self.shape_BT) // self.part.size
+
+    @property
+    def stream_positions(self) -> Tensor:
+        """``positions`` of the residual stream."""
+        assert self.positions is not None
+        if self.part is None or self.exchange is not None:
+            return self.positions
+        return self.part.select(self.positions.expand(self.shape_BT).reshape(1, -1))
+
+    def drop(self, x_MD: Tensor) -> Tensor:
+        """Apply dropout to the residual stream."""
+        return dropout(x_MD, self.dropout, self.stream_BT[0], self.part)
