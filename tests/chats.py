@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer
 

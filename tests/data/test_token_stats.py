@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer

@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 import chats
+import pictures
 import tiny_runs
 import vorox
 from vorox.cli import main
@@ -40,7 +41,7 @@ STANDS_FOR = {
     "domain.yaml": "my.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
-    "200:240": "131:160",
+    "200:240": "131:160", "captions.yaml": "small-captions.yaml",
 }  # fmt: skip
 """Words of a command that are replaced by what is in the folder."""
 
@@ -125,6 +126,26 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         chats.write_jsonl(directory / "chats.jsonl", chats.conversations(60, seed=2))
         pairs = [{"prompt": f"{n} + 3 =", "chosen": f" {n + 3}", "rejected": f" {n}"} for n in range(60)]
         (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+        (directory / "photos").mkdir()
+        (directory / "photos" / "0.png").write_bytes(pictures.picture("red", 0))
+        captions = [{"text": f"<image> A picture, {n}.", "images": ["photos/0.png"]} for n in range(60)]
+        (directory / "captions.jsonl").write_text(
+            "".join(json.dumps(each) + "\n" for each in captions), encoding="utf-8"
+        )
+        small = {
+            "model": {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vision": pictures.VISION},
+            "data": {
+                "sources": [
+                    {"name": "captions", "format": "jsonl", "paths": ["captions.jsonl"], "images_field": "images"}
+                ],
+                "sequence_length_tokens": 64,
+            },
+            "tokenizer": {"kind": "byte", "special_tokens": ["<|image|>"]},
+            "train": {"num_steps": 4, "global_batch_sequences": 4, "micro_batch_sequences": 4},
+            "eval": {"prompts": []},
+            "log": {"matmul_peak": False},
+        }
+        (directory / "small-captions.yaml").write_text(yaml.safe_dump(small), encoding="utf-8")
         (directory / "code").mkdir()
         for number, text in enumerate(texts[20:]):
             (directory / "code" / f"{number}.txt").write_text(text, encoding="utf-8")

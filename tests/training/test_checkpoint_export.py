@@ -24,8 +24,8 @@ from vorox.core.atomic import FileOperation
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.run_layout import RunLayout
-from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec

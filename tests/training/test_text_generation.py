@@ -12,7 +12,7 @@ import chats
 from numpy_engine import NumpyEngine
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import BUILT_IN
 from vorox.data.documents import Message
 from vorox.data.tokenizers.loading import train

@@ -18,8 +18,8 @@ from vorox.core.config import flat_values, load_config
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import TokenizerConfig
 from vorox.core.schema.model import ModelConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec

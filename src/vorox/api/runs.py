@@ -122,13 +122,14 @@ class Run:
             num_steps: Number of steps. ``None``: all steps up to the last one that the plan covers.
 
         Raises:
-            ConfigError: The plan does not cover one of the steps, or the run trains on preference pairs.
+            ConfigError: The plan does not cover one of the steps, or the run trains on preference pairs or images.
             DataError: A cache is missing or damaged.
         """
-        if self.config.loss.name == "dpo":
-            raise ConfigError(
-                "A run on preference pairs has no loss of single documents", where=str(RunLayout(self.directory).config)
-            )
+        refused = "preference pairs" if self.config.loss.name == "dpo" else ""
+        refused = "images" if self.config.model.vision.num_layers else refused
+        if refused:
+            what = f"Losses of single documents are not computed for a run on {refused}"
+            raise ConfigError(what, where=str(RunLayout(self.directory).config))
         steps = self._step_range(first_step, num_steps, "Run.document_losses")
         return document_losses(model.engine, self._batches(*steps, micro_batch_sequences=1), self.where)
 

@@ -106,7 +106,10 @@ def _check_source(config: RunConfig, plan: Plan, index: int, source: Source, tok
         reader = CacheReader.open(path, recipe)
         plan.check([reader if number == index else None for number in range(len(plan.sources))])
 
-    root, recipe = cache_root(config.data), recipe_for(config.data, source, "train", tokenizer)
+    root, recipe = (
+        cache_root(config.data),
+        recipe_for(config.data, source, "train", tokenizer, tokens_per_image=config.model.vision.tokens_per_image),
+    )
     exact = cache_directory(root, source, "train", recipe)
     if (exact / RECIPE_NAME).exists():
         if not len(Manifest.open(exact).missing_units()):

@@ -235,7 +235,7 @@ def _open_ready(
 
     if tokenizer is None:
         return None
-    recipe = recipe_for(config.data, source, split, tokenizer)
+    recipe = recipe_for(config.data, source, split, tokenizer, tokens_per_image=config.model.vision.tokens_per_image)
     directory = find_location(root, source, split, recipe, grow=config.data.cache.grow).directory
     if not (directory / RECIPE_NAME).exists():
         return None

@@ -21,6 +21,10 @@ def generate(
         list[str] | None,
         typer.Option("--prompt", "-p", help="Prompt; repeatable. Default: eval.prompts."),
     ] = None,
+    images: Annotated[
+        list[str] | None,
+        typer.Option("--image", help="Image of the prompt, which has <image> where it belongs; repeatable."),
+    ] = None,
     num_tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Maximum number of tokens per completion.")
     ] = None,
@@ -44,6 +48,8 @@ def generate(
     from vorox.cli.humanize import printable
     from vorox.core.errors import ConfigError
     from vorox.training.evaluation.sampling import complete
+    from vorox.training.evaluation.sampling import generate as sample
+    from vorox.training.inference.image_prompts import encode_image_prompt
 
     model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
     given = [*(texts or ()), *(prompts or ())] or list(model.config.eval.prompts)
@@ -51,7 +57,14 @@ def generate(
     if not chosen:
         raise ConfigError("No prompt is given", where="--prompt", hint='add -p "def main("')
     settings = model.sampling_settings(num_tokens, temperature, top_k, seed, top_p)
-    found = complete(model.engine, model.tokenizer, chosen, settings)
+    if images:
+        if len(given) > 1:
+            raise ConfigError("Images belong to a single prompt", where="--image", hint="give one prompt")
+        ids, pixels = encode_image_prompt(model.config, model.tokenizer, given[0], images, num_samples)
+        completions = sample(model.engine, ids, settings, pixels)
+        found = [(given[0], model.tokenizer.decode(completion)) for completion in completions]
+    else:
+        found = complete(model.engine, model.tokenizer, chosen, settings)
     if as_json:
         completions = [{"prompt": prompt, "completion": text} for prompt, text in found]
         print_json({"run": model.run_directory.name, "step": model.step, "completions": completions})

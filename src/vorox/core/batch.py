@@ -79,6 +79,29 @@ class DataCursor:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchImages:
+    """The images of a micro-batch, in the order of their positions.
+
+    Attributes:
+        pixels_ISSC: RGB, uint8, ``[images, side, side, 3]``.
+        rows_I: Row of each image in the micro-batch.
+        token_id: The id at their positions.
+    """
+
+    pixels_ISSC: npt.NDArray[np.uint8]
+    rows_I: npt.NDArray[np.int64]
+    token_id: int
+
+    def of_rows(self, rows: npt.NDArray[np.int64]) -> BatchImages:
+        """Return the images of some rows, for a batch that has these rows in this order."""
+        chosen = [np.flatnonzero(self.rows_I == row) for row in rows.tolist()]
+        index = np.concatenate([np.zeros(0, np.int64), *chosen])
+        return BatchImages(
+            self.pixels_ISSC[index], np.repeat(np.arange(len(rows)), list(map(len, chosen))), self.token_id
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """All micro-batches of one step, for this rank.
 
@@ -92,6 +115,7 @@ class Batch:
         row_digests_AB: 64-bit hash of each row's tokens and segments, uint64: the row's identity in the replay chain.
         num_target_tokens: Labels of this rank that are trained on.
         cursor_after: The data state after this batch.
+        images_A: Images of each micro-batch; ``None`` for a model without an image encoder.
     """
 
     step: int
@@ -102,6 +126,7 @@ class Batch:
     row_digests_AB: npt.NDArray[np.uint64]
     num_target_tokens: int
     cursor_after: DataCursor
+    images_A: tuple[BatchImages, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -41,7 +41,9 @@ from vorox.data.transforms.registry import check_special_tokens, recipe_of, tran
 _POLL_SECONDS = 0.1
 
 
-def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer) -> Recipe:
+def recipe_for(
+    data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer, *, tokens_per_image: int = 0
+) -> Recipe:
     """Return the recipe of a split of a source: everything besides its files that determines the rows."""
     rule = source.holdout
     share = rule.held_out_fraction if rule.split != "named" else 0
@@ -58,6 +60,7 @@ def recipe_for(data: DataConfig, source: Source, split: Split, tokenizer: Tokeni
         packing=data.packing,
         chunk_rows=data.cache.chunk_rows,
         transforms=recipe_of(transforms, data.transform_seed),
+        tokens_per_image=tokens_per_image,
     )
 
 
@@ -72,6 +75,7 @@ class CacheOpener:
         report: Called with the progress.
         options: How missing units are built.
         streams: The streams of the training text under ``data.mode: streaming``; else ``None``.
+        tokens_per_image: Positions that an image takes; 0 without images.
         backgrounds: Builds that continue after opening; the corpus closes them.
     """
 
@@ -81,6 +85,7 @@ class CacheOpener:
     report: PrepareProgress
     options: BuildOptions
     streams: StreamGroup | None
+    tokens_per_image: int = 0
     backgrounds: list[BuildScheduler] = field(default_factory=list[BuildScheduler])
 
     def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
@@ -90,7 +95,7 @@ class CacheOpener:
             DataError: The cache is not built and building is off, or it cannot be built.
             Preempted: A stop was requested during the build.
         """
-        recipe = recipe_for(self.data, source, split, self.tokenizer)
+        recipe = self._recipe(source, split)
         if self.streams is not None and split == "train":
             return self._open_stream(source, recipe)
         units: Sequence[Unit] | None = None
@@ -111,7 +116,7 @@ class CacheOpener:
         Raises:
             DataError, Preempted: As ``open``.
         """
-        recipes = {split: recipe_for(self.data, source, split, self.tokenizer) for split in SPLITS}
+        recipes = {split: self._recipe(source, split) for split in SPLITS}
         locations = {split: self._locate(source, split, recipes[split]) for split in SPLITS}
         train, held_out = locations["train"], locations["validation"]
         options = self.options
@@ -136,6 +141,9 @@ class CacheOpener:
             for split, location in locations.items()
         )
         return (train_reader, reports[0]), (validation_reader, reports[1])
+
+    def _recipe(self, source: Source, split: Split) -> Recipe:
+        return recipe_for(self.data, source, split, self.tokenizer, tokens_per_image=self.tokens_per_image)
 
     @property
     def _waits_for_all(self) -> bool:

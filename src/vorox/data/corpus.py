@@ -183,7 +183,7 @@ def prepare(
         assert listed.tokenizer is not None, "only a dry run has no tokenizer"
         tokenizer = listed.tokenizer
         streams = StreamGroup(data, leads=options.leads) if data.mode == "streaming" else None
-        opener = CacheOpener(data, tokenizer, root, report, options, streams)
+        opener = CacheOpener(data, tokenizer, root, report, options, streams, config.model.vision.tokens_per_image)
         try:
             opened = tuple(_open_source(opener, source) for source in listed.train)
             validated = tuple(

@@ -104,6 +104,21 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image of a document.
+
+    Attributes:
+        content: Its encoded bytes, or its path until they are read; empty once the cache has them.
+        character: The character of the text before which it belongs.
+        digest: The xxh3-64 of its bytes, once they are read.
+    """
+
+    content: bytes | str
+    character: int = 0
+    digest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """A text, and the bytes that it was read from.
 
@@ -123,6 +138,7 @@ class Document:
         rejected_start: The first character of the rejected conversation of a preference pair, which follows the chosen
             one; 0 for other documents.
         rejected_token: Its first token, once the text is encoded.
+        images: Its images, in their order in the text; ``None`` if the source has none (``data/images.py``).
     """
 
     file_index: int
@@ -138,6 +154,7 @@ class Document:
     target_tokens: Ranges = ()
     rejected_start: int = 0
     rejected_token: int = 0
+    images: tuple[PlacedImage, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ from vorox.data.cache.report import BuildReport
 from vorox.data.cache.unit_rows import encode
 from vorox.data.chat_template import rendered
 from vorox.data.corpus import Corpus, CorpusCache
-from vorox.data.documents import BadRecord, DocumentSpan, Ranges, SourceFile
+from vorox.data.documents import BadRecord, Document, DocumentSpan, Ranges, SourceFile
+from vorox.data.image_tokens import FIRST_IMAGE_ID
+from vorox.data.images import load_images, placed
 from vorox.data.loss_mask import marked_text, target_ranges
 from vorox.data.prefetch import map_ordered
 from vorox.data.rows import RowBlock
@@ -165,6 +168,7 @@ def _count(tokenizer: Tokenizer, cache: CorpusCache, max_rows: int) -> CacheStat
         ends = np.append(np.int64(0), np.cumsum(block.segment_lengths, dtype=np.int64))
         real_N = ends[block.row_ptr[1:]] - ends[block.row_ptr[:-1]]
         kept = block.tokens_NC[np.arange(block.row_tokens)[None, :] < real_N[:, None]]
+        kept = kept[kept < FIRST_IMAGE_ID]
         counts += np.bincount(kept, minlength=len(counts))
     stored = int(counts.sum())
     figures = token_stats(counts, tokenizer)
@@ -249,12 +253,16 @@ def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
         tokens = block.tokens_NC[0]
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
             at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
-            record = rendered(read_record(source.config, by_uri[document.uri], *at), source.chat_template)
+            record = placed(rendered(read_record(source.config, by_uri[document.uri], *at), source.chat_template))
             place = f"{document.uri}, record {document.ordinal:,} at byte {document.byte_offset:,}"
             if isinstance(record, BadRecord):
                 raise DataError(f"The record of row {row} is bad: {record.reason}", where=place)
             first, stored = document.document_token_offset, tokens[start:end].tolist()
-            made = applier.token_sequences(record, lambda made: encode(made, reader.files, tokenizer)[1])
+            if isinstance(record, Document) and record.images:
+                record = load_images(record, reader.files)
+            per_image = reader.recipe.tokens_per_image
+            encode_one = partial(encode, files=reader.files, encoder=tokenizer, tokens_per_image=per_image)
+            made = applier.token_sequences(record, lambda made, encode=encode_one: encode(made)[1])
             ended = ([*ids.tolist(), tokenizer.end_of_text_id] for ids in made)
             if not any(ids[first : first + document.length] == stored for ids in ended):
                 raise DataError(

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.growth import PlanGrower
+from vorox.data.image_decoding import ImageInput
 from vorox.data.plan import Plan, Readers
 from vorox.data.prefetch import Prefetcher
 from vorox.data.row_source import LocatedRows, RowSource, read_rows
@@ -60,6 +61,7 @@ def open_batches(
     prefetch_batches: int = 4,
     grower: PlanGrower | None = None,
     stop: Callable[[], bool] | None = None,
+    image_input: ImageInput | None = None,
 ) -> BatchStream:
     """Open the batches from ``cursor`` on, up to the last step that the plan covers.
 
@@ -75,6 +77,7 @@ def open_batches(
         prefetch_batches: Number of batches that the threads keep ready.
         grower: Extends the plan as the caches grow; its readers replace ``readers``.
         stop: Polled while a step waits for rows that are not built yet; true ends the wait.
+        image_input: How the model reads images; ``None`` if it reads text only.
 
     Raises:
         ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has a different batch size.
@@ -90,7 +93,7 @@ def open_batches(
     plan.check(readers)
     _check_same_shape([reader for reader in readers if reader is not None])
     source = RowSource(plan, readers, grower=grower, stop=stop)
-    batches = _BatchReader(source, slots, document_mask, cursor)
+    batches = _BatchReader(source, slots, document_mask, cursor, image_input)
 
     def num_steps() -> int:
         if grower is None:
@@ -150,6 +153,7 @@ def validation_batches(
     micro_batch_sequences: int,
     document_mask: bool,
     shard: DataShard | None = None,
+    image_input: ImageInput | None = None,
 ) -> Iterator[Batch]:
     """Yield the fixed validation set: evenly spaced rows of the caches, in a fixed order, as batches ``[1, B, T]``.
 
@@ -175,14 +179,22 @@ def validation_batches(
         block = read_rows(readers, source_index, rows - starts[source_index])
         yield assemble(
             block, document_mask=document_mask, step=step, cursor_after=cursor,
-            padding_rows=micro_batch_sequences - block.num_rows,
+            padding_rows=micro_batch_sequences - block.num_rows, image_input=image_input,
         )  # fmt: skip
 
 
 class _BatchReader:
     """Reads the batch of any step of a run for one shard. Rows are located one window of steps at a time."""
 
-    def __init__(self, source: RowSource, slots_AB: Int64Array, document_mask: bool, cursor: DataCursor) -> None:
+    def __init__(
+        self,
+        source: RowSource,
+        slots_AB: Int64Array,
+        document_mask: bool,
+        cursor: DataCursor,
+        image_input: ImageInput | None,
+    ) -> None:
+        self._image_input = image_input
         self._source, self._plan, self._document_mask, self._cursor = source, source.plan, document_mask, cursor
         self._batch_rows = source.plan.start.global_batch_sequences
         self._slots = slots_AB[slots_AB >= 0]  # missing rows are at the end of the last micro-batch
@@ -201,6 +213,7 @@ class _BatchReader:
             num_micro_batches=self._num_micro_batches,
             padding_rows=self._padding_rows,
             row_pieces=self._plan.row_pieces_at(step * self._batch_rows),
+            image_input=self._image_input,
         )
 
     def _cursor_after(self, step: int) -> DataCursor:

@@ -22,7 +22,8 @@ from vorox.core.schema import SourceConfig
 from vorox.data.cache.unit_rows import encode
 from vorox.data.chat_template import rendered
 from vorox.data.difficulty_buckets import cache_name, cache_of
-from vorox.data.documents import BadRecord, Ranges, TokenDocument
+from vorox.data.documents import BadRecord, Ranges, SourceFile, TokenDocument
+from vorox.data.images import load_images, placed
 from vorox.data.loss_mask import marked_text, target_ranges
 from vorox.data.provenance_queries import DocumentOrigin, RowOrigin, RunDataIndex
 from vorox.data.storage import StoredFile, cache_ranges, list_files
@@ -109,7 +110,7 @@ class TextFinder:
             end = self._run_data.readers[row.source_index].recipe.end_of_text_id
             config = config.model_copy(update={"end_of_text_id": end})
         template = self._tokenizer.chat_template if config.chat_fields else None
-        record = rendered(read_record(config, self._file(document), 0, *place), template)
+        record = placed(rendered(read_record(config, self._file(document), 0, *place), template))
         if isinstance(record, BadRecord):
             raise _ChangedError(f"the file has changed since it was packed: bad record, {record.reason}")
         if isinstance(record, TokenDocument):
@@ -118,7 +119,10 @@ class TextFinder:
             ids, text = [], record.text
             if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
                 raise _ChangedError("the file has changed since it was packed, or a transform changed the text")
-            ids = encode([record], (), self._tokenizer)[1][0].tolist()
+            if record.images:
+                record = load_images(record, [SourceFile(document.uri, 0, "")])
+            per_image = self._run_data.readers[row.source_index].recipe.tokens_per_image
+            ids = encode([record], (), self._tokenizer, tokens_per_image=per_image)[1][0].tolist()
         ids.append(self._run_data.readers[row.source_index].recipe.end_of_text_id)
         first = document.first_token
         if ids[first : first + document.num_tokens] != tokens:

@@ -12,16 +12,18 @@ micro-batches of B rows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor, Int32Array
+from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, DataCursor, Int32Array
 from vorox.data.cache.recipe import Recipe
+from vorox.data.image_decoding import ImageInput, decode_image
+from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
@@ -40,6 +42,7 @@ class RowBlock:
         segment_lengths: Tokens per segment, int32, at least 1.
         segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
         loss_mask_NC: Whether each token is trained on, ``[N, row_tokens]``; ``None``: all are.
+        images: The encoded bytes of the images in the rows, by their hash.
     """
 
     tokens_NC: TokenArray
@@ -47,6 +50,7 @@ class RowBlock:
     segment_lengths: npt.NDArray[np.int32]
     segment_document_offsets: npt.NDArray[np.int32]
     loss_mask_NC: npt.NDArray[np.bool_] | None = None
+    images: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
 
     @property
     def num_rows(self) -> int:
@@ -128,6 +132,7 @@ def assemble(
     num_micro_batches: int = 1,
     padding_rows: int = 0,
     row_pieces: int = 1,
+    image_input: ImageInput | None = None,
 ) -> Batch:
     """Build the batch of a block of rows.
 
@@ -142,6 +147,7 @@ def assemble(
         row_pieces: Number of equal pieces that each row is split into. The label at a split is the next token, so every
             token is still predicted once; segments are renumbered from 1 and positions restart in each piece. A
             piece's digest is the hash of its row's digest and its index.
+        image_input: How the model reads images; ``None`` if it reads text only.
     """
     num_positions = block.row_tokens - 1
     # One allocation: with several of this size, malloc returns the memory and faults it in again for each batch.
@@ -151,6 +157,9 @@ def assemble(
     if padding_rows:
         arrays[:, block.num_rows :] = 0
         arrays[1, block.num_rows :] = IGNORED_LABEL
+    if image_input is not None:
+        ids = arrays[:2, : block.num_rows]
+        ids[ids >= FIRST_IMAGE_ID] = image_input.token_id
     digests = np.zeros((block.num_rows + padding_rows, row_pieces), np.uint64)
     digests[: block.num_rows] = _piece_digests(row_digests(block), row_pieces)
     if row_pieces > 1:
@@ -165,7 +174,23 @@ def assemble(
         row_digests_AB=digests.reshape(num_micro_batches, -1),
         num_target_tokens=num_target_tokens,
         cursor_after=cursor_after,
+        images_A=None if image_input is None else _images(block, image_input, num_micro_batches, padding_rows),
     )
+
+
+def _images(
+    block: RowBlock, image_input: ImageInput, num_micro_batches: int, padding_rows: int
+) -> tuple[BatchImages, ...]:
+    """Decode the images of each micro-batch; one that occurs twice is decoded once."""
+    rows_I, digests = find_images(block.tokens_NC)
+    size = image_input.size_pixels
+    decoded = {digest: decode_image(block.images[digest], size) for digest in dict.fromkeys(digests)}
+    pixels = np.zeros((len(digests), size, size, 3), np.uint8)
+    for index, digest in enumerate(digests):
+        pixels[index] = decoded[digest]
+    batch_rows = (block.num_rows + padding_rows) // num_micro_batches
+    parts = [np.flatnonzero(rows_I // batch_rows == number) for number in range(num_micro_batches)]
+    return tuple(BatchImages(pixels[part], rows_I[part] % batch_rows, image_input.token_id) for part in parts)
 
 
 def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> int:
@@ -264,6 +289,7 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
         segment_lengths=np.concatenate([block.segment_lengths for block in blocks])[segments],
         segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[segments],
         loss_mask_NC=loss_mask_NC,
+        images={digest: content for block in blocks for digest, content in block.images.items()},
     )
 
 

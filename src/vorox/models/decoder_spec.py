@@ -20,8 +20,9 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
 from vorox.core.schema.section import ImportPath
 from vorox.models.rotary import RopeScaling
-from vorox.models.spec import Init, ModelSpec, ParameterSpec
+from vorox.models.spec import Init, ModelSpec, ParameterSpec, SavedActivations
 from vorox.models.user_layer import block_parameters, layer_parameters
+from vorox.models.vision_spec import VisionSpec, stored_vision_spec, vision_spec
 
 GATED_ACTIVATIONS: frozenset[str] = frozenset({"swiglu", "geglu", "geglu_tanh"})
 GATED_WIDTH_MULTIPLE = 64
@@ -71,6 +72,7 @@ class DecoderSpec(ModelSpec):
     query_pre_attn_scalar: int | None = None
     mlp: ImportPath | None = None
     block: ImportPath | None = None
+    vision: VisionSpec | None = None
 
     free_to_change = FREE_TO_CHANGE
 
@@ -79,6 +81,8 @@ class DecoderSpec(ModelSpec):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         if isinstance(self.rope_scaling, Mapping):  # from JSON
             object.__setattr__(self, "rope_scaling", RopeScaling(**cast("dict[str, Any]", self.rope_scaling)))
+        if isinstance(self.vision, Mapping):
+            object.__setattr__(self, "vision", stored_vision_spec(cast("dict[str, Any]", self.vision)))
 
     @property
     def rotary_dim(self) -> int:
@@ -125,12 +129,21 @@ class DecoderSpec(ModelSpec):
         attention = 2 * (self.hidden_size + self.attention_width + key_value)  # stream, norm, projections, mixed values
         return attention + 2 * self.hidden_size + (3 if self.is_gated else 2) * self.intermediate_size
 
+    def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
+        saved = super().saved_activations(sequence_length_tokens, dtype_bytes)
+        if self.vision is None:
+            return saved
+        images = sequence_length_tokens // self.vision.tokens_per_image  # at most
+        extra = images * self.vision.saved_per_image * dtype_bytes
+        return replace(saved, all_blocks_bytes=saved.all_blocks_bytes + extra)
+
     def summary(self) -> str:
         heads = pluralize(self.num_heads, "head")
         if self.num_kv_heads != self.num_heads:
             heads += f" ({self.num_kv_heads} key/value)"
         layers = pluralize(self.num_layers, "layer")
-        return f"{layers} x {self.hidden_size}, {heads}, MLP {self.intermediate_size}"
+        images = "" if self.vision is None else f", images by {pluralize(self.vision.num_layers, 'layer')}"
+        return f"{layers} x {self.hidden_size}, {heads}, MLP {self.intermediate_size}{images}"
 
     def to_json(self) -> dict[str, Any]:
         young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
@@ -145,9 +158,12 @@ class DecoderSpec(ModelSpec):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the section ``model`` that give this spec, by dotted key."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rope_scaling"}
-        scaling = {"rope_type": "default"} if self.rope_scaling is None else asdict(self.rope_scaling)
-        return values | {f"rope_scaling.{name}": value for name, value in scaling.items()}
+        sections = {"rope_scaling": {"rope_type": "default"}, "vision": {"num_layers": 0}}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in sections}
+        for name, default in sections.items():
+            section = getattr(self, name)
+            values |= {f"{name}.{key}": value for key, value in (asdict(section) if section else default).items()}
+        return values
 
 
 def decoder_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_length_tokens: int) -> DecoderSpec:
@@ -206,6 +222,7 @@ def decoder_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_len
         "rope_scaling": _rope_scaling(config.rope_scaling, max_positions),
         "sliding_window_tokens": None if set(layer_types) == {"full_attention"} else config.sliding_window_tokens,
         "layer_types": layer_types if len(set(layer_types)) > 1 else None,
+        "vision": vision_spec(config.vision),
         "query_pre_attn_scalar": None if config.query_pre_attn_scalar == head_dim else config.query_pre_attn_scalar,
     }
     return DecoderSpec(**{field.name: getattr(config, field.name) for field in fields(DecoderSpec)} | resolved)
@@ -245,6 +262,7 @@ def _parameter_table(spec: DecoderSpec) -> tuple[ParameterSpec, ...]:
     width, std = spec.hidden_size, spec.init_std
     vocabulary = ((spec.vocab_size, width), "normal", std, True)
     rows = [ParameterSpec("embedding.weight", *vocabulary, "embedding", ("vocab", "hidden"))]
+    rows += [] if spec.vision is None else spec.vision.parameters(width, std)
     if spec.positions == "learned":
         shape = (spec.max_positions_tokens, width)
         name = "position_embedding.weight"

@@ -117,7 +117,7 @@ _PLAIN_RULES: Rules = {
     "attention_bias": (False,), "mlp_bias": (False,), "rotary_fraction": (1.0,), "norm_placement": ("pre",),
     "windows": ("none",), "has_even_heads": (True,), "norm_unit_offset": (False,), "scale_embeddings": (False,),
     "sliding_rope_theta": (None,), "query_pre_attn_scalar": (None,), "activation": _LLAMA_ACTIVATIONS,
-    "mlp": (None,), "block": (None,),
+    "mlp": (None,), "block": (None,), "vision": (None,),
 }  # fmt: skip
 """The values that a property of a spec may have, unless a row says otherwise; ``None`` for any value."""
 
@@ -293,7 +293,7 @@ def _properties(spec: DecoderSpec) -> dict[str, Any]:
 _FIELDS = (
     "positions", "norm", "norm_bias", "activation", "qk_norm", "attention_bias", "mlp_bias", "norm_placement",
     "rotary_fraction", "rope_scaling", "sliding_window_tokens", "norm_unit_offset", "scale_embeddings",
-    "sliding_rope_theta", "query_pre_attn_scalar", "mlp", "block",
+    "sliding_rope_theta", "query_pre_attn_scalar", "mlp", "block", "vision",
 )  # fmt: skip
 
 

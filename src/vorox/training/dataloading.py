@@ -14,14 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from vorox.core.batch import Batch, DataCursor, DataShard
+from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
+from vorox.data.image_decoding import ImageInput
+from vorox.data.image_tokens import IMAGE_TOKEN
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.rows import RowReader
+from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.training.run_plan import plan_readers
 
 
@@ -76,7 +80,25 @@ def training_batches(
         prefetch_batches=loader.prefetch_batches,
         grower=grower,
         stop=stop,
+        image_input=image_input(config, corpus.tokenizer),
     )
+
+
+def image_input(config: RunConfig, tokenizer: Tokenizer) -> ImageInput | None:
+    """Return how the model reads images; ``None`` without an image encoder.
+
+    Raises:
+        ConfigError: The tokenizer has no image token.
+    """
+    if not config.model.vision.num_layers:
+        return None
+    token_id = tokenizer.special_id(IMAGE_TOKEN)
+    if token_id is None:
+        raise ConfigError(
+            f"The tokenizer has no special token {IMAGE_TOKEN}, which a model with an image encoder needs",
+            where="tokenizer.special_tokens", hint=f"add it: tokenizer.special_tokens=['{IMAGE_TOKEN}']",
+        )  # fmt: skip
+    return ImageInput(config.model.vision.image_size_pixels, token_id)
 
 
 @contextlib.contextmanager
@@ -101,7 +123,8 @@ def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[B
     """Return a function that opens the fixed validation batches from the first; ``None`` without a validation set."""
     if not corpus.validation:
         return None
-    return _batches_of(corpus.validation, num_validation_rows(config, corpus), config)
+    images = image_input(config, corpus.tokenizer)
+    return _batches_of(corpus.validation, num_validation_rows(config, corpus), config, images)
 
 
 def validation_sets_by_source(config: RunConfig, corpus: Corpus) -> dict[str, Callable[[], Iterator[Batch]]]:
@@ -109,19 +132,25 @@ def validation_sets_by_source(config: RunConfig, corpus: Corpus) -> dict[str, Ca
     sources = zip(corpus.validation_text, corpus.validation, strict=True) if config.eval.by_source else ()
     return {
         re.sub(r"[^\w.-]", "_", source.config.name): _batches_of(
-            (reader,), reader.num_rows if config.eval.num_sequences is None else config.eval.num_sequences, config
+            (reader,),
+            reader.num_rows if config.eval.num_sequences is None else config.eval.num_sequences,
+            config,
+            image_input(config, corpus.tokenizer),
         )
         for source, reader in sources
         if reader.num_rows
     }
 
 
-def _batches_of(readers: Sequence[RowReader], num_rows: int, config: RunConfig) -> Callable[[], Iterator[Batch]]:
+def _batches_of(
+    readers: Sequence[RowReader], num_rows: int, config: RunConfig, images: ImageInput | None
+) -> Callable[[], Iterator[Batch]]:
     return lambda: validation_batches(
         readers,
         num_sequences=num_rows,
         micro_batch_sequences=config.train.micro_batch_sequences,
         document_mask=config.data.document_mask,
+        image_input=images,
     )
 
 

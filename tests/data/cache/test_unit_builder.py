@@ -11,7 +11,8 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for, small_corpus
 from transport import received
 from vorox.core.errors import DataError
-from vorox.core.schema.data import SourceConfig, TokenizerConfig, ValidationConfig
+from vorox.core.schema.data import SourceConfig, ValidationConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.text.sources import list_source

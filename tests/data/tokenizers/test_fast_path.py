@@ -21,7 +21,8 @@ from tokenizer_patterns import ANY_TEXT, DEEPSEEK, FROM_THE_RIGHT, LLAMA3
 from tokenizer_patterns import PATTERNS as KNOWN_PATTERNS
 from transport import received
 from vorox.core.errors import DataError
-from vorox.core.schema.data import PipelineConfig, TokenizerConfig
+from vorox.core.schema.data import PipelineConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from servers.hub import HubServer, model_hub
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import DataConfig, TokenizerConfig
+from vorox.core.schema.data import DataConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.loading import load, train

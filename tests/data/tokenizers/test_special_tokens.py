@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.tokenizers.loading import train
 
 TEXT = ["the quick brown fox jumps over the lazy dog, and the dog does not mind " * 20]

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import SourceConfig, TokenizerConfig
+from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.text.sources import list_source
 from vorox.data.tokenizers.encoders import byte_alphabet

@@ -183,7 +183,7 @@ def test_the_same_cache_gives_the_same_bytes_and_a_true_manifest(corpus: Corpus,
 def test_wide_ids_have_the_other_magic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import AddedToken, Tokenizer
 
-    from vorox.core.schema.data import TokenizerConfig
+    from vorox.core.schema.tokenizer import TokenizerConfig
     from vorox.data.tokenizers.loading import train
 
     library = Tokenizer.from_str(train(TokenizerConfig(kind="byte"), ()).files()["tokenizer.json"].decode())

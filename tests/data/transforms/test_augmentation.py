@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms import augmentation

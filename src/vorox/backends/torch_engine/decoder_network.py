@@ -40,8 +40,9 @@ from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import POINTS, Taps
+from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
 from vorox.core.atomic import canonical_json
-from vorox.core.batch import Batch, Int32Array
+from vorox.core.batch import Batch, BatchImages, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.preference_pairs import find_pairs
 from vorox.core.schema import RunConfig
@@ -185,16 +186,20 @@ class DecoderNetwork:
         tokens_M = to_device(tokens_BT, self._compute.device).view(-1)
         return self._logits(tokens_M, context, self._head_logits, tokens_BT.size).view(*tokens_BT.shape, -1)
 
-    def decoder(self, batch_size: int, max_tokens: int) -> TorchDecoder | PrefixDecoder:
+    def decoder(
+        self, batch_size: int, max_tokens: int, images: BatchImages | None = None
+    ) -> TorchDecoder | PrefixDecoder:
         if self._spec.block is not None:  # it has no key/value cache
             return PrefixDecoder(torch.no_grad()(self.logits), batch_size, max_tokens)
         cache = KeyValueCache(self._local, batch_size, max_tokens, self._compute.device, self._compute.dtype)
-        return TorchDecoder(cache, max_tokens, self._decode)
+        return TorchDecoder(cache, max_tokens, partial(self._decode, images))
 
     @torch.no_grad()
-    def _decode(self, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
+    def _decode(self, images: BatchImages | None, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
+        device = self._compute.device
+        first = None if images is None or cache.num_tokens else images_to_device(images, tokens_BT, device)
         attention_mask = attention.decoding_mask(cache.num_tokens, tokens_BT.shape[1], self._compute.device)
-        context = self._context(tokens_BT.shape, attention_mask, num_past=cache.num_tokens, cache=cache)
+        context = self._context(tokens_BT.shape, attention_mask, num_past=cache.num_tokens, cache=cache, images=first)
 
         def last_logits(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
             return self._head_logits(hidden_MD.view(*tokens_BT.shape, -1)[:, -1], head_VD)
@@ -252,6 +257,9 @@ class DecoderNetwork:
             positions_BT=positions_BT,
             is_training=is_training,
             exchange=here,
+            images=None
+            if batch.images_A is None
+            else images_to_device(batch.images_A[index], tokens_BT, self._compute.device),
         )
         return to_device(tokens_BT, self._compute.device).view(-1), context
 
@@ -265,6 +273,7 @@ class DecoderNetwork:
         is_training: bool = False,
         cache: KeyValueCache | None = None,
         exchange: ContextParallel | None = None,
+        images: ImageInputs | None = None,
     ) -> ForwardContext:
         self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
@@ -297,6 +306,7 @@ class DecoderNetwork:
             dropout=self._spec.dropout_fraction if is_training else 0.0,
             embedding_noise=self._config.train.embedding_noise if is_training else None,
             cache=cache,
+            images=images,
             recompute=self._config.train.activation_checkpointing if is_training else "none",
             part=part,
             exchange=exchange,

@@ -49,7 +49,7 @@ from vorox.backends.torch_engine.taps import ActivationStatistics
 from vorox.backends.torch_engine.teacher import Teacher
 from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
-from vorox.core.batch import Batch, Int32Array
+from vorox.core.batch import Batch, BatchImages, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.preference_pairs import count_pairs
@@ -290,10 +290,13 @@ class TorchEngine:
         check_length(tokens_BT.shape[1], self._spec)
         return self._network.logits(tokens_BT)
 
-    def decoder(self, batch_size: int, max_tokens: int) -> Decoder:
-        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
+    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> Decoder:
+        """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens; the first ones have the images."""
         check_length(max_tokens, self._spec)
         with devices.memory_errors(SAMPLING, self._memory):
+            if images is not None:
+                assert isinstance(self._network, DecoderNetwork), "checked with the configuration"
+                return self._network.decoder(batch_size, max_tokens, images)
             return self._network.decoder(batch_size, max_tokens)
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor
 from vorox.backends.torch_engine.attention import AttentionMask
 from vorox.backends.torch_engine.inputs import PositionPart, dropout
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+from vorox.backends.torch_engine.vision import ImageInputs
 
 Recompute = Literal["none", "block", "dots"]
 
@@ -39,6 +40,7 @@ class ForwardContext:
         dropout: Dropout rate; 0 in evaluation.
         embedding_noise: ``train.embedding_noise``; ``None`` in evaluation.
         cache: Key/value cache, for decoding.
+        images: The images of the micro-batch, which take the place of token embeddings.
         recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
             also matrix products and attention.
         part: The part of the residual stream that is here; ``None`` for all.
@@ -53,6 +55,7 @@ class ForwardContext:
     dropout: float = 0.0
     embedding_noise: float | None = None
     cache: Cache | None = None
+    images: ImageInputs | None = None
     recompute: Recompute = "none"
     part: PositionPart | None = None
     exchange: ContextParallel | None = None

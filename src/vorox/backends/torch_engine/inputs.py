@@ -54,13 +54,14 @@ def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) ->
 
     def select(chosen: npt.NDArray[np.int64]) -> Batch:
         labels_ABT = batch.labels_ABT[:, chosen]
-        segments, positions = batch.segment_ids_ABT, batch.position_ids_ABT
+        segments, positions, images = batch.segment_ids_ABT, batch.position_ids_ABT, batch.images_A
         return dataclasses.replace(
             batch,
             tokens_ABT=batch.tokens_ABT[:, chosen],
             labels_ABT=np.full_like(labels_ABT, IGNORED_LABEL) if is_empty else labels_ABT,
             segment_ids_ABT=None if segments is None else segments[:, chosen],
             position_ids_ABT=None if positions is None else positions[:, chosen],
+            images_A=None if images is None else tuple(part.of_rows(chosen) for part in images),
         )
 
     return [select(rows[place : place + 1]) for place in range(len(rows))] if one_by_one else [select(rows)]

@@ -25,6 +25,7 @@ from vorox.backends.torch_engine.kernels import Kernels, activation, keep_produc
 from vorox.backends.torch_engine.module_table import parameters_on_meta
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
+from vorox.backends.torch_engine.vision import ImageEncoder
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
@@ -279,6 +280,8 @@ class Decoder(nn.Module):
         self.embedding = Embedding(parts, "embedding", has_part=True) if has_embedding else None
         self._embedding_scale = spec.embedding_scale
         is_learned = spec.positions == "learned" and has_first
+        vision = spec.vision if has_first else None
+        self.vision = None if vision is None else ImageEncoder(vision, parts.parameters, parts.kernels)
         self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
         path = spec.block
         self.blocks = nn.ModuleList(
@@ -319,6 +322,8 @@ class Decoder(nn.Module):
             x_MD = x_MD * self._embedding_scale
         if context.embedding_noise is not None:
             x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1], context.part)
+        if context.images is not None:
+            x_MD = cast("ImageEncoder", self.vision)(x_MD, context.images)
         if self.position_embedding is not None:
             x_BTD = x_MD.view(*context.stream_BT, -1) + self.position_embedding(context.stream_positions)
             x_MD = x_BTD.view(x_MD.shape)

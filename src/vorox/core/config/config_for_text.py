@@ -13,7 +13,7 @@ from typing import Any, cast
 from vorox.core.config.presets import read_preset_file
 from vorox.core.config.resolve import GivenConfig
 from vorox.core.config.yaml_reader import Json
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 
 _SMALLEST_BPE = 512
 _NOT_MERGES = 257

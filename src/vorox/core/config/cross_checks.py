@@ -18,6 +18,7 @@ from vorox.core.config.pipeline_checks import pipeline_problems
 from vorox.core.config.preference_checks import preference_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
+from vorox.core.config.vision_checks import vision_problems
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig
 
@@ -360,6 +361,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
     deepspeed_problems,
     pipeline_problems,
+    vision_problems,
     context_problems,
     sequence_problems,
     fine_tuning_problems,

@@ -72,6 +72,7 @@ DIGEST_OMITS_DEFAULT = (
     "model.query_pre_attn_scalar",
     "model.mlp",
     "model.block",
+    "model.vision",
     *(f"loss.{key}" for key in ("name", "dpo_beta", "dpo_label_smoothing_fraction")),
     "train.forward_backward",
     "optimizer.groups",
@@ -86,7 +87,7 @@ DIGEST_OMITS_DEFAULT = (
     "parallel.sequence_parallel",
     *(f"train.{key}" for key in ("spike_policy", "spike_deviations", "spike_window_steps", "max_spike_steps")),
     *(f"train.{key}" for key in ("spike_rollback_steps", "max_spike_rollbacks")),
-    *(f"{sources}.*.{key}" for sources in SOURCE_LISTS for key in ("chat_fields", "preference_pairs")),
+    *(f"{sources}.*.{key}" for sources in SOURCE_LISTS for key in ("chat_fields", "preference_pairs", "images_field")),
     "tokenizer.chat_template",
 )
 """Keys and sections younger than the first runs: a default is not part of the digest, so their digests stay equal."""

@@ -18,6 +18,7 @@ from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
 from vorox.core.schema.model import ModelConfig
+from vorox.core.schema.vision import VisionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ _SOURCE_DEPENDENCIES: tuple[tuple[str, str, Callable[[Json], bool], str], ...] =
     ("text_field", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("chat_fields", "format", _is(*_CHATS), "format jsonl, csv, parquet or arrow"),
     ("preference_pairs", "chat_fields", bool, "chat_fields [prompt, chosen, rejected] or [chosen, rejected]"),
+    ("images_field", "format", _is("jsonl", "parquet", "arrow"), "format jsonl, parquet or arrow"),
     ("metadata_fields", "format", _is(*_FIELDS), "format jsonl, csv, parquet, arrow or mds"),
     ("delimiter", "format", _is("csv"), "format csv"),
     ("damaged_files", "format", _is("txt", "jsonl", "csv"), "gzip and zstd files of format txt, jsonl or csv"),
@@ -95,8 +97,17 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
-        for key in (*(ModelConfig.model_fields.keys() - _ANY_MODEL), "rope_scaling.rope_type")
+        for key in (
+            *(ModelConfig.model_fields.keys() - _ANY_MODEL - {"vision"}),
+            "rope_scaling.rope_type",
+            "vision.num_layers",
+        )
     ),
+    *(
+        Dependency(f"model.vision.{key}", "model.vision.num_layers", bool, "an image encoder (model.vision.num_layers)")
+        for key in VisionConfig.model_fields.keys() - {"num_layers"}
+    ),
+    Dependency("model.vision.num_layers", "backend", _is("torch"), "backend torch"),
     Dependency("model.block", "model.kind", _is("decoder"), "model.kind decoder"),
     *(
         Dependency(f"model.{key}", "model.block", lambda value: value is None, "the built-in blocks (no model.block)")

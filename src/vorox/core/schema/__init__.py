@@ -10,12 +10,13 @@ from typing import Literal
 from pydantic import Field
 
 from vorox.core.schema.adapter import AdapterConfig
-from vorox.core.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from vorox.core.schema.data import DataConfig, SourceConfig
 from vorox.core.schema.distillation import DistillationConfig
 from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.optimizer import LossConfig, OptimizerConfig, ScheduleConfig
 from vorox.core.schema.runtime import ParallelConfig, PrecisionConfig, RunSection, RuntimeConfig
 from vorox.core.schema.section import Section
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.schema.train import CheckpointConfig, CheckpointFormat, EvalConfig, LogConfig, TrainConfig
 
 __all__ = [

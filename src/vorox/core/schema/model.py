@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from vorox.core.schema.section import ImportPath, Section
+from vorox.core.schema.vision import VisionConfig
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -165,6 +166,9 @@ class ModelConfig(Section):
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
     scale_residual_init: bool = Field(
         default=True, description="Divide the initial std of output projections by sqrt(2 x num_layers) (GPT-2)."
+    )
+    vision: VisionConfig = Field(
+        default=VisionConfig(), description="torch: an image encoder before the decoder (data.sources.N.images_field)."
     )
     attention_kernel: Literal["auto", "reference", "sdpa", "xla", "cudnn", "splash"] | ImportPath = Field(
         default="auto",

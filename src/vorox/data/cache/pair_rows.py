@@ -30,7 +30,10 @@ def is_pair(document: AnyDocument) -> bool:
 def reject_unfit(
     documents: Sequence[AnyDocument], tokens: Sequence[npt.NDArray[Any]], row_tokens: int
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]], list[BadRecord]]:
-    """Return the documents and their tokens without the pairs that cannot be trained on, and those as bad records."""
+    """Return the documents and their tokens without those that cannot be trained on, and these as bad records.
+
+    Pairs and documents with images must fit into a row.
+    """
     kept: list[AnyDocument] = []
     kept_tokens: list[npt.NDArray[Any]] = []
     bad: list[BadRecord] = []
@@ -46,6 +49,11 @@ def reject_unfit(
 
 
 def _fault(document: Document, num_tokens: int, row_tokens: int) -> str:
+    if document.images and num_tokens > row_tokens:
+        return (
+            f"the document has {num_tokens:,} tokens with its images, more than the {row_tokens:,} of a row: increase "
+            "data.sequence_length_tokens"
+        )
     if not is_pair(document):
         return ""
     if num_tokens > row_tokens:

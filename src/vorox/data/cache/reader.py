@@ -29,6 +29,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
+from vorox.data.images import ImageStore
 from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ class CacheReader:
     """
 
     def __init__(self, directory: Path, recipe: Recipe, manifest: Manifest, max_open_chunks: int) -> None:
-        self.directory = directory
-        self.recipe = recipe
-        self.manifest = manifest
+        self.directory, self.recipe, self.manifest = directory, recipe, manifest
         self._max_open_chunks = max_open_chunks
         self._chunk_row_starts = manifest.chunk_row_starts
         self._dtype = np.dtype(f"<u{recipe.token_bytes}")
@@ -243,6 +242,7 @@ class CacheReader:
             segment_lengths=segments_3S[2],
             segment_document_offsets=segments_3S[1],
             loss_mask_NC=loss_mask_NC,
+            images=ImageStore(self.directory).read_all(tokens_NC) if self.recipe.tokens_per_image else {},
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:

@@ -22,6 +22,7 @@ from vorox.core.atomic import canonical_json, pretty_json, write_file
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
 from vorox.data.documents import SourceFile, Unit, UnitSpan
+from vorox.data.image_tokens import END_OF_IMAGE_IDS
 from vorox.data.packing import PackingMethod
 
 RECIPE_NAME = "RECIPE.json"
@@ -39,7 +40,7 @@ class Recipe:
 
     Attributes:
         tokenizer: Fingerprint of the tokenizer.
-        vocab_size: Number of token ids; up to 65,536 the cache stores two bytes per token, else four.
+        vocab_size: Number of token ids; up to 65,536 the cache stores two bytes per token, else four, as with images.
         end_of_text_id: Token after every document; rows are padded with it.
         row_tokens: Tokens of a row: sequence length plus one.
         source: Identity of the source, JSON values only.
@@ -47,6 +48,7 @@ class Recipe:
         packing: How documents are packed into rows.
         chunk_rows: Rows of a full chunk: part of every row's address.
         transforms: The transforms applied to documents before packing, JSON values only; absent if there are none.
+        tokens_per_image: Positions that an image takes; 0, and absent, for rows without images.
     """
 
     tokenizer: str
@@ -58,10 +60,16 @@ class Recipe:
     packing: PackingMethod = "best_fit"
     chunk_rows: int = DEFAULT_CHUNK_ROWS
     transforms: Sequence[Mapping[str, Any]] = ()
+    tokens_per_image: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        """All ids are below: the vocabulary, and those of images (``data/image_tokens.py``)."""
+        return END_OF_IMAGE_IDS if self.tokens_per_image else self.vocab_size
 
     @property
     def token_bytes(self) -> int:
-        return 2 if self.vocab_size <= _LARGEST_VOCABULARY_OF_TWO_BYTES else 4
+        return 2 if self.num_ids <= _LARGEST_VOCABULARY_OF_TWO_BYTES else 4
 
     @property
     def dtype(self) -> str:
@@ -85,11 +93,12 @@ class Recipe:
             "source": dict(self.source),
             "split": dict(self.split),
             **({"transforms": [dict(transform) for transform in self.transforms]} if self.transforms else {}),
+            **({"tokens_per_image": self.tokens_per_image} if self.tokens_per_image else {}),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Recipe:
-        value = {**value, "transforms": tuple(value.get("transforms", ()))}
+        value = {"tokens_per_image": 0, **value, "transforms": tuple(value.get("transforms", ()))}
         return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 

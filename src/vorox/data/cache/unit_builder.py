@@ -21,6 +21,7 @@ from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
 from vorox.data.cache.unit_rows import Encoder, chunk_contents, unit_statistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
+from vorox.data.images import ImageStore
 from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_check, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
@@ -214,8 +215,15 @@ class UnitBuilder:
             applier,
             partial(duplicate_check, self.directory, self.files),
             self._pack,
+            images=self._image_store(),
         )
         return stages if on_documents is None else replace(stages, on_documents=on_documents)
+
+    def _image_store(self) -> ImageStore | None:
+        if not self.recipe.tokens_per_image:
+            return None
+        assert self.directory is not None, "call UnitBuilder.with_directory first"
+        return ImageStore(self.directory)
 
     def origins(self, unit: Unit, num_parts: int) -> list[ChunkOrigin]:
         """Return the origin recorded in the header of each chunk of a unit."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.pair_rows import Int64Array, is_pair, split_pairs
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import Document, Ranges, SourceFile, TokenDocument
+from vorox.data.image_tokens import image_ids
 from vorox.data.packing import Packing, pack
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.rows import TokenArray
@@ -65,16 +67,22 @@ class ConversationEncoder(Encoder, Protocol):
 
 
 def encode(
-    documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder
+    documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder, *, tokens_per_image: int = 0
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]]]:
     """Return the documents and their token ids, without end-of-text ids; token documents keep theirs.
 
-    A conversation gets the tokens of its answers: from the first to the last one with a character of the answer.
+    A conversation gets the tokens of its answers: from the first to the last one with a character of the answer. The
+    text before, between and after images is encoded by itself.
 
     Raises:
         DataError: The tokenizer cannot encode a text; the message has its place.
     """
-    texts = [document.text for document in documents if isinstance(document, Document) and not document.answers]
+    texts = [
+        text
+        for document in documents
+        if isinstance(document, Document) and not document.answers
+        for text in _parts(document)
+    ]
     chats = [text for document in documents for text in _conversations(document)]
     try:
         encoded = iter(encoder.encode_batch(texts) if texts else [])
@@ -83,13 +91,16 @@ def encode(
         if len(documents) == 1:
             raise DataError(error.what, where=place_of(documents[0], files), hint=error.hint) from error
         # Encode one by one, to find the document that fails.
-        parts = [encode([document], files, encoder) for document in documents]
+        parts = [encode([document], files, encoder, tokens_per_image=tokens_per_image) for document in documents]
         return [part[0][0] for part in parts], [part[1][0] for part in parts]
     kept: list[AnyDocument] = []
     tokens: list[npt.NDArray[Any]] = []
     for document in documents:
         if isinstance(document, TokenDocument):
             ids = document.tokens
+        elif document.images:
+            own = marked if document.answers else ((ids, None) for ids in encoded)
+            document, ids = _with_images(document, own, encoder.end_of_text_id, tokens_per_image)
         elif document.answers:
             document, ids = _with_targets(document, marked, encoder.end_of_text_id)
         else:
@@ -103,8 +114,45 @@ def _conversations(document: AnyDocument) -> tuple[str, ...]:
     """Return the rendered conversation of a document, or both of a preference pair; nothing for other documents."""
     if not isinstance(document, Document) or not document.answers:
         return ()
+    if document.images:
+        return _parts(document)
     start = document.rejected_start
     return (document.text[:start], document.text[start:]) if is_pair(document) else (document.text,)
+
+
+def _parts(document: Document) -> tuple[str, ...]:
+    """Return the text between the images of a document."""
+    places = [0, *(image.character for image in document.images or ()), len(document.text)]
+    return tuple(document.text[start:end] for start, end in pairwise(places))
+
+
+def _with_images(
+    document: Document,
+    encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64] | None]],
+    end_of_text_id: int,
+    tokens_per_image: int,
+) -> tuple[Document, npt.NDArray[np.integer]]:
+    """Return a document with its ids, images included, and the tokens to train on: text, or answers."""
+    ids: list[npt.NDArray[np.integer]] = []
+    targets: list[tuple[int, int]] = []
+    first_character = first_token = 0
+    images = document.images or ()
+    for number, text in enumerate(_parts(document)):
+        part, ranges_N2 = next(encoded)
+        if ranges_N2 is None:
+            found: Ranges = ((0, len(part)),) if len(part) else ()
+        else:
+            found = _tokens_of(document.answers, ranges_N2 + first_character)
+        targets += [(first_token + start, first_token + end) for start, end in found]
+        first_character += len(text)
+        is_ended = number == len(images) and len(part) and int(part[-1]) == end_of_text_id
+        ids.append(part[:-1] if is_ended and ranges_N2 is not None else part)
+        if number < len(images):
+            ids.append(image_ids(images[number].digest, tokens_per_image))
+        first_token = sum(map(len, ids))
+    if not document.answers:
+        targets.append((first_token, first_token + 1))  # the end of text
+    return replace(document, target_tokens=tuple(targets)), np.concatenate([part.astype(np.uint32) for part in ids])
 
 
 def _with_targets(
@@ -157,21 +205,26 @@ def finish_documents(
     stored = [ids if ids.dtype == end.dtype else _convert_ids(document, ids, files, recipe)
               for document, ids in zip(documents, tokens, strict=True)]  # fmt: skip
     flat = cast("TokenArray", np.concatenate([end[:0], *(part for ids in stored for part in (ids, end))]))
-    if flat.size and int(flat.max()) >= recipe.vocab_size:
+    if flat.size and int(flat.max()) >= recipe.num_ids:
         for document, ids in zip(documents, stored, strict=True):
             _check_vocabulary(document, ids, files, recipe)
     rows = [_document_row(document, len(ids) + 1, files) for document, ids in zip(documents, stored, strict=True)]
-    return flat, np.array(rows, DOCUMENT), _loss_mask(documents, [len(ids) + 1 for ids in stored])
+    return flat, np.array(rows, DOCUMENT), _loss_mask(documents, [len(ids) + 1 for ids in stored], recipe)
 
 
-def _loss_mask(documents: Sequence[AnyDocument], lengths: Sequence[int]) -> npt.NDArray[np.bool_] | None:
-    if not any(isinstance(document, Document) and document.answers for document in documents):
+def _loss_mask(
+    documents: Sequence[AnyDocument], lengths: Sequence[int], recipe: Recipe
+) -> npt.NDArray[np.bool_] | None:
+    is_partial = any(isinstance(document, Document) and document.answers for document in documents)
+    if not is_partial and not recipe.tokens_per_image:
         return None
     mask = np.zeros(sum(lengths), np.bool_)
     start = 0
     for document, length in zip(documents, lengths, strict=True):
-        assert isinstance(document, Document), "a source consists of conversations or of none"
-        for first, end in document.target_tokens:
+        targets: Ranges = ((0, length),)
+        if isinstance(document, Document) and (document.answers or document.images):
+            targets = document.target_tokens
+        for first, end in targets:
             mask[start + first : start + end] = True
         start += length
     return mask
@@ -204,9 +257,9 @@ def _convert_ids(
 def _check_vocabulary(
     document: AnyDocument, ids: npt.NDArray[Any], files: Sequence[SourceFile], recipe: Recipe
 ) -> None:  # fmt: skip
-    if not len(ids) or (int(ids.max()) < recipe.vocab_size and int(ids.min()) >= 0):
+    if not len(ids) or (int(ids.max()) < recipe.num_ids and int(ids.min()) >= 0):
         return
-    wrong = int(ids.max()) if int(ids.max()) >= recipe.vocab_size else int(ids.min())
+    wrong = int(ids.max()) if int(ids.max()) >= recipe.num_ids else int(ids.min())
     given = isinstance(document, TokenDocument)
     raise DataError(
         f"{'The source contains' if given else 'The tokenizer returned'} id {wrong}, "

@@ -164,9 +164,9 @@ def _verify_chunk(
     if found != record:
         raise DataError(f"The manifest has {record}, but the file is {found}", where=str(path), hint=REMEDY)
     largest = int(content.tokens_RC.max())
-    if largest >= recipe.vocab_size:
+    if largest >= recipe.num_ids:
         raise DataError(
-            f"Token id {largest} exceeds the vocabulary of {recipe.vocab_size} tokens", where=str(path), hint=REMEDY
+            f"Token id {largest} exceeds the vocabulary of {recipe.num_ids} tokens", where=str(path), hint=REMEDY
         )
     unit = units[record.unit]
     known = max(span.file_index for span in unit.spans) < len(files)

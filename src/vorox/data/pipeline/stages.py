@@ -21,7 +21,8 @@ from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.pair_rows import reject_unfit, rejected_starts
 from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.unit_rows import Encoder, encode, finish_documents
-from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Record, SourceFile, TokenDocument, Unit
+from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Document, Record, SourceFile, TokenDocument, Unit
+from vorox.data.images import ImageStore
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
 from vorox.data.storage import PrefetchedRanges, read_prefetched
@@ -162,6 +163,7 @@ class UnitStages:
         duplicate_check: ``duplicates.duplicate_check`` of the cache.
         pack: Packs a gathered unit.
         on_documents: Called by ``gather`` for every batch, in its thread.
+        images: Keeps the images of documents; ``None`` without images.
     """
 
     files: Sequence[SourceFile]
@@ -172,6 +174,7 @@ class UnitStages:
     duplicate_check: DuplicateCheck
     pack: Callable[[TokenizedDocuments], Item]
     on_documents: OnDocuments = _ignore_documents
+    images: ImageStore | None = None
 
     def stages(self, config: PipelineConfig) -> tuple[Stage | Flow, ...]:
         """Return the stages in order, omitting those that would do nothing."""
@@ -257,6 +260,8 @@ class UnitStages:
                 documents, bad_records, size_bytes = [], [], 0
             documents.append(record)
             text_bytes = record.tokens.nbytes if isinstance(record, TokenDocument) else len(record.text)
+            if isinstance(record, Document) and record.images:
+                text_bytes += sum(len(image.content) for image in record.images)
             size_bytes += text_bytes + _TEXT_OVERHEAD_BYTES
         yield batch(is_last=True, aborted=consecutive_bad == BAD_RECORDS_IN_A_ROW)
 
@@ -269,7 +274,11 @@ class UnitStages:
 
     def tokenize(self, batch: DocumentBatch) -> DocumentBatch | TokenizedDocuments:
         """Encode the documents and convert them to stored form, unless token transforms follow."""
-        documents, tokens = encode(batch.documents, self.files, self.tokenizer)
+        found, bad = batch.documents, ()
+        if self.images is not None:
+            found, bad = self.images.keep(batch.documents, self.files)
+        batch = replace(batch, bad_records=(*batch.bad_records, *bad)) if bad else batch
+        documents, tokens = encode(found, self.files, self.tokenizer, tokens_per_image=self.recipe.tokens_per_image)
         if self._transforms_tokens:
             batch = replace(batch, documents=documents)
             return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))

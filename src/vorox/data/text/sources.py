@@ -84,6 +84,8 @@ class Source:
             definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
                 "text_field": config.text_field,
             }  # fmt: skip
+        if config.images_field is not None:
+            definition["images_field"] = config.images_field
         if config.format == "csv":
             definition["delimiter"] = config.delimiter
         if config.has_tokens:

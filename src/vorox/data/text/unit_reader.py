@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.chat_template import rendered
 from vorox.data.documents import BadRecord, Record, Unit
+from vorox.data.images import placed
 from vorox.data.storage import PrefetchedRanges, RetryPolicy, StoredFile, iterate_in_budget, open_range, retry_budget
 from vorox.data.text.file_content import SequentialReads
 from vorox.data.text.file_signatures import compression_by_suffix
@@ -47,7 +48,9 @@ def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationC
     for span in unit.spans:
         accept = document_filter(validation, split, source.relative_paths[span.file_index])
         records = read_records(source.config, source.stored[span.file_index], span, accept)
-        yield from (rendered(record, source.chat_template) for record in records) if source.chat_template else records
+        if source.chat_template or source.config.images_field:
+            records = (placed(rendered(record, source.chat_template)) for record in records)
+        yield from records
 
 
 @dataclass(frozen=True, slots=True)

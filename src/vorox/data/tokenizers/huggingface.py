@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import read_chat_template
 from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.extensions import load_function
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import read_chat_template
 from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids

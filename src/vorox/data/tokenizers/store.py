@@ -19,7 +19,8 @@ from vorox.core.atomic import canonical_json, make_directory, pretty_json, write
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import is_extension
 from vorox.core.lock import FileLock
-from vorox.core.schema.data import DataConfig, TokenizerConfig
+from vorox.core.schema.data import DataConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import BUILT_IN, check_syntax, configured_source
 from vorox.data.documents import Document
 from vorox.data.text.holdout import SPLITS

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vorox.core.atomic import canonical_json, pretty_json
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.rows import TokenArray
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 

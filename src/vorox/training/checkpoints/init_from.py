@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,13 +91,27 @@ def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) 
         if config.train.from_optimizer:
             engine.load(found.path)
         else:
-            engine.import_weights(read_weights(found.path, spec))
+            engine.import_weights(_read_checkpoint(found, spec, engine))
     name = str(config.train.from_weights)
     if scheme_of(name) is None:
         name = str(place if found is None else found.path)
     elif found is not None:
         name = f"{name} (step {found.step:,})"
     return {"from_weights": name, "fingerprint": engine.fingerprint()}
+
+
+def _read_checkpoint(checkpoint: Checkpoint, spec: ModelSpec, engine: Engine) -> Iterator[NamedArray]:
+    """Yield the weights of a checkpoint; the image encoder keeps its initial ones where the checkpoint has none."""
+    if isinstance(spec, DecoderSpec) and spec.vision is not None and "vision" not in checkpoint.metadata["spec"]:
+        yield from read_weights(checkpoint.path, replace(spec, vision=None))
+        yield from encoder_weights(engine)
+    else:
+        yield from read_weights(checkpoint.path, spec)
+
+
+def encoder_weights(engine: Engine) -> list[NamedArray]:
+    """Return the weights of the image encoder of an engine."""
+    return [(name, array) for name, array in engine.export_weights() if name.startswith("vision.")]
 
 
 @contextlib.contextmanager
@@ -158,7 +173,8 @@ def _import_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
     assert isinstance(spec, DecoderSpec)
     theirs = decoder_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
     require_equal_models(theirs, spec, str(place))
-    engine.import_weights(_huggingface_weights(place, spec))
+    text = replace(spec, vision=None)
+    engine.import_weights([*_huggingface_weights(place, text), *encoder_weights(engine)])
 
 
 def _huggingface_weights(place: Path, spec: DecoderSpec) -> Iterable[NamedArray]:

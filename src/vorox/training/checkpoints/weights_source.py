@@ -23,7 +23,7 @@ from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.huggingface import download_repository, hub_place, load_huggingface
@@ -180,6 +180,9 @@ def require_equal_models(
     """
     free = FREE_TO_CHANGE | (ignored or set[str]())
     stored, here = theirs.settings(), ours.settings()
+    if theirs.vision is None:  # an image encoder may be added
+        here = {key: value for key, value in here.items() if not key.startswith("vision.")}
+        stored.pop("vision.num_layers")
     keys = [key for key in {**here, **stored} if key not in free and stored.get(key) != here.get(key)]
     if keys:
         listed = ", ".join(f"{key} = {stored.get(key)} (here {here.get(key)})" for key in keys)
@@ -308,6 +311,8 @@ def _adopted_settings(resolved: ResolvedConfig, weights: WeightsDescription) -> 
         given = attrgetter(key)(resolved.config.model)
         if given == value and filled.get(key, value) == value:
             continue
+        if key == "vision.num_layers" and not value:
+            continue  # an image encoder may be added
         if key == "dropout_fraction" and resolved.config.loss.name == "dpo":
             continue  # it is off unless configured, so that model and reference differ by training only
         if not _is_explicit(resolved, f"model.{key}"):

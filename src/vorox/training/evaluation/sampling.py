@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.batch import BatchImages
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -50,7 +51,9 @@ class SamplingSettings:
     top_p: float = 1.0
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> list[list[int]]:
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings, images: BatchImages | None = None
+) -> list[list[int]]:
     """Continue every prompt; equal prompts get different completions unless the temperature is 0.
 
     Prompts of different lengths share one decoder: each position feeds the prompt's token while it lasts and the
@@ -60,14 +63,18 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], settings: Samplin
         ConfigError: A prompt is empty, has ids outside the vocabulary, or is too long for the completion.
     """
     completions: list[list[int]] = [[] for _ in prompts]
-    for row, token in stream(engine, prompts, settings):
+    for row, token in stream(engine, prompts, settings, images=images):
         if token != settings.end_of_text_id:
             completions[row].append(token)
     return completions
 
 
 def stream(
-    engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings, stopped: Collection[int] = ()
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    stopped: Collection[int] = (),
+    images: BatchImages | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield each sampled token of ``generate`` with the index of its prompt; an end-of-text id is the last of a prompt.
 
@@ -76,22 +83,29 @@ def stream(
         prompts: Token ids.
         settings: How tokens are chosen.
         stopped: Prompts to end early. The caller may add to it between two tokens.
+        images: Images of the prompts, which then have equal lengths.
 
     Raises:
         ConfigError: As ``generate``, before the first token.
     """
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, settings, where=f"prompt {number + 1}")
-    return _sample(engine, prompts, settings, stopped) if prompts else iter(())
+    return _sample(engine, prompts, settings, stopped, images) if prompts else iter(())
 
 
 def _sample(
-    engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings, stopped: Collection[int]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    stopped: Collection[int],
+    images: BatchImages | None,
 ) -> Iterator[tuple[int, int]]:
     keys = [_key(settings.seed, prompt, list(prompts[:i]).count(prompt)) for i, prompt in enumerate(prompts)]
     sequences = [list(prompt) for prompt in prompts]
     lengths = [len(prompt) for prompt in prompts]
-    decoder = engine.decoder(len(prompts), max(lengths) + settings.max_new_tokens)
+    num_tokens = max(lengths) + settings.max_new_tokens
+    with_images = {} if images is None else {"images": images}
+    decoder = engine.decoder(len(prompts), num_tokens, **with_images)
     finished = [False] * len(prompts)
     fed = min(lengths)
     logits_BV = decoder.feed(np.array([sequence[:fed] for sequence in sequences], np.int32))

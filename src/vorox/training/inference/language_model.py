@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -15,7 +16,8 @@ from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.models.spec import ModelSpec
 from vorox.training.evaluation.evaluate import Evaluation, evaluate
-from vorox.training.evaluation.sampling import SamplingSettings, complete
+from vorox.training.evaluation.sampling import SamplingSettings, complete, generate
+from vorox.training.inference.image_prompts import encode_image_prompt
 
 
 class LanguageModel:
@@ -67,6 +69,7 @@ class LanguageModel:
     def generate(
         self, prompt: str, *, num_tokens: int | None = None, temperature: float | None = None,
         top_k: int | None = None, top_p: float = 1.0, seed: int | None = None,
+        images: Sequence[str | Path | bytes] = (),
     ) -> str: ...  # fmt: skip
     @overload
     def generate(
@@ -82,6 +85,7 @@ class LanguageModel:
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int | None = None,
+        images: Sequence[str | Path | bytes] = (),
     ) -> str | list[str]:
         """Continue one or several texts; the same text, settings and seed give the same completion.
 
@@ -92,6 +96,7 @@ class LanguageModel:
             top_k: Sample from the most likely tokens; 0 samples from all. ``None``: ``eval.sample_top_k``.
             top_p: Sample from the fewest most likely tokens that together have this probability.
             seed: Sampling seed. ``None``: the seed of the run.
+            images: Image files, or their bytes, of a single prompt, which has ``<image>`` where each belongs.
 
         Returns:
             The completion without its prompt; a list for several prompts.
@@ -100,6 +105,11 @@ class LanguageModel:
             ConfigError: Prompt and completion are longer than the model's positions.
         """
         settings = self.sampling_settings(num_tokens, temperature, top_k, seed, top_p)
+        if images:
+            if not isinstance(prompt, str):
+                raise ConfigError("Images belong to a single prompt", where="images", hint="call generate per prompt")
+            ids, found = encode_image_prompt(self.config, self.tokenizer, prompt, images)
+            return self.tokenizer.decode(generate(self.engine, ids, settings, found)[0])
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         texts = [text for _, text in complete(self.engine, self.tokenizer, prompts, settings)]
         return texts[0] if isinstance(prompt, str) else texts

@@ -16,7 +16,7 @@ from vorox.core.config import ConfigSource, ResolvedConfig, resolve_config
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import TokenizerConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.tokenizers.huggingface import download_repository, hub_place
 from vorox.models.huggingface_config import CONFIG_NAME

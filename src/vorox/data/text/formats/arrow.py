@@ -25,6 +25,7 @@ from vorox.data.text.formats.columnar import (
     RowGroup,
     check_columns,
     check_present,
+    image_columns,
     read_batch,
     row_group_blocks,
     text_buffers,
@@ -182,6 +183,7 @@ def read_records(
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_columns(file, schema, source.text_field, source.chat_fields)
     check_present(file, schema.names, source.metadata_fields, "metadata_fields")
+    check_present(file, schema.names, image_columns(source), "images_field")
     ordinal = span.first_ordinal
     with _open_messages(file, span.start_byte, span.end_byte, limits) as messages:
         start = messages.offset

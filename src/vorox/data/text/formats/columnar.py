@@ -16,7 +16,8 @@ import numpy as np
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document, UnreadableRecord
+from vorox.data.documents import BadRecord, Document, PlacedImage, UnreadableRecord
+from vorox.data.images import read_images
 from vorox.data.storage import StoredFile
 from vorox.data.text.conversations import messages_of, plain_text, read_messages
 from vorox.data.text.formats.json_lines import as_text
@@ -115,6 +116,11 @@ def check_present(file: StoredFile, names: Sequence[str], wanted: Sequence[str],
             )  # fmt: skip
 
 
+def image_columns(source: SourceConfig) -> tuple[str, ...]:
+    """Return the column of images, if the source has one."""
+    return () if source.images_field is None else (source.images_field,)
+
+
 def read_batch(
     source: SourceConfig,
     batch: Any,
@@ -132,14 +138,24 @@ def read_batch(
                 yield _conversation(source, batch, row, (file_index, first_ordinal + row, *byte_range))
         return
     content, starts, lengths = text_buffers(batch, source.text_field)
+    images = None if source.images_field is None else batch.column(batch.schema.names.index(source.images_field))
     for row, (start_byte, length) in enumerate(zip(starts, lengths, strict=True), first_ordinal):
         if not accept(row):
             continue
         record = _record(content, start_byte, length, source.max_record_bytes)
+        try:
+            found = _images(source, images, row - first_ordinal)
+        except UnreadableRecord as error:
+            record = (f"has no readable images: {error}",)
+            found = None
         if isinstance(record, str):
-            yield Document(file_index, row, *byte_range, record, _metadata(metadata, row - first_ordinal))
+            yield Document(file_index, row, *byte_range, record, _metadata(metadata, row - first_ordinal), images=found)
         else:
             yield BadRecord(file_index, row, *byte_range, None, f"column {source.text_field!r} {record[0]}")
+
+
+def _images(source: SourceConfig, column: Any, row: int) -> tuple[PlacedImage, ...] | None:
+    return None if source.images_field is None else read_images(column[row].as_py(), source.images_field)
 
 
 def _conversation(
@@ -149,13 +165,15 @@ def _conversation(
     try:
         values = {name: column[row].as_py() for name, column in columns.items()}
         messages = read_messages(source, values, batch.schema.names)
+        column = None if source.images_field is None else batch.column(batch.schema.names.index(source.images_field))
+        images = _images(source, column, row)
     except (UnreadableRecord, UnicodeDecodeError) as error:
         return BadRecord(*position, None, str(error))
     size = sum(len(message.content) for message in messages_of(messages))
     if size > source.max_record_bytes:
         return BadRecord(*position, None, too_large(size, source.max_record_bytes))
     metadata = {name: batch.column(batch.schema.names.index(name)) for name in source.metadata_fields}
-    return Document(*position, plain_text(messages), _metadata(metadata, row), messages=messages)
+    return Document(*position, plain_text(messages), _metadata(metadata, row), messages=messages, images=images)
 
 
 def _metadata(columns: Mapping[str, Any], row: int) -> Mapping[str, str] | None:

@@ -14,7 +14,8 @@ from typing import Any, cast
 from pydantic_core import from_json
 
 from vorox.core.schema.data import SourceConfig
-from vorox.data.documents import BadRecord, Document, UnitSpan, UnreadableRecord
+from vorox.data.documents import BadRecord, Document, PlacedImage, UnitSpan, UnreadableRecord
+from vorox.data.images import read_images
 from vorox.data.storage import StoredFile
 from vorox.data.text.conversations import json_type, lone_surrogate, plain_text, read_messages
 from vorox.data.text.file_content import Limits, open_content
@@ -71,10 +72,11 @@ def read_records(
                 yield _conversation(line, source, position)
                 continue
             text, metadata = parse_record(line, source.text_field, source.metadata_fields)
+            images = None if source.images_field is None else _images(_parse_object(line), source.images_field)
         except UnreadableRecord as error:
             yield BadRecord(*position, ordinal + 1, str(error))
         else:
-            yield Document(*position, text, metadata)
+            yield Document(*position, text, metadata, images=images)
 
 
 def _read_lines(
@@ -140,7 +142,15 @@ def _conversation(line: bytes, source: SourceConfig, position: tuple[int, int, i
     found = {name: _field(fields, name) for name in source.chat_fields}
     present = {name: value for name, value in found.items() if value is not _ABSENT}
     messages = read_messages(source, present, tuple(fields))
-    return Document(*position, plain_text(messages), _metadata(fields, source.metadata_fields), messages=messages)
+    images = None if source.images_field is None else _images(fields, source.images_field)
+    metadata = _metadata(fields, source.metadata_fields)
+    return Document(*position, plain_text(messages), metadata, messages=messages, images=images)
+
+
+def _images(fields: Mapping[str, object], name: str) -> tuple[PlacedImage, ...]:
+    """Return the images of a record; an absent field has none."""
+    found = _field(fields, name)
+    return read_images(None if found is _ABSENT else found, name)
 
 
 def _metadata(fields: Mapping[str, object], names: Sequence[str]) -> Mapping[str, str] | None:

@@ -25,11 +25,13 @@ from vorox.data.text.formats.columnar import (
     RowGroup,
     check_columns,
     check_present,
+    image_columns,
     read_batch,
     row_group_blocks,
 )
 from vorox.data.text.formats.record_blocks import RecordBlock
 
+_IMAGE_ROWS = 64
 _BATCH_BYTES = 8 << 20
 _BUFFER_BYTES = 8 << 20
 _MIN_SUSPECT_BYTES = 1 << 28
@@ -139,6 +141,7 @@ def read_records(
     groups = list(row_groups(source, file))
     with _open_parquet(file, Limits.from_source(source)) as opened:
         check_present(file, opened.schema_arrow.names, source.metadata_fields, "metadata_fields")
+        check_present(file, opened.schema_arrow.names, image_columns(source), "images_field")
         for group in groups:
             if span.start_byte <= group.start_byte < span.end_byte:
                 yield from _read_group(source, opened, group, span.file_index, accept)
@@ -148,7 +151,9 @@ def _read_group(
     source: SourceConfig, opened: Any, group: RowGroup, file_index: int, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     batch_rows = max(1, min(group.num_rows, group.num_rows * _BATCH_BYTES // max(group.text_bytes, 1)))
-    columns = [*(source.chat_fields or (source.text_field,)), *source.metadata_fields]
+    if source.images_field is not None:
+        batch_rows = min(batch_rows, _IMAGE_ROWS)  # the size of images is not known
+    columns = [*(source.chat_fields or (source.text_field,)), *image_columns(source), *source.metadata_fields]
     ordinal = group.first_row
     for batch in opened.iter_batches(batch_rows, row_groups=[group.index], columns=columns, use_threads=False):
         yield from read_batch(source, batch, group, file_index, ordinal, accept)

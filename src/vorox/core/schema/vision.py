@@ -1,0 +1,34 @@
+"""``model.vision``: an encoder of images before the native decoder."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vorox.core.schema.section import Section
+
+
+class VisionConfig(Section):
+    """A vision transformer whose patches take the place of tokens (Qwen2-VL, arXiv 2409.12191; SigLIP, 2303.15343)."""
+
+    num_layers: int = Field(default=0, ge=0, description="Blocks of the image encoder. 0: the model reads text only.")
+    hidden_size: int = Field(default=384, ge=1, description="Width of the image encoder.")
+    num_heads: int = Field(default=6, ge=1, description="Attention heads of the image encoder.")
+    intermediate_size: int | None = Field(
+        default=None, ge=1, description="Width of the image encoder's MLP. None: 4 x hidden_size."
+    )
+    image_size_pixels: int = Field(
+        default=224, ge=1, description="Images are resized to squares with sides of this length."
+    )
+    patch_size_pixels: int = Field(default=14, ge=1, description="Side of a patch, the unit of the image encoder.")
+    merge_size: int = Field(
+        default=2,
+        ge=1,
+        description="This many patches in each direction become one token of the decoder: an image takes "
+        "(image_size_pixels / patch_size_pixels / merge_size)^2 tokens.",
+    )
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Tokens of the decoder for an image; 0 without an image encoder."""
+        side = self.image_size_pixels // self.patch_size_pixels // self.merge_size
+        return side * side if self.num_layers else 0
