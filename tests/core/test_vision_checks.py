@@ -20,6 +20,7 @@ from vorox.core.errors import ConfigError
         ("data.transforms=[{name: length, args: {min_characters: 2}}]", "data without transforms"),
         ("parallel.fsdp_size=2", "parallel.fsdp_size=1"),
         ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1"),
+        ("parallel.context_parallel_size=2", "parallel.context_parallel_size=1"),
         ("parallel.pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1"),
         ("parallel.kind=deepspeed", "parallel.kind=native"),
         ("train.forward_backward=mine.py:step", "train.forward_backward=null"),

@@ -70,6 +70,8 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
         ("parallel.fsdp_size", parallel.fsdp_size == 1, f"parallel.fsdp_size={is_one}"),
         ("parallel.tensor_parallel_size", parallel.tensor_parallel_size == 1,
             f"parallel.tensor_parallel_size={is_one}"),
+        ("parallel.context_parallel_size", parallel.context_parallel_size == 1,
+            f"parallel.context_parallel_size={is_one}"),
         ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size == 1,
             f"parallel.pipeline_parallel_size={is_one}"),
         ("loss.name", config.loss.name != "dpo", "another loss than dpo"),
