@@ -294,10 +294,7 @@ class TorchEngine:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens; the first ones have the images."""
         check_length(max_tokens, self._spec)
         with devices.memory_errors(SAMPLING, self._memory):
-            if images is not None:
-                assert isinstance(self._network, DecoderNetwork), "checked with the configuration"
-                return self._network.decoder(batch_size, max_tokens, images)
-            return self._network.decoder(batch_size, max_tokens)
+            return self._network.decoder(batch_size, max_tokens, images)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParam
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import Taps
-from vorox.core.batch import IGNORED_LABEL, Batch, Int32Array
+from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.preference_pairs import find_pairs
@@ -225,7 +225,8 @@ class ModuleNetwork(ABC):
         self.parameters.release()
         return logits_MV.view(*tokens_BT.shape, -1)
 
-    def decoder(self, batch_size: int, max_tokens: int) -> PrefixDecoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> PrefixDecoder:
+        assert images is None, "refused with the configuration"
         return PrefixDecoder(self.logits, batch_size, max_tokens)
 
     def _forward(
