@@ -84,7 +84,17 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-_ANY_MODEL = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling"}
+_ANY_MODEL = {
+    "kind",
+    "name_or_path",
+    "revision",
+    "pretrained",
+    "vocab_size",
+    "attention_kernel",
+    "rope_scaling",
+    "vision",
+}
+_MODEL_SWITCHES = ("rope_scaling.rope_type", "vision.num_layers")
 """Settings of the section ``model`` that do not describe the native decoder."""
 
 DEPENDENCIES: tuple[Dependency, ...] = (
@@ -97,11 +107,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
-        for key in (
-            *(ModelConfig.model_fields.keys() - _ANY_MODEL - {"vision"}),
-            "rope_scaling.rope_type",
-            "vision.num_layers",
-        )
+        for key in (*(ModelConfig.model_fields.keys() - _ANY_MODEL), *_MODEL_SWITCHES)
     ),
     *(
         Dependency(f"model.vision.{key}", "model.vision.num_layers", bool, "an image encoder (model.vision.num_layers)")
