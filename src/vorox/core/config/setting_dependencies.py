@@ -39,6 +39,10 @@ def _is_or_function(*values: Json) -> Callable[[Json], bool]:
     return lambda value: value in values or is_extension(value)
 
 
+def _is_set(value: Json) -> bool:
+    return value is not None
+
+
 def _reads_the_hub(paths: Json) -> bool:
     return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
 
@@ -84,30 +88,22 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-_ANY_MODEL = {
-    "kind",
-    "name_or_path",
-    "revision",
-    "pretrained",
-    "vocab_size",
-    "attention_kernel",
-    "rope_scaling",
-    "vision",
-}
-_MODEL_SWITCHES = ("rope_scaling.rope_type", "vision.num_layers")
+_ANY_MODEL = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel"}
 """Settings of the section ``model`` that do not describe the native decoder."""
+_SECTION_SWITCHES = {"rope_scaling": "rope_type", "vision": "num_layers"}
 
 DEPENDENCIES: tuple[Dependency, ...] = (
-    Dependency(
-        "checkpoint.mirror_wait_seconds", "checkpoint.mirror", lambda value: value is not None, "checkpoint.mirror"
-    ),
+    Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),
     *(
         Dependency(f"model.{key}", "model.kind", _is("huggingface"), "model.kind huggingface")
         for key in ("name_or_path", "revision", "pretrained")
     ),
     *(
         Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
-        for key in (*(ModelConfig.model_fields.keys() - _ANY_MODEL), *_MODEL_SWITCHES)
+        for key in (
+            *(ModelConfig.model_fields.keys() - _ANY_MODEL - _SECTION_SWITCHES.keys()),
+            *map(".".join, _SECTION_SWITCHES.items()),
+        )
     ),
     *(
         Dependency(f"model.vision.{key}", "model.vision.num_layers", bool, "an image encoder (model.vision.num_layers)")
@@ -128,7 +124,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(
             f"train.distillation.{key}",
             "train.distillation.teacher",
-            lambda value: value is not None,
+            _is_set,
             "train.distillation.teacher",
         )
         for key in ("temperature", "weight")
@@ -155,9 +151,9 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
     ),
     Dependency("runtime.rehearsal", "parallel.kind", _is("native"), "parallel.kind native"),
-    Dependency("train.ema_warmup", "train.ema_decay", lambda value: value is not None, "train.ema_decay"),
-    Dependency("eval.weights", "train.ema_decay", lambda value: value is not None, "train.ema_decay"),
-    Dependency("train.from_optimizer", "train.from_weights", lambda value: value is not None, "train.from_weights"),
+    Dependency("train.ema_warmup", "train.ema_decay", _is_set, "train.ema_decay"),
+    Dependency("eval.weights", "train.ema_decay", _is_set, "train.ema_decay"),
+    Dependency("train.from_optimizer", "train.from_weights", _is_set, "train.from_weights"),
     *(
         Dependency(f"{sources}.*.{key}", f"{sources}.*.{switch}", holds, remedy)
         for sources in SOURCE_LISTS
@@ -203,21 +199,17 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("data.streaming.retention_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
     Dependency("data.streaming.prefetch_segments", "data.mode", _is("streaming"), "data.mode streaming"),
     Dependency("data.streaming.validation_bytes", "data.mode", _is("streaming"), "data.mode streaming"),
-    Dependency(
-        "data.sources.*.split_quantiles", "data.sources.*.split_by", lambda value: value is not None, "split_by"
-    ),
-    Dependency("data.sources.*.split_names", "data.sources.*.split_by", lambda value: value is not None, "split_by"),
-    Dependency(
-        "data.sources.*.on_exhausted", "data.sources.*.max_epochs", lambda value: value is not None, "max_epochs"
-    ),
+    Dependency("data.sources.*.split_quantiles", "data.sources.*.split_by", _is_set, "split_by"),
+    Dependency("data.sources.*.split_names", "data.sources.*.split_by", _is_set, "split_by"),
+    Dependency("data.sources.*.on_exhausted", "data.sources.*.max_epochs", _is_set, "max_epochs"),
     Dependency("data.growth.first_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Dependency("data.growth.max_segment_units", "data.growth.mode", _is("strict"), "mode strict"),
     Dependency("data.growth.later_passes", "data.growth.mode", _is("strict"), "mode strict"),
     Dependency("data.growth.horizon_steps", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Dependency("data.growth.on_starve", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
     Dependency("data.growth.build", "data.growth.mode", _is("strict", "elastic"), "mode strict or elastic"),
-    Dependency("train.epoch_dataset_fraction", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
-    Dependency("train.follow_growth", "train.num_epochs", lambda value: value is not None, "train.num_epochs"),
+    Dependency("train.epoch_dataset_fraction", "train.num_epochs", _is_set, "train.num_epochs"),
+    Dependency("train.follow_growth", "train.num_epochs", _is_set, "train.num_epochs"),
     Dependency("tokenizer.vocab_size", "tokenizer.kind", _is("bpe", "none"), "kind bpe or none"),
     Dependency("tokenizer.end_of_text_id", "tokenizer.kind", _is("none"), "kind none"),
     Dependency("eval.prompts", "tokenizer.kind", lambda value: value != "none", "a tokenizer"),
@@ -250,7 +242,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(
             f"model.{key}",
             "model.sliding_window_tokens",
-            lambda value: value is not None,
+            _is_set,
             "model.sliding_window_tokens",
         )
         for key in ("layer_types", "sliding_rope_theta")
