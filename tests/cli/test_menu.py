@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -21,6 +22,7 @@ from vorox.core.config import load_config
 from vorox.core.lock import FileLock
 from vorox.core.run_lookup import run_directories
 from vorox.data.corpus import prepare
+from vorox.runtime import hardware
 from vorox.runtime.hardware import Hardware, named_hardware
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.resource_plan import plan_resources
@@ -262,6 +264,23 @@ def test_a_configuration_that_is_refused_leads_back(vorox: Run) -> None:
     assert "nowhere.txt is neither a number of the list nor a file or folder" in out
 
 
+def test_the_plan_estimates_the_speed_of_the_gpus_that_the_run_would_use(
+    vorox: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "this_machine", lambda: named_hardware("rtx4090x4"))
+    speeds: list[str] = []
+    for words in ([], ["--nproc", "2"]):
+        code, out, err = vorox("train", "--menu", *words, answers="n tiny.yaml 1 n q")
+        assert code == 0, err
+        assert "--nproc 4 uses all" in out
+        speeds += re.findall(r"^speed +about ([\d.]+\w) tok/s at an assumed MFU of 40%", out, re.MULTILINE)
+        assert re.search(r"^duration +about .* for 768 tokens$", out, re.MULTILINE)
+    one, two = (float(speed[:-1]) * {"M": 1e6, "B": 1e9}[speed[-1]] for speed in speeds)
+    assert two == pytest.approx(2 * one, rel=0.01)
+    monkeypatch.setattr(hardware, "this_machine", lambda: Hardware("this machine", 1, 1 << 33))
+    assert "assumed MFU" not in vorox("train", answers="n tiny.yaml 1 n q")[1], "a CPU has no data-sheet peak"
+
+
 def test_names_say_size_data_and_length() -> None:
     config = load_config("gpt2-124m", ["data.sources=[{name: FineWeb, format: txt, paths: [x]}]"])
     names = [one.name for one in suggest_names(config)]
@@ -279,15 +298,15 @@ def test_settings_for_a_machine() -> None:
 
 @pytest.mark.parametrize("name", ["rtx3070", "rtx4090", "h200"])
 def test_chosen_settings_fill_the_memory_of_a_gpu_and_fit_into_it(name: str) -> None:
-    config, hardware = load_config("gpt2-124m"), named_hardware(name)
-    chosen = settings_for_machine(config, hardware)
+    config, gpu = load_config("gpt2-124m"), named_hardware(name)
+    chosen = settings_for_machine(config, gpu)
     (setting, why), *_ = [one for one in chosen if one[0].startswith("train.micro_batch")]
     rows = int(setting.partition("=")[2])
     assert (rows < 16) == (name == "rtx3070"), "fewer rows than the preset's where these do not fit"
-    assert f"90% of {humanize.size(hardware.memory_bytes)}" in why
-    used = plan_resources(load_config("gpt2-124m", [one for one, _ in chosen]), planned_model(config), hardware)
-    assert used.memory_bytes <= 0.9 * hardware.memory_bytes
+    assert f"90% of {humanize.size(gpu.memory_bytes)}" in why
+    used = plan_resources(load_config("gpt2-124m", [one for one, _ in chosen]), planned_model(config), gpu)
+    assert used.memory_bytes <= 0.9 * gpu.memory_bytes
     next_rows = [f"train.micro_batch_sequences={2 * rows}"] if rows < 512 else []
     if next_rows and name != "rtx3070":
-        more = plan_resources(load_config("gpt2-124m", next_rows), planned_model(config), hardware)
-        assert more.memory_bytes > 0.9 * hardware.memory_bytes, "twice as many do not"
+        more = plan_resources(load_config("gpt2-124m", next_rows), planned_model(config), gpu)
+        assert more.memory_bytes > 0.9 * gpu.memory_bytes, "twice as many do not"

@@ -17,6 +17,7 @@ from vorox.core.pluralize import pluralize
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
     from vorox.models.spec import ModelSpec
+    from vorox.runtime.hardware import Hardware
     from vorox.training.resource_plan import ResourcePlan
 
 _MANY_DEVICES = 1000
@@ -195,6 +196,18 @@ def _speed_lines(found: ResourcePlan, mfu: float) -> Iterator[str]:
             f"duration       about {humanize.duration(found.training_seconds)} for "
             f"{humanize.count(found.total_tokens)} tokens"
         )
+
+
+def speed_lines(config: RunConfig, hardware: Hardware) -> list[str]:
+    """Return the lines of a plan about speed and duration on some hardware; empty where no data sheet has its peak."""
+    from vorox.core.errors import VoroxError
+    from vorox.training.resource_plan import DEFAULT_MFU_FRACTION, plan_resources
+
+    try:
+        found = plan_resources(config, planned_model(config), hardware)
+    except VoroxError:
+        return []
+    return [] if found.tokens_per_second is None else [*_speed_lines(found, DEFAULT_MFU_FRACTION)]
 
 
 def _failure_lines(found: ResourcePlan) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from vorox.cli.menu.new_run import ask_what_to_train, choose_name
 from vorox.cli.menu.questions import Ask, Leave, ask_yes_or_no, print_error, title
 from vorox.cli.menu.removal import manage_checkpoints
 from vorox.cli.output import DEFAULT_ROOT, print_wrapped
+from vorox.cli.plan import speed_lines
 from vorox.core.config.presets import run_presets
 from vorox.core.errors import VoroxError
 
@@ -85,7 +86,7 @@ def open_menu(command: Command, inspect: Inspect, *, ask: Ask | None = None) -> 
             chosen = _choose(command, root, inspect, hardware, ask)
             if chosen is None:
                 continue
-            ready = _plan(chosen, inspect, ask)
+            ready = _plan(chosen, inspect, hardware, ask)
             if ready is not None:
                 return ready
     except (Leave, EOFError):
@@ -124,18 +125,25 @@ def _new_run(command: Command, inspect: Inspect, hardware: Hardware, ask: Ask) -
     return replace(command, arguments=(*arguments, *(setting for setting, _ in suits)), name=name)
 
 
-def _plan(command: Command, inspect: Inspect, ask: Ask) -> Command | None:
+def _plan(command: Command, inspect: Inspect, hardware: Hardware, ask: Ask) -> Command | None:
     """Print the plan of a command and ask whether to start it; ``None``: back to the list."""
     title("Plan")
     try:
         command = _with_length(command, inspect, ask)
         plan = inspect(command)
-        print_wrapped(plan.lines(), plain_columns=119, indent_columns=15)
+        devices = replace(hardware, num_devices=_num_processes(command.options))
+        lines = [*plan.lines(), *speed_lines(plan.config, devices)]
+        print_wrapped(lines, plain_columns=119, indent_columns=15)
     except VoroxError as error:
         print_error(error)
         return None
     print_wrapped(["", "The same without this menu:", f"  {command}", ""])
     return command if ask_yes_or_no("Start?", ask) else None
+
+
+def _num_processes(options: Sequence[str]) -> int:
+    """Return the number after ``--nproc``; 1 without it."""
+    return int(options[options.index("--nproc") + 1]) if "--nproc" in options else 1
 
 
 def _with_length(command: Command, inspect: Inspect, ask: Ask) -> Command:
