@@ -74,6 +74,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert list(commands) == ["resume", "generate", "export", "replay", "dash"]
     assert commands["dash"] == "vorox dash"
     assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
+    assert re.search(r"Model: [\d,]+ parameters on .* \(torch, fp32\), 12 steps", out.replace("\n         ", " "))
     assert "nats/token after step" in out
     losses = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
     best = min(losses, key=losses.__getitem__)

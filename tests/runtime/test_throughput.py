@@ -71,6 +71,23 @@ def test_windows_are_separate_and_the_total_is_all_of_them() -> None:
     assert meter.read().tokens_per_second is None, "no step, no speed"
 
 
+def test_a_measurement_is_part_of_no_reading() -> None:
+    """A new measurement of the matmul rate between two steps is neither training nor validation."""
+    clock = Clock()
+    meter = Throughput(clock=clock)
+    with meter.excluded():
+        clock.now += 3.0
+    meter.count(work(100), waited_seconds=0.0)
+    for measured_seconds in (0.0, 30.0):
+        with meter.excluded():
+            clock.now += measured_seconds
+        clock.now += 2.0
+        meter.count(work(100), waited_seconds=0.5)
+    reading = meter.read()
+    assert reading.seconds == {"compute": 3.5, "data": 0.5, "save": 0.0, "eval": 0.0}
+    assert (reading.tokens_per_second, meter.total().tokens_per_second) == (50.0, 50.0)
+
+
 def test_before_the_first_step_nothing_is_known() -> None:
     meter = Throughput(clock=Clock())
     with meter.pause("eval"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from vorox.core.errors import VoroxError
 from vorox.core.json_lines import read_lines
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument, run_attempts
+from vorox.core.run_lookup import run_argument, run_attempts, short_path
 from vorox.dashboard.downsampling import Numbers, min_max_indices, moving_average
 from vorox.dashboard.metric_series import MetricSeries
 from vorox.experiments.artifacts import list_checkpoints
@@ -159,14 +160,30 @@ def health(directory: Path, series: MetricSeries) -> dict[str, Any]:
     }
 
 
-def checkpoints(directory: Path) -> dict[str, Any]:
-    """Return the checkpoints of a run, and the commands to resume, generate, export and verify."""
-    run = run_argument(directory)
-    rows = []
-    for entry in list_checkpoints(directory):
+def checkpoints(directory: Path, series: MetricSeries | None = None) -> dict[str, Any]:
+    """Return the checkpoints of a run, and the commands to resume, generate, export and verify.
+
+    Args:
+        directory: The run directory.
+        series: Its metrics, for the training loss of each checkpoint.
+    """
+    run, found = run_argument(directory), list_checkpoints(directory)
+    newest = max((entry.step for entry in found if entry.state != "quarantined"), default=None)
+    steps, losses = (np.array([], np.int64), np.array([])) if series is None else series.points("loss")
+    rows: list[dict[str, Any]] = []
+    for entry in found:
         values = asdict(entry) | {"eval_loss": entry.eval_loss, "path": str(entry.path)}
         values.pop("metadata")
-        rows.append({**values, "fingerprint": str(entry.metadata.get("fingerprint", "")), "name": entry.name})
+        logged = int(np.searchsorted(steps, entry.step, "right")) - 1
+        rows.append(
+            {
+                **values,
+                "fingerprint": str(entry.metadata.get("fingerprint", "")),
+                "name": entry.name,
+                "loss": None if logged < 0 else float(losses[logged]),
+                "resume": run if entry.step == newest else shlex.quote(short_path(entry.path.absolute())),
+            }
+        )
     commands = {
         "generate": f"vorox generate {run} --step STEP",
         "export": f"vorox export {run} --step STEP --to hf --check",

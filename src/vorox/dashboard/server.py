@@ -69,7 +69,9 @@ class Answers:
             "health": self._health,
             "ranks": lambda query: self.activity.read(self._directory(query)),
             "plan": lambda query: resource_page.plan_and_actual(self._directory(query), self.index.series(query["id"])),
-            "checkpoints": lambda query: run_pages.checkpoints(self._directory(query)),
+            "checkpoints": lambda query: run_pages.checkpoints(
+                self._directory(query), self.index.series(query.get("id", ""))
+            ),
             "data": self._data,
             "documents": lambda query: self.data.documents(self._directory(query), _number(query, "step", 1)),
             "steps": self._steps,

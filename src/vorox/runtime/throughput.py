@@ -166,6 +166,18 @@ class Throughput:
                 if window is not None:
                     window.paused[use] += spent
 
+    @contextlib.contextmanager
+    def excluded(self) -> Generator[None]:
+        """Leave the time inside out of every reading."""
+        started_at = self._clock()
+        try:
+            yield
+        finally:
+            spent = self._clock() - started_at
+            for window in (self._window, self._whole):
+                if window is not None:
+                    window.started_at += spent
+
     def raise_matmul_peak(self, flops_per_second: float) -> None:
         """Record a new measurement of the matmul peak; the highest counts."""
         highest = max(flops_per_second, self.limits.matmul_peak_flops_per_second or 0.0)

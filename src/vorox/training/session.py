@@ -355,8 +355,9 @@ def _report_engine(workload: Workload, total_steps: int) -> None:
     frozen = f" and {num_frozen:,} frozen ones" if num_frozen else ""
     names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     sizes = [(name, int(facts.get(name, 1))) for name in names]
-    layout = ", ".join(f"{name} = {size}" for name, size in sizes if size > 1)
-    device = f"{facts.get('device', workload.engine.name)}{f' ({layout})' if layout else ''}"
+    layout = [f"{name} = {size}" for name, size in sizes if size > 1]
+    setting = ", ".join([workload.config.backend, workload.config.precision.dtype, *layout])
+    device = f"{facts.get('device', workload.engine.name)} ({setting})"
     workload.log.event(
         "engine",
         f"Model: {workload.spec.num_parameters:,} parameters{frozen} on {device}, "

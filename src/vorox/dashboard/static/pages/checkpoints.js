@@ -24,7 +24,7 @@ export async function checkpointsPage(root, { run }) {
     const earlier = found.checkpoints.filter((one) => one.step < entry.step && one.state !== "quarantined").at(-1)?.step ?? 0;
     const at = (text) => text.replace("STEP", String(entry.step));
     replace(commands, card(`Commands for step ${whole(entry.step)}`, h("dl", { class: "commands" },
-      [["Resume", `vorox train --resume ${found.argument}`], ["Generate", at(found.commands.generate) + " -p 'Once upon a time'"],
+      [["Resume", `vorox train --resume ${entry.resume}`], ["Generate", at(found.commands.generate) + " -p 'Once upon a time'"],
        ["Export", at(found.commands.export)], ["Verify", at(found.commands.verify)],
        ["Replay", `vorox replay ${found.argument} --from ${earlier} --to ${entry.step}`]]
         .map(([name, text]) => [h("dt", null, name), h("dd", null, command(text))]))));
@@ -38,6 +38,7 @@ export async function checkpointsPage(root, { run }) {
     replace(table, card("Checkpoints", dataTable([
       { title: "Step", number: true, cell: (one) => whole(one.step) },
       { title: "State", cell: (one) => [pill(one.state), one.problem && h("small", { class: "failure" }, one.problem)] },
+      { title: "Loss", number: true, cell: (one) => fixed(one.loss, 4) },
       { title: "Validation loss", number: true, cell: (one) => [fixed(one.eval_loss, 4), one.eval_loss === best && h("small", null, "best")] },
       { title: "Size", number: true, cell: (one) => bytes(one.size_bytes) },
       { title: "Saved", number: true, cell: (one) => ago(one.saved_at) },
