@@ -38,6 +38,7 @@ WITHOUT_UNIT = {
     "tokenizer.vocab_size": "tokens of a vocabulary, as everybody calls it",
     "model.vocab_size": "as everybody calls it",
     "model.hidden_size": "as everybody calls it",
+    "model.mup_base_hidden_size": "a hidden_size",
     "model.intermediate_size": "as everybody calls it",
     "model.head_dim": "as everybody calls it",
     "model.rope_theta": "the base of the rotary frequencies, a pure number",

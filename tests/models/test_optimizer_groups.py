@@ -64,6 +64,15 @@ def test_layers_decay_from_the_top() -> None:
         assert scale == expected[stem] * (8 if name.startswith("blocks.1.mlp.") else 1), name
 
 
+def test_matrices_and_head_learn_slower_in_a_wider_model() -> None:
+    model = MODEL.model_copy(update={"hidden_size": 32, "mup_base_hidden_size": 8})
+    spec = decoder_spec(model, tokenizer_vocab_size=16, sequence_length_tokens=8)
+    settings = OptimizerConfig.model_validate({"groups": [{"match": "blocks.0.mlp.*", "lr_scale": 3}]})
+    for name, group in optimizer_groups(spec, settings).items():
+        is_scaled = name == "head.weight" or (name.endswith("weight") and ("attention." in name or "mlp." in name))
+        assert group.lr_scale == (1 / 4 if is_scaled else 1) * (3 if name.startswith("blocks.0.mlp.") else 1), name
+
+
 @pytest.mark.parametrize(
     ("groups", "what"),
     [

@@ -29,7 +29,7 @@ GATED_WIDTH_MULTIPLE = 64
 """The default width of a gated MLP is 8/3 of the hidden size, rounded up to a multiple of this."""
 
 
-FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init"})
+FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init", "mup_base_hidden_size"})
 """Fields that do not affect the meaning of stored weights."""
 
 
@@ -73,6 +73,7 @@ class DecoderSpec(ModelSpec):
     mlp: ImportPath | None = None
     block: ImportPath | None = None
     vision: VisionSpec | None = None
+    mup_base_hidden_size: int | None = None
 
     free_to_change = FREE_TO_CHANGE
 
@@ -97,6 +98,10 @@ class DecoderSpec(ModelSpec):
     @property
     def embedding_scale(self) -> float:
         return sqrt(self.hidden_size) if self.scale_embeddings else 1.0
+
+    @property
+    def width_factor(self) -> float:
+        return 1.0 if self.mup_base_hidden_size is None else self.hidden_size / self.mup_base_hidden_size
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -271,7 +276,10 @@ def _parameter_table(spec: DecoderSpec) -> tuple[ParameterSpec, ...]:
         rows += _block_table(spec, f"blocks.{index}.")
     rows += _norm(spec, "final_norm")
     if not spec.tie_embeddings:
-        rows.append(ParameterSpec("head.weight", *vocabulary, "head", ("vocab", "hidden")))
+        shape, init, _, decay = vocabulary
+        rows.append(
+            ParameterSpec("head.weight", shape, init, std / spec.width_factor, decay, "head", ("vocab", "hidden"))
+        )
     return tuple(rows)
 
 
@@ -280,7 +288,8 @@ def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.block is not None:
         return block_parameters(spec.block, spec, prefix)
-    residual_std = spec.init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else spec.init_std
+    init_std = spec.init_std / sqrt(spec.width_factor)
+    residual_std = init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else init_std
 
     def linear(name: str, out: tuple[int, str], into: tuple[int, str], std: float, bias: bool) -> list[ParameterSpec]:
         shape, axes = (out[0], into[0]), (out[1], into[1])
@@ -291,9 +300,9 @@ def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     hidden, heads, kv_heads, mlp = (width, "hidden"), (query, "heads"), (key_value, "kv_heads"), (inner, "mlp")
     has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
     rows = _norm(spec, f"{prefix}attention_norm") if has_pre else []
-    rows += linear("attention.query", heads, hidden, spec.init_std, bool(spec.attention_bias))
-    rows += linear("attention.key", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
-    rows += linear("attention.value", kv_heads, hidden, spec.init_std, bool(spec.attention_bias))
+    rows += linear("attention.query", heads, hidden, init_std, bool(spec.attention_bias))
+    rows += linear("attention.key", kv_heads, hidden, init_std, bool(spec.attention_bias))
+    rows += linear("attention.value", kv_heads, hidden, init_std, bool(spec.attention_bias))
     if spec.qk_norm:
         whole = spec.qk_norm == "full_width"
         rows += [
@@ -309,8 +318,8 @@ def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     if spec.mlp is not None:
         rows += layer_parameters(spec.mlp, spec, f"{prefix}mlp.", spec.init_std)
     else:
-        rows += linear("mlp.gate", mlp, hidden, spec.init_std, spec.mlp_bias) if spec.is_gated else []
-        rows += linear("mlp.up", mlp, hidden, spec.init_std, spec.mlp_bias)
+        rows += linear("mlp.gate", mlp, hidden, init_std, spec.mlp_bias) if spec.is_gated else []
+        rows += linear("mlp.up", mlp, hidden, init_std, spec.mlp_bias)
         rows += linear("mlp.down", hidden, mlp, residual_std, spec.mlp_bias)
     rows += _norm(spec, f"{prefix}mlp_output_norm") if has_post else []
     return rows

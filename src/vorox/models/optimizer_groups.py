@@ -44,8 +44,10 @@ _ORDER = [group.rule for group in (DECAYED, PLAIN, ORTHOGONAL, FROZEN)]
 def optimizer_groups(spec: ModelSpec, config: OptimizerConfig) -> dict[str, Group]:
     """Return the group of every parameter by name, in table order.
 
-    The first entry of ``optimizer.groups`` whose pattern matches a name applies. ``optimizer.layer_lr_decay`` d scales
-    block l of L by d^(L - l) and embeddings by d^(L + 1).
+    Matrices of the blocks and the head learn at 1 / ``width_factor`` of the rate, embeddings, norms and biases at the
+    whole rate (maximal update parametrisation, arXiv 2203.03466, table 3). The first entry of ``optimizer.groups``
+    whose pattern matches a name applies. ``optimizer.layer_lr_decay`` d scales block l of L by d^(L - l) and embeddings
+    by d^(L + 1).
 
     Raises:
         ConfigError: A pattern matches no parameter, or no parameter is left to train.
@@ -55,6 +57,7 @@ def optimizer_groups(spec: ModelSpec, config: OptimizerConfig) -> dict[str, Grou
     for parameter in spec.parameters:
         group = _rule(parameter, muon=config.name == "muon", decay_embeddings=config.decay_embeddings)
         scale = config.layer_lr_decay ** _layers_above(parameter, spec.num_layers)
+        scale /= spec.width_factor if parameter.kind in ("matrix", "head") else 1.0
         index = next((i for i, one in enumerate(config.groups) if fnmatchcase(parameter.name, one.match)), None)
         if index is not None:
             num_matches[index] += 1

@@ -84,6 +84,11 @@ class ModelSpec(ABC):
         """The parameter table, in the order of the forward pass."""
 
     @property
+    def width_factor(self) -> float:
+        """The width as a multiple of the one that learning rates were tuned at: matrices learn at lr / width_factor."""
+        return 1.0
+
+    @property
     @abstractmethod
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer with attention, in positions; ``None`` for full attention."""

@@ -73,6 +73,7 @@ DIGEST_OMITS_DEFAULT = (
     "model.mlp",
     "model.block",
     "model.vision",
+    "model.mup_base_hidden_size",
     *(f"loss.{key}" for key in ("name", "dpo_beta", "dpo_label_smoothing_fraction")),
     "train.forward_backward",
     "optimizer.groups",

@@ -35,6 +35,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
             keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
         )
+    yield from _width_transfer(config)
     needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
         config.tokenizer.kind
     )
@@ -44,6 +45,26 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             "remove it to use exactly those",
             keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
         )
+
+
+def _width_transfer(config: RunConfig) -> Iterator[Problem]:
+    """Yield settings that ``model.mup_base_hidden_size`` has no rule for."""
+    model = config.model
+    if model.mup_base_hidden_size is None:
+        return
+    for holds, key, wanted in (
+        (model.tie_embeddings, "model.tie_embeddings", "a head of its own; set model.tie_embeddings=false"),
+        (model.scale_embeddings, "model.scale_embeddings", "embeddings of one scale; set model.scale_embeddings=false"),
+        (model.vision.num_layers > 0, "model.vision.num_layers", "text alone; set model.vision.num_layers=0"),
+        (model.mlp is not None, "model.mlp", "the built-in MLP; remove model.mlp"),
+        (model.block is not None, "model.block", "the built-in blocks; remove model.block"),
+        (
+            config.optimizer.name not in ("adamw", "adamw_8bit"), "optimizer.name",
+            f"AdamW, whose learning rates it scales, not {config.optimizer.name}; set optimizer.name=adamw",
+        ),
+    ):  # fmt: skip
+        if holds:
+            yield Problem(f"model.mup_base_hidden_size needs {wanted}", keys=("model.mup_base_hidden_size", key))
 
 
 def _huggingface_model(config: RunConfig) -> Iterator[Problem]:

@@ -170,6 +170,13 @@ class ModelConfig(Section):
     vision: VisionConfig = Field(
         default=VisionConfig(), description="torch: an image encoder before the decoder (data.sources.N.images_field)."
     )
+    mup_base_hidden_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximal update parametrisation: settings tuned at this hidden_size transfer to wider models. With "
+        "m = hidden_size / mup_base_hidden_size, matrices in the blocks start with init_std / sqrt(m), the head with "
+        "init_std / m, and both learn at optimizer.lr / m.",
+    )
     attention_kernel: Literal["auto", "reference", "sdpa", "xla", "cudnn", "splash"] | ImportPath = Field(
         default="auto",
         description="Attention implementation. auto: the engine's fastest; reference: plain matrix products. sdpa: "
