@@ -27,6 +27,7 @@ UNITS = (
     "_threads",
     "_segments",
     "_units",
+    "_pixels",
 )
 COUNTS = re.compile(r"(^|\.)(num|max|keep)_\w+$")
 WITHOUT_UNIT = {
@@ -40,6 +41,9 @@ WITHOUT_UNIT = {
     "model.hidden_size": "as everybody calls it",
     "model.mup_base_hidden_size": "a hidden_size",
     "model.intermediate_size": "as everybody calls it",
+    "model.vision.hidden_size": "as everybody calls it",
+    "model.vision.intermediate_size": "as everybody calls it",
+    "model.vision.merge_size": "as Qwen2-VL calls it",
     "model.head_dim": "as everybody calls it",
     "model.rope_theta": "the base of the rotary frequencies, a pure number",
     "model.rope_scaling.factor": "a pure number",

@@ -88,7 +88,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -
     """Return known keys similar to ``key``, best first: by the whole path, or by the last part in another section."""
     pool = list(candidates) if candidates is not None else [name for name in schema_fields() if not name.endswith("*")]
     wanted = wildcard(key)
-    last = wanted.rpartition(".")[2]
+    section, _, last = wanted.rpartition(".")
 
     def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, wanted, name).ratio()
@@ -96,7 +96,9 @@ def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -
         part = difflib.SequenceMatcher(None, last, name_last).ratio()
         if last in name_last.split("_") or name_last in last.split("_"):
             part = max(part, 0.8)
-        return max(whole, 0.5 * part + 0.5 * whole, 0.95 * part if part > 0.85 else 0.0)
+        is_near = part > 0.85
+        bonus = 0.05 if is_near and name.rpartition(".")[0] == section else 0.0  # rather a slip than another section
+        return max(whole, 0.5 * part + 0.5 * whole, 0.95 * part if is_near else 0.0) + bonus
 
     elsewhere = _NAMES_ELSEWHERE.get(last) or SYNONYMS.get(last)
     if candidates is None and elsewhere is not None:

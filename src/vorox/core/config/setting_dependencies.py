@@ -88,9 +88,8 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-_ANY_MODEL = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel"}
+_SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision"}
 """Settings of the section ``model`` that do not describe the native decoder."""
-_SECTION_SWITCHES = {"rope_scaling": "rope_type", "vision": "num_layers"}
 
 DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),
@@ -100,10 +99,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
-        for key in (
-            *(ModelConfig.model_fields.keys() - _ANY_MODEL - _SECTION_SWITCHES.keys()),
-            *map(".".join, _SECTION_SWITCHES.items()),
-        )
+        for key in (*(ModelConfig.model_fields.keys() - _SHARED), "rope_scaling.rope_type", "vision.num_layers")
     ),
     *(
         Dependency(f"model.vision.{key}", "model.vision.num_layers", bool, "an image encoder (model.vision.num_layers)")
