@@ -27,7 +27,7 @@ def test_each_checkpoint_has_its_loss_and_the_command_that_resumes_it(
     logged = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
     assert [(row["step"], row["loss"]) for row in rows] == [(4, logged[3]), (8, logged[6]), (12, logged[12])]
     assert [row["loss"] for row in run_pages.checkpoints(directory)["checkpoints"]] == [None] * 3
-    assert rows[-1]["resume"] == directory.name
+    assert rows[-1]["resume"] == f"{directory.name} train.num_steps=24", "a finished run needs a new length"
     words = shlex.split(f"train --resume {rows[1]['resume']} train.num_steps=13")
     assert main(words) == 0
     (resumed,) = [event for event in run_pages.events(directory) if event["kind"] == "resumed"]

@@ -22,7 +22,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_argument, run_attempts, short_path
 from vorox.dashboard.downsampling import Numbers, min_max_indices, moving_average
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.experiments.artifacts import list_checkpoints
+from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.experiments.metrics import metric
 
 SMOOTHED = {"loss", "grad_norm", "tokens_per_second", "mfu_fraction"}
@@ -169,6 +169,8 @@ def checkpoints(directory: Path, series: MetricSeries | None = None) -> dict[str
     """
     run, found = run_argument(directory), list_checkpoints(directory)
     newest = max((entry.step for entry in found if entry.state != "quarantined"), default=None)
+    is_finished = newest is not None and newest == inspect_run(directory).total_steps
+    resumed = f"{run} train.num_steps={2 * newest}" if is_finished and newest else run
     steps, losses = (np.array([], np.int64), np.array([])) if series is None else series.points("loss")
     rows: list[dict[str, Any]] = []
     for entry in found:
@@ -181,7 +183,7 @@ def checkpoints(directory: Path, series: MetricSeries | None = None) -> dict[str
                 "fingerprint": str(entry.metadata.get("fingerprint", "")),
                 "name": entry.name,
                 "loss": None if logged < 0 else float(losses[logged]),
-                "resume": run if entry.step == newest else shlex.quote(short_path(entry.path.absolute())),
+                "resume": resumed if entry.step == newest else shlex.quote(short_path(entry.path.absolute())),
             }
         )
     commands = {
