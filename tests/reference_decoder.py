@@ -89,11 +89,27 @@ def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.
         mixed = linear(mixed.reshape(batch, length, -1), f"{block}.attention.output")
         x = x + norm(mixed, "attention_output_norm")
         h = norm(x, "mlp_norm")
-        inner = linear(h, f"{block}.mlp.up")
-        if f"{block}.mlp.gate.weight" in weights:
-            inner = _activation(spec.activation, linear(h, f"{block}.mlp.gate")) * inner
+
+        def mlp(h: np.ndarray, name: str) -> np.ndarray:
+            inner = linear(h, f"{name}.up")
+            if f"{name}.gate.weight" in weights:
+                inner = _activation(spec.activation, linear(h, f"{name}.gate")) * inner
+            else:
+                inner = _activation(spec.activation, inner)
+            return linear(inner, f"{name}.down")
+
+        if spec.num_experts is None:
+            inner = mlp(h, f"{block}.mlp")
         else:
-            inner = _activation(spec.activation, inner)
-        x = x + norm(linear(inner, f"{block}.mlp.down"), "mlp_output_norm")
+            inner = np.zeros_like(h)
+            for row, place in np.ndindex(batch, length):  # one token after the other, all experts
+                scores = linear(h[row, place], f"{block}.mlp.router")
+                shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+                chosen = sorted(range(spec.num_experts), key=lambda expert: -shares[expert])[: spec.experts_per_token]
+                divisor = sum(shares[chosen]) if spec.normalize_expert_weights else 1
+                for expert in chosen:
+                    share = shares[expert] / divisor
+                    inner[row, place] += share * mlp(h[row, place], f"{block}.mlp.experts.{expert}")
+        x = x + norm(inner, "mlp_output_norm")
     head = weights.get("head.weight", weights["embedding.weight"])
     return _norm(spec, x, weights, "final_norm") @ head.T

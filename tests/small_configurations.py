@@ -61,6 +61,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "phi3": LLAMA | {"rotary_fraction": 0.5},
     "olmo2": LLAMA | {"qk_norm": "full_width", "norm_placement": "post", "num_kv_heads": 2},
+    "mixtral": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False, "num_experts": 4},
+    "qwen3 experts": QWEN3 | {"num_experts": 5, "experts_per_token": 3, "normalize_expert_weights": False},
+    "experts without gate": LLAMA
+    | {
+        "activation": "relu",
+        "num_experts": 3,
+        "experts_per_token": 1,
+        "normalize_expert_weights": False,
+        "norm_placement": "both",
+    },
 }
 
 

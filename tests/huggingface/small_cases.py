@@ -24,6 +24,12 @@ LLAMA3 = {
 }  # fmt: skip
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 11}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
+EXPERTS = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = EXPERTS | {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 5, "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}  # fmt: skip
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": None}
 GEMMA = LLAMA | {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True}
 GEMMA3 = {key: value for key, value in GEMMA.items() if key != "rope_parameters"} | {
@@ -51,6 +57,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "mistral": MISTRAL,
     "mistral-no-window": MISTRAL | {"sliding_window": None},
     "mistral-yarn": MISTRAL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 2.0}},
+    "mixtral": MIXTRAL,
+    "mixtral-window": MIXTRAL | {"sliding_window": 11, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-unnormalised": QWEN3_MOE | {"norm_topk_prob": False, "head_dim": 16, "num_attention_heads": 6},
     "qwen2": QWEN2,
     "qwen2-windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "phi3": PHI3,

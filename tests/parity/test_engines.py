@@ -55,7 +55,7 @@ def packed(step: int) -> Batch:
     return Batch(step, *shaped, np.zeros((2, 4), np.uint64), count, DataCursor("", 0, step + 1, 0, 0))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama grouped, untied", "qwen3"])
+@pytest.mark.parametrize("model", ["gpt2", "llama grouped, untied", "qwen3", "mixtral"])
 def test_every_family_over_fifty_steps(model: str) -> None:
     found = compare(
         engine("torch", MODELS[model]), engine("jax", MODELS[model]),

@@ -3,8 +3,8 @@
 ``decoder_spec`` resolves the configuration into a frozen ``DecoderSpec`` without defaults.
 
 Canonical weights are ``[out, in]``. Rotary embeddings rotate halves of a head (Hugging Face's convention). A gated MLP
-is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``. A layer with a sliding window of W lets position q
-attend to the positions from q - W + 1 to q.
+is ``down(act(gate(x)) * up(x))``, a plain one ``down(act(up(x)))``; ``experts.py`` defines a mixture of them. A layer
+with a sliding window of W lets position q attend to the positions from q - W + 1 to q.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
 from vorox.core.schema.section import ImportPath
+from vorox.models.experts import expert_parameters, resolve_experts, split_expert
 from vorox.models.rotary import RopeScaling
 from vorox.models.spec import Init, ModelSpec, ParameterSpec, SavedActivations
 from vorox.models.user_layer import block_parameters, layer_parameters
@@ -74,6 +75,9 @@ class DecoderSpec(ModelSpec):
     block: ImportPath | None = None
     vision: VisionSpec | None = None
     mup_base_hidden_size: int | None = None
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    normalize_expert_weights: bool = True
 
     free_to_change = FREE_TO_CHANGE
 
@@ -129,10 +133,27 @@ class DecoderSpec(ModelSpec):
         return self.num_heads * self.head_dim
 
     @property
+    def num_matmul_weights(self) -> int:
+        total = super().num_matmul_weights
+        if self.num_experts is None or self.experts_per_token is None:
+            return total
+        experts = sum(row.num_elements for row in self.parameters if split_expert(row.name) is not None)
+        routers = sum(row.num_elements for row in self.parameters if row.kind == "router")
+        return total + routers - experts + experts * self.experts_per_token // self.num_experts
+
+    @property
+    def num_converted_weights(self) -> int:
+        return super().num_matmul_weights  # of all experts
+
+    @property
     def saved_per_position(self) -> int:
         key_value = self.num_kv_heads * self.head_dim
         attention = 2 * (self.hidden_size + self.attention_width + key_value)  # stream, norm, projections, mixed values
-        return attention + 2 * self.hidden_size + (3 if self.is_gated else 2) * self.intermediate_size
+        mlp = (3 if self.is_gated else 2) * self.intermediate_size
+        if self.num_experts is None or self.experts_per_token is None:
+            return attention + 2 * self.hidden_size + mlp
+        slot = mlp + 2 * self.hidden_size  # sorted input and output
+        return attention + 2 * self.hidden_size + self.experts_per_token * slot + 2 * self.num_experts
 
     def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
         saved = super().saved_activations(sequence_length_tokens, dtype_bytes)
@@ -148,7 +169,10 @@ class DecoderSpec(ModelSpec):
             heads += f" ({self.num_kv_heads} key/value)"
         layers = pluralize(self.num_layers, "layer")
         images = "" if self.vision is None else f", images by {pluralize(self.vision.num_layers, 'layer')}"
-        return f"{layers} x {self.hidden_size}, {heads}, MLP {self.intermediate_size}{images}"
+        mlp = f"MLP {self.intermediate_size}"
+        if self.num_experts is not None:
+            mlp = f"{self.experts_per_token} of {pluralize(self.num_experts, 'expert')} of {self.intermediate_size}"
+        return f"{layers} x {self.hidden_size}, {heads}, {mlp}{images}"
 
     def to_json(self) -> dict[str, Any]:
         young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
@@ -229,6 +253,7 @@ def decoder_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_len
         "layer_types": layer_types if len(set(layer_types)) > 1 else None,
         "vision": vision_spec(config.vision),
         "query_pre_attn_scalar": None if config.query_pre_attn_scalar == head_dim else config.query_pre_attn_scalar,
+        "experts_per_token": resolve_experts(config),
     }
     return DecoderSpec(**{field.name: getattr(config, field.name) for field in fields(DecoderSpec)} | resolved)
 
@@ -317,6 +342,11 @@ def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     rows += _norm(spec, f"{prefix}mlp_norm") if has_pre else []
     if spec.mlp is not None:
         rows += layer_parameters(spec.mlp, spec, f"{prefix}mlp.", spec.init_std)
+    elif spec.num_experts is not None:
+        rows += expert_parameters(
+            f"{prefix}mlp.", spec.num_experts, width, inner, is_gated=spec.is_gated, std=init_std,
+            residual_std=residual_std,
+        )  # fmt: skip
     else:
         rows += linear("mlp.gate", mlp, hidden, init_std, spec.mlp_bias) if spec.is_gated else []
         rows += linear("mlp.up", mlp, hidden, init_std, spec.mlp_bias)

@@ -34,8 +34,6 @@ _ONLY_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Keys of features that we do not implement, and the values that disable them."""
 
-DEFAULT_ROPE_THETA = 10_000.0
-
 
 def huggingface_config(
     spec: DecoderSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
@@ -117,13 +115,14 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     for key, accepted in {**_ONLY_EVERYWHERE, **architecture.only}.items():
         if key in config and config[key] not in accepted:
             refuse(key, config[key], f"only {' or '.join(repr(value) for value in accepted)} is implemented")
+    config = {key: config[name] for key, name in architecture.aliases.items() if name in config} | dict(config)
     values = {key: config.get(key, default) for key, default in architecture.defaults.items()}
     found = {field: values[key] for field, key in architecture.keys.items()} | dict(architecture.fixed)
     found["activation"] = _activation(architecture, values)
     if family == "gpt2":
         _check_dropouts(values)
     else:
-        found |= read_rope(config, architecture.rules, default_theta=DEFAULT_ROPE_THETA)
+        found |= read_rope(config, architecture.rules, default_theta=architecture.default_theta)
         found |= read_windows({**values, **config}, architecture.windows, found["num_layers"])
         if found.get("sliding_window_tokens") is None:
             found.pop("sliding_rope_theta", None)

@@ -14,7 +14,9 @@ from typing import Any, Literal
 from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "gemma3_text"]
+Family = Literal[
+    "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma", "gemma3_text"
+]  # fmt: skip
 Windows = Literal["none", "all_layers", "by_layer", "every_sixth_full"]
 
 _GPT2_MODULES = {
@@ -46,6 +48,18 @@ _LLAMA_MODULES = {
     "mlp.down": "model.layers.{i}.mlp.down_proj",
     "final_norm": "model.norm",
     "head": "lm_head",
+}
+_MIXTRAL_MODULES = _LLAMA_MODULES | {
+    "mlp.router": "model.layers.{i}.block_sparse_moe.gate",
+    "mlp.experts.gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
+    "mlp.experts.up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
+    "mlp.experts.down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",
+}
+_QWEN3_MOE_MODULES = _LLAMA_MODULES | {
+    "mlp.router": "model.layers.{i}.mlp.gate",
+    "mlp.experts.gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
+    "mlp.experts.up": "model.layers.{i}.mlp.experts.{e}.up_proj",
+    "mlp.experts.down": "model.layers.{i}.mlp.experts.{e}.down_proj",
 }
 _PHI3_MODULES = _LLAMA_MODULES | {
     "attention.query": "model.layers.{i}.self_attn.qkv_proj",
@@ -105,6 +119,7 @@ _GEMMA_DEFAULTS = _LLAMA_DEFAULTS | {
     "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
 }  # fmt: skip
 
+_EXPERTS = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 _WHOLE_HEADS = {"partial_rotary_factor": (1, None)}
 _NO_PADDING = {"pad_token_id": None}
 """For architectures whose default is an id, which the vocabulary may lack."""
@@ -117,7 +132,7 @@ _PLAIN_RULES: Rules = {
     "attention_bias": (False,), "mlp_bias": (False,), "rotary_fraction": (1.0,), "norm_placement": ("pre",),
     "windows": ("none",), "has_even_heads": (True,), "norm_unit_offset": (False,), "scale_embeddings": (False,),
     "sliding_rope_theta": (None,), "query_pre_attn_scalar": (None,), "activation": _LLAMA_ACTIVATIONS,
-    "mlp": (None,), "block": (None,), "vision": (None,),
+    "mlp": (None,), "block": (None,), "vision": (None,), "has_experts": (False,),
 }  # fmt: skip
 """The values that a property of a spec may have, unless a row says otherwise; ``None`` for any value."""
 
@@ -129,7 +144,8 @@ class Architecture:
     Attributes:
         class_name: Its class.
         rules: Properties of a spec that it computes, where they differ from ``_PLAIN_RULES``.
-        modules: Canonical modules to the names of its modules; several may share one, which concatenates them.
+        modules: Canonical modules to the names of its modules; several may share one, which concatenates them. ``{i}``
+            is the block, ``{e}`` the expert.
         keys: Our keys to the keys of ``config.json``, for equal values.
         fixed: Our keys that the architecture decides.
         defaults: Values of keys that a ``config.json`` omits, in transformers.
@@ -138,6 +154,8 @@ class Architecture:
         activations: Its values to ours; the first name of each is written.
         windows: Which layers may have a sliding window.
         constants: Keys that are always written.
+        aliases: Keys to the names under which other versions of transformers write them.
+        default_theta: Base of the rotary frequencies that a ``config.json`` omits.
     """
 
     class_name: str
@@ -151,6 +169,8 @@ class Architecture:
     activations: Mapping[str, str] = field(default_factory=lambda: _GATED_ACTIVATIONS)
     windows: Windows = "none"
     constants: Mapping[str, Any] = field(default_factory=lambda: dict[str, Any]())
+    aliases: Mapping[str, str] = field(default_factory=lambda: dict[str, str]())
+    default_theta: float = 10_000.0
 
 
 _GEMMA_RULES: Rules = {
@@ -206,6 +226,41 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
             "sliding_window": 4096,
         },
         windows="all_layers",
+    ),
+    "mixtral": Architecture(
+        "MixtralForCausalLM",
+        {"windows": ("none", "all_layers"), "has_experts": (True,), "normalize_expert_weights": (True,)},
+        _MIXTRAL_MODULES, _LLAMA_KEYS | _EXPERTS | {"num_experts": "num_local_experts"},
+        _LLAMA_FIXED | {"normalize_expert_weights": True},
+        _LLAMA_DEFAULTS | {
+            "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        only=_NO_DROPOUT | _WHOLE_HEADS | {"router_jitter_noise": (0, None)},
+        windows="all_layers",
+        aliases={"num_local_experts": "num_experts"},
+        default_theta=1_000_000.0,
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        {
+            "qk_norm": (True,), "attention_bias": (False, True), "has_even_heads": (False, True),
+            "has_experts": (True,), "normalize_expert_weights": (False, True),
+        },
+        _QWEN3_MOE_MODULES,
+        _LLAMA_KEYS | _BIAS | _EXPERTS | {
+            "intermediate_size": "moe_intermediate_size", "normalize_expert_weights": "norm_topk_prob",
+        },
+        _LLAMA_FIXED | {"qk_norm": True},
+        {key: value for key, value in _LLAMA_DEFAULTS.items() if key != "intermediate_size"} | {
+            "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 24,
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "attention_bias": False, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": False,
+        },
+        only=_NO_DROPOUT | _WHOLE_HEADS | {
+            "use_sliding_window": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None),
+        },
+        aliases={"num_experts": "num_local_experts"},
     ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
@@ -283,6 +338,7 @@ def _properties(spec: DecoderSpec) -> dict[str, Any]:
     is_plain = spec.head_dim * spec.num_heads == spec.hidden_size and spec.num_kv_heads == spec.num_heads
     return {name: getattr(spec, name) for name in _FIELDS} | {
         "is_gated": spec.is_gated,
+        "has_experts": spec.num_experts is not None,
         "windows": kind,
         "has_even_heads": spec.hidden_size % spec.num_heads == 0,
         "has_gpt2_heads": is_plain,
@@ -293,7 +349,7 @@ def _properties(spec: DecoderSpec) -> dict[str, Any]:
 _FIELDS = (
     "positions", "norm", "norm_bias", "activation", "qk_norm", "attention_bias", "mlp_bias", "norm_placement",
     "rotary_fraction", "rope_scaling", "sliding_window_tokens", "norm_unit_offset", "scale_embeddings",
-    "sliding_rope_theta", "query_pre_attn_scalar", "mlp", "block", "vision",
+    "sliding_rope_theta", "query_pre_attn_scalar", "mlp", "block", "num_experts", "normalize_expert_weights", "vision",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import xxhash
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.experts import split_expert
 from vorox.models.huggingface_families import ARCHITECTURES, require_family
 from vorox.models.spec import ParameterSpec
 from vorox.models.weights_file import TensorEntry
@@ -73,7 +74,8 @@ def group_parameters(
 
     Args:
         spec: The model.
-        modules: Canonical modules to its names; ``{i}`` is the block. Several may share one, which concatenates them.
+        modules: Canonical modules to its names; ``{i}`` is the block, ``{e}`` the expert. Several may share one, which
+            concatenates them.
         transposes: Whether projections are stored transposed.
     """
     parts: dict[str, list[ParameterSpec]] = {}
@@ -81,9 +83,12 @@ def group_parameters(
     for parameter in spec.parameters:
         match = _CANONICAL.fullmatch(parameter.name)
         assert match is not None, parameter.name
-        name = f"{modules[match['module']].format(i=match['block'])}.{match['kind']}"
+        module, expert = match["module"], ""
+        if (split := split_expert(parameter.name)) is not None:
+            module, expert = module.replace(f".{split[1]}.", "."), split[1]
+        name = f"{modules[module].format(i=match['block'], e=expert)}.{match['kind']}"
         parts.setdefault(name, []).append(parameter)
-        is_projection = match["module"].startswith(("attention.", "mlp.")) and match["kind"] == "weight"
+        is_projection = module.startswith(("attention.", "mlp.")) and match["kind"] == "weight"
         transposed[name] = transposes and is_projection
     position = {parameter.name: index for index, parameter in enumerate(spec.parameters)}
     order = sorted(parts, key=lambda name: max(position[part.name] for part in parts[name]))

@@ -175,7 +175,7 @@ def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         gathered = (2 * block if parallel.reshard_after_forward else blocks) + rest
         copies = dtype_bytes * gathered + FP32_BYTES * max(block, rest)
     else:
-        converted = spec.num_matmul_weights - spec.num_frozen_matmul_weights
+        converted = spec.num_converted_weights
         if parallel.pipeline_parallel_size > 1:
             converted = min(converted, planned.parameter_bytes // FP32_BYTES)
         copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * converted // shards

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-Kind = Literal["embedding", "matrix", "head", "norm", "bias", "tensor"]
+Kind = Literal["embedding", "matrix", "router", "head", "norm", "bias", "tensor"]
 Init = Literal["normal", "uniform", "ones", "zeros"]
 
 
@@ -27,7 +27,8 @@ class ParameterSpec:
         init: Initial distribution.
         std: Standard deviation of a normal or uniform initialisation around 0, else 0.
         decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
-        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``tensor`` any other weight.
+        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``router`` that of a mixture of
+            experts, ``tensor`` any other weight.
         axes: Logical axis of each dimension, for sharding.
         trainable: Whether the optimizer updates it; other parameters are constants of the training state.
     """
@@ -151,6 +152,11 @@ class ModelSpec(ABC):
         """Elements of all matrices that every token is multiplied by; a tied embedding counts as the head."""
         matrices = sum(parameter.num_elements for parameter in self.parameters if parameter.kind == "matrix")
         return matrices + self.vocab_size * self.hidden_size
+
+    @property
+    def num_converted_weights(self) -> int:
+        """Elements of the trained matrices that a lower compute precision needs a copy of."""
+        return self.num_matmul_weights - self.num_frozen_matmul_weights
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Return what differs from the JSON of the model that stored weights belong to, one text per key."""

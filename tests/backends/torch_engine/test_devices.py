@@ -33,6 +33,7 @@ def refused(config: RunConfig, key: str, message: str) -> None:
         ({"model": LLAMA | {"intermediate_size": 42}}, "model.intermediate_size", "= 42 is not divisible by"),
         ({"model": MANY_HEADS, "parallel__tensor_parallel_size": 16}, "", "65 tokens cannot be divided"),
         ({"model": MODELS["olmo2"]}, "model.qk_norm", "with model.qk_norm = full_width"),
+        ({"model": MODELS["mixtral"]}, "model.num_experts", "with model.num_experts = 4"),
         ({"runtime__compile": True}, "runtime.compile", "with runtime.compile = True"),
         ({"runtime__determinism": "bitwise-any-world"}, "runtime.determinism", "bitwise-any-world"),
         ({"optimizer__name": "torch.optim:SGD"}, "optimizer.name", "with optimizer.name = torch.optim:SGD"),

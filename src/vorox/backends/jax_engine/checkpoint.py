@@ -152,10 +152,10 @@ def _restore_leaf(stored: ArrayReader, layout: ParameterLayout, kind: str, leaf:
     def read_shard(index: Index | None) -> npt.NDArray[np.float32]:
         where = tuple(slice(None) for _ in like.shape) if index is None or index is ... else tuple(index)
         if str(where) not in known:  # replicas read the same slice
-            if layout.is_stacked(leaf):
-                known[str(where)] = np.stack([stored.read(name, where[1:]) for name in names[where[0]]])
-            else:
-                known[str(where)] = stored.read(names[0], where)
+            stack = layout.stack_shape(leaf)
+            chosen = np.array(names).reshape(stack)[where[: len(stack)]]
+            parts = [stored.read(str(name), where[len(stack) :]) for name in chosen.flat]
+            known[str(where)] = np.stack(parts).reshape(*chosen.shape, *parts[0].shape)
         return known[str(where)]
 
     return jax.make_array_from_callback(like.shape, like.sharding, read_shard)
@@ -164,23 +164,26 @@ def _restore_leaf(stored: ArrayReader, layout: ParameterLayout, kind: str, leaf:
 def _by_canonical_name(layout: ParameterLayout, tree: Tree, *, detached: bool) -> Tree:
     found: Tree = {}
     for leaf, array in tree.items():
-        for index, parameter in enumerate(layout.leaves[leaf]):
-            row = index if layout.is_stacked(leaf) else None
-            found[parameter.name] = _single_replica(array, detached=detached, row=row)
+        places = np.ndindex(layout.stack_shape(leaf))
+        for place, parameter in zip(places, layout.leaves[leaf], strict=True):
+            found[parameter.name] = _single_replica(array, detached=detached, place=place)
     return {name: found[name] for name in layout.names(tree)}
 
 
-def _single_replica(array: jax.Array, *, detached: bool, row: int | None = None) -> jax.Array:
-    """Return an array, or one row of it, with one replica per process; copied into host memory if ``detached``."""
+def _single_replica(array: jax.Array, *, detached: bool, place: tuple[int, ...] = ()) -> jax.Array:
+    """Return an array, or its part at a place in the leading axes, with one replica per process.
+
+    It is copied into host memory if ``detached``.
+    """
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
-    axes, shape = (sharding.spec, array.shape) if row is None else (sharding.spec[1:], array.shape[1:])
+    axes, shape = sharding.spec[len(place) :], array.shape[len(place) :]
     memory = HOST_MEMORY if detached else None
     target = NamedSharding(_replica_devices(sharding), PartitionSpec(*axes), memory_kind=memory)
     parts: list[jax.Array] = []
     for shard in array.addressable_shards:
         if shard.device in target.device_set:
-            part = shard.data if row is None else shard.data[row]
+            part = shard.data[place] if place else shard.data
             if detached:
                 host = SingleDeviceSharding(shard.device, memory_kind=HOST_MEMORY)
                 part = jax.device_put(part, host, may_alias=False)

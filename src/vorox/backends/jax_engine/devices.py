@@ -101,6 +101,11 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     _check_supported(config)
     platform = _select_platform(config, dist)
     mesh = _mesh(config, platform)
+    if config.model.num_experts is not None and mesh.size > 1:
+        raise ConfigError(
+            f"model.num_experts = {config.model.num_experts} is not supported by the jax engine on {mesh.size} devices",
+            where="model.num_experts, parallel", hint="set parallel.data_parallel_size=1, or backend=torch",
+        )  # fmt: skip
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if platform == "cpu" else "data"

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine import attention, devices, distributed, loss, nonfinite
+from vorox.backends.jax_engine import attention, devices, distributed, experts, loss, nonfinite
 from vorox.backends.jax_engine.attention import AttentionMask
 from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
 from vorox.backends.jax_engine.decoder import JaxDecoder
@@ -172,17 +172,17 @@ class JaxEngine:
         forward_backward = partial(self._forward_backward, state.params, scale)
 
         def body(gradients: dict[str, Array], part: tuple[Array, Mapping[str, Array]]) -> Any:
-            new, sums, moments_LP3 = forward_backward(part[1], jax.random.fold_in(key, part[0]))
-            return jax.tree.map(jnp.add, gradients, new), (sums, moments_LP3)
+            new, sums, seen = forward_backward(part[1], jax.random.fold_in(key, part[0]))
+            return jax.tree.map(jnp.add, gradients, new), (sums, seen)
 
         num_micro_batches = arrays["tokens"].shape[0]
         if num_micro_batches == 1:
             first = {name: array[0] for name, array in arrays.items()}
-            gradients, sums, moments_LP3 = forward_backward(first, jax.random.fold_in(key, 0))
-            moments_ALP3 = None if moments_LP3 is None else moments_LP3[None]
+            gradients, sums, seen = forward_backward(first, jax.random.fold_in(key, 0))
+            seen = jax.tree.map(lambda array: array[None], seen)
         else:
             zeros = jax.tree.map(jnp.zeros_like, self._optimizer.trained(state.params))
-            gradients, (sums, moments_ALP3) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(arrays)))
+            gradients, (sums, seen) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(arrays)))
         totals = loss.LossSums(*(part.sum() for part in sums))
         mean_loss = totals.cross_entropy * scale
         after, grad_norm, finite = self._optimizer.step(
@@ -190,7 +190,8 @@ class JaxEngine:
         )
         numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
         numbers |= gradient_bits(gradients) if self._config.runtime.recompute_every_steps is not None else {}
-        return after, numbers | self._extras(after, totals, scale), moments_ALP3
+        numbers |= experts.metrics(seen.routers, self._spec, self._config.loss, scale)
+        return after, numbers | self._extras(after, totals, scale), seen.moments
 
     def _step_key(self, step: Array | int) -> Array:
         high, low = divmod(self._config.run.seed, 1 << 32)
@@ -205,35 +206,33 @@ class JaxEngine:
 
     def _forward_backward(
         self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False
-    ) -> tuple[dict[str, Array], loss.LossSums, Array | None]:
-        """Run forward and backward over a micro-batch; return gradients, loss sums and tap moments."""
+    ) -> tuple[dict[str, Array], loss.LossSums, experts.Seen]:
+        """Run forward and backward over a micro-batch; return gradients, loss sums and what was measured."""
         context = self._context(
             rows,
             dropout_key=key if self._spec.dropout_fraction > 0 else None,
             measure=measure or self._config.log.activation_statistics,
+            router=experts.router_step(self._spec, self._config.loss, scale, rows["labels"]),
         )
 
-        def hidden(trained: Mapping[str, Array]) -> tuple[Array, Array | None]:
-            hidden_BTD, _, moments_LP3 = self._decoder({**params, **trained}, rows["tokens"], context)
-            return hidden_BTD, moments_LP3
+        def hidden(trained: Mapping[str, Array]) -> tuple[Array, experts.Seen]:
+            hidden_BTD, _, seen = self._decoder({**params, **trained}, rows["tokens"], context)
+            return hidden_BTD, seen
 
-        hidden_BTD, pullback, moments_LP3 = jax.vjp(hidden, self._optimizer.trained(params), has_aux=True)
+        hidden_BTD, pullback, seen = jax.vjp(hidden, self._optimizer.trained(params), has_aux=True)
         head_name, head_VD = self._decoder.head(params)
         sums, d_hidden_BTD, d_head_VD = loss.train(hidden_BTD, head_VD, rows["labels"], self._config.loss, scale)
         (gradients,) = pullback(d_hidden_BTD)
         if head_name in gradients:
             gradients[head_name] = gradients[head_name] + d_head_VD
-        return gradients, sums, moments_LP3
+        return gradients, sums, seen
 
-    def _context(
-        self, rows: Mapping[str, Array], *, dropout_key: Array | None = None, measure: bool = False
-    ) -> ForwardContext:
+    def _context(self, rows: Mapping[str, Array], **others: Any) -> ForwardContext:
+        """Return the inputs of a forward pass; ``others`` are fields of ``ForwardContext``."""
         positions_BT = rows.get("positions")
         if positions_BT is None:
             positions_BT = jnp.arange(rows["tokens"].shape[1])[None]
-        return ForwardContext(
-            AttentionMask(rows.get("segments")), positions_BT, dropout_key=dropout_key, measure=measure
-        )
+        return ForwardContext(AttentionMask(rows.get("segments")), positions_BT, **others)
 
     def _extras(self, after: State, totals: loss.LossSums, scale: Array) -> dict[str, Array]:
         extras: dict[str, Array] = {}

@@ -26,6 +26,7 @@ from vorox.backends.jax_engine.attention import (
     layer_rotary,
     layer_window,
 )
+from vorox.backends.jax_engine.experts import Experts, RouterStep, Seen
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.core.extensions import load_function
@@ -48,6 +49,7 @@ class ForwardContext:
         cache: Keys and values so far, ``[L, 2, B, S, K, H]``, for decoding.
         cache_start: Position at which new keys and values are written.
         measure: Whether to measure the residual stream at the tap points.
+        router: Losses and metrics of the routers of experts; ``None`` in evaluation, and without experts.
     """
 
     attention_mask: AttentionMask
@@ -56,6 +58,7 @@ class ForwardContext:
     cache: Array | None = None
     cache_start: Array | None = None
     measure: bool = False
+    router: RouterStep | None = None
 
 
 class Linear(nnx.Module):
@@ -177,14 +180,15 @@ class Block(nnx.Module):
         self.attention = Attention(spec, attend)
         self.attention_output_norm = _stream_norm(spec) if has_post else None
         self.mlp_norm = _stream_norm(spec) if has_pre else None
-        self.mlp = Mlp(spec)
+        has_experts = spec.num_experts is not None
+        self.mlp = Experts(spec, _activation(spec.activation)) if has_experts else Mlp(spec)
         self.mlp_output_norm = _stream_norm(spec) if has_post else None
 
     def __call__(
         self, x_BTD: Array, layer: Array | int, context: ForwardContext, taps: Taps, rotary: tuple[Array, Array] | None,
         cache: Array | None,
-    ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
-        """Return the residual stream after the block, the layer's cache, and the tap moments ``[points, 3]``."""
+    ) -> tuple[Array, Array | None, Seen]:  # fmt: skip
+        """Return the residual stream after the block, the layer's cache, and what was measured."""
         keys: list[Array | None] = [None] * 3
         if context.dropout_key is not None:
             keys = list(jax.random.split(jax.random.fold_in(context.dropout_key, layer), 3))
@@ -201,9 +205,14 @@ class Block(nnx.Module):
         rotary = layer_rotary(self._spec, rotary, layer)
         mixed_BTD, cache = self.attention(_apply(self.attention_norm, x_BTD), context, rotary, keys[0], cache)
         x_BTD = tap("after_attention", x_BTD + self._drop(_apply(self.attention_output_norm, mixed_BTD), keys[1]))
-        inner_BTD = _apply(self.mlp_output_norm, self.mlp(_apply(self.mlp_norm, x_BTD)))
+        routers, normed_BTD = None, _apply(self.mlp_norm, x_BTD)
+        if isinstance(self.mlp, Experts):
+            inner_BTD, routers = self.mlp(normed_BTD, context.router)
+        else:
+            inner_BTD = self.mlp(normed_BTD)
+        inner_BTD = _apply(self.mlp_output_norm, inner_BTD)
         x_BTD = tap("after_mlp", x_BTD + self._drop(inner_BTD, keys[2]))
-        return x_BTD, cache, jnp.stack(measured) if measured else None
+        return x_BTD, cache, Seen(jnp.stack(measured) if measured else None, routers)
 
     def _drop(self, x_BTD: Array, key: Array | None) -> Array:
         return x_BTD if key is None else apply_dropout(x_BTD, (self._spec.dropout_fraction, key))
@@ -261,8 +270,8 @@ class Decoder:
 
     def __call__(
         self, params: Mapping[str, Array], tokens_BT: Array, context: ForwardContext
-    ) -> tuple[Array, Array | None, Array | None]:  # fmt: skip
-        """Return the final hidden state ``[B, T, D]``, the extended cache, and the tap moments ``[L, points, 3]``."""
+    ) -> tuple[Array, Array | None, Seen]:  # fmt: skip
+        """Return the final hidden state ``[B, T, D]``, the extended cache, and what was measured, by layer."""
         outer = self._outer.bind(params)
         x_BTD = outer.embedding(tokens_BT, self._dtype)
         if self._layout.spec.scale_embeddings:
@@ -281,7 +290,7 @@ class Decoder:
 
     def _blocks(
         self, params: Mapping[str, Array], x_BTD: Array, context: ForwardContext, rotary: tuple[Array, Array] | None
-    ) -> tuple[Array, Array | None, Array | None]:
+    ) -> tuple[Array, Array | None, Seen]:
         num_layers = self._layout.spec.num_layers
 
         def body(x: Array, layer: Any, tree: Mapping[str, Array], cache: Array | None) -> Any:
@@ -313,7 +322,7 @@ class Decoder:
         return (
             x_BTD,
             None if context.cache is None else jnp.stack(caches),
-            jnp.stack(measured) if context.measure else None,
+            jax.tree.map(lambda *layers: jnp.stack(layers), *measured),
         )
 
 

@@ -29,7 +29,7 @@ def find_origin(
     """Return the first non-finite place, or ``None``.
 
     Args:
-        forward_backward: (parameters, loss scale, rows, key) -> gradients, loss sums, tap moments.
+        forward_backward: (parameters, loss scale, rows, key) -> gradients, loss sums, measurements.
         params: Parameters.
         arrays: The batch, with a leading axis of micro-batches.
         key: Random key of the step.
@@ -38,10 +38,10 @@ def find_origin(
     scale = 1.0 / jnp.maximum((arrays["labels"] != IGNORED_LABEL).sum(), 1).astype(jnp.float32)
     for index in range(arrays["tokens"].shape[0]):
         rows = {name: array[index] for name, array in arrays.items()}
-        gradients, sums, moments_LP3 = forward_backward(params, scale, rows, jax.random.fold_in(key, index))
+        gradients, sums, seen = forward_backward(params, scale, rows, jax.random.fold_in(key, index))
         finite = {name: bool(np.isfinite(array).all()) for name, array in layout.unpack(gradients)}
         loss = float(sums.cross_entropy * scale)
-        found = NonfiniteOrigin.locate(index, loss, statistics(np.asarray(moments_LP3)[None]), finite)
+        found = NonfiniteOrigin.locate(index, loss, statistics(np.asarray(seen.moments)[None]), finite)
         if found is not None:
             return found
     return None

@@ -1,7 +1,8 @@
 """Layout of the canonical parameters in the engine's pytree.
 
 A leaf is one canonical parameter or, with scanned layers, the same parameter of all blocks stacked on a leading axis:
-``blocks.3.mlp.up.weight`` is then row 3 of the leaf ``blocks.mlp.up.weight``. Optimizer state has the same leaves.
+``blocks.3.mlp.up.weight`` is then row 3 of the leaf ``blocks.mlp.up.weight``. The matrices of all experts of a block
+are stacked likewise, behind the axis of layers. Optimizer state has the same leaves.
 Everything outside the engine (checkpoints, fingerprints, exports) uses canonical names.
 
 Invariant: packing and unpacking preserve every bit.
@@ -21,6 +22,7 @@ from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.schema import OptimizerConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.experts import split_expert
 from vorox.models.optimizer_groups import Group, common_group, optimizer_groups
 from vorox.models.spec import ParameterSpec
 
@@ -35,7 +37,7 @@ class ParameterLayout:
         scanned: Whether the blocks are stacked.
 
     Attributes:
-        leaves: Leaf name to its canonical parameters: one, or one per layer.
+        leaves: Leaf name to its canonical parameters: one, or one per layer and expert, in this order.
     """
 
     def __init__(self, spec: DecoderSpec, *, scanned: bool) -> None:
@@ -47,11 +49,19 @@ class ParameterLayout:
 
     def leaf_of(self, name: str) -> str:
         """Return the leaf that holds a canonical parameter."""
+        split = split_expert(name)
+        if split is not None:
+            name = split[0]
         parts = name.split(".")
         return ".".join(["blocks", *parts[2:]]) if self.scanned and parts[0] == "blocks" else name
 
-    def is_stacked(self, leaf: str) -> bool:
-        return self.scanned and leaf.startswith("blocks.")
+    def stack_shape(self, leaf: str) -> tuple[int, ...]:
+        """Return the sizes of the leading axes over which canonical parameters are stacked."""
+        parameters = self.leaves[leaf]
+        has_experts = split_expert(parameters[0].name) is not None
+        num_layers = self.spec.num_layers if self.scanned and leaf.startswith("blocks.") else 1
+        layers = (num_layers,) if self.scanned and leaf.startswith("blocks.") else ()
+        return (*layers, len(parameters) // num_layers) if has_experts else layers
 
     def names(self, leaves: Iterable[str]) -> tuple[str, ...]:
         """Return the canonical names of the parameters in some leaves, in table order."""
@@ -61,7 +71,9 @@ class ParameterLayout:
     def axes(self, leaf: str) -> tuple[str, ...]:
         """Return the logical axis of each dimension of a leaf, for sharding."""
         parameter = self.leaves[leaf][0]
-        return ("layers", *parameter.axes) if self.is_stacked(leaf) else parameter.axes
+        stacked = ("layers", "experts") if split_expert(parameter.name) is not None else ("layers",)
+        num_stacked = len(self.stack_shape(leaf))
+        return (*stacked[len(stacked) - num_stacked :], *parameter.axes) if num_stacked else parameter.axes
 
     def groups(self, config: OptimizerConfig) -> dict[str, Group]:
         """Return the optimizer group of every leaf.
@@ -69,7 +81,8 @@ class ParameterLayout:
         Raises:
             ConfigError: Parameters of one leaf have different groups (see also ``optimizer_groups``).
         """
-        groups, hint = optimizer_groups(self.spec, config), "set runtime.scan_layers=false"
+        groups = optimizer_groups(self.spec, config)
+        hint = "set runtime.scan_layers=false, and let one pattern match all experts of a block"
         return {
             leaf: common_group([parameter.name for parameter in parameters], groups, hint=hint)
             for leaf, parameters in self.leaves.items()
@@ -100,19 +113,19 @@ class ParameterLayout:
             if missing:
                 raise CheckpointError(f"Parameter {missing[0]} is missing")
             arrays = [found[name] for name in names]
-            packed[leaf] = np.stack(arrays) if self.is_stacked(leaf) else arrays[0]
+            stack = self.stack_shape(leaf)
+            packed[leaf] = np.stack(arrays).reshape(*stack, *arrays[0].shape) if stack else arrays[0]
         return packed
 
     def unpack(self, tree: Mapping[str, jax.Array]) -> Iterator[NamedArray]:
         """Yield the canonical arrays of a tree on the host, in table order, fetching leaf by leaf."""
-        fetched: dict[str, npt.NDArray[np.float32]] = {}
+        fetched: dict[str, Iterator[npt.NDArray[np.float32]]] = {}
         for parameter in self.spec.parameters:
             leaf = self.leaf_of(parameter.name)
             if leaf not in tree:
                 continue
             if leaf not in fetched:
-                fetched[leaf] = to_host(tree[leaf])
-            if self.is_stacked(leaf):
-                yield parameter.name, fetched[leaf][int(parameter.name.split(".")[1])]
-            else:
-                yield parameter.name, fetched.pop(leaf)
+                fetched[leaf] = iter(to_host(tree[leaf]).reshape(-1, *parameter.shape))
+            yield parameter.name, next(fetched[leaf])
+            if parameter is self.leaves[leaf][-1]:
+                del fetched[leaf]

@@ -2,7 +2,7 @@
 
 All blocks share one compiled graph, so compiling 48 layers takes as long as compiling one. Taps and activation
 statistics run between compiled graphs: while there are any, the stages of a block (attention, MLP) are compiled instead
-of the whole.
+of the whole. Experts are not compiled, because the size of their products depends on the tokens; attention is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ def compiled_block(compute: Compute) -> RunBlock:
     stage_graph = torch.compile(call_stage, dynamic=False, fullgraph=True)
     calls = 0
 
+    def call_attention(block: ResidualBlock, stage: str, x_MD: Tensor, context: ForwardContext) -> Tensor:
+        return (stage_graph if stage == "attend" else call_stage)(block, stage, x_MD, context)
+
     def call(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> Tensor:
+        if block.has_experts:
+            return block(x_MD, context, call_attention)
         return block(x_MD, context, stage_graph) if block.taps.active else graph(block, x_MD, context)
 
     def run(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> Tensor:

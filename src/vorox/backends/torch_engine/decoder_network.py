@@ -28,6 +28,7 @@ from vorox.backends.torch_engine.dpo_loss import (
     log_probs_of_hidden,
     targets_to_device,
 )
+from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
@@ -81,6 +82,7 @@ class DecoderNetwork:
         )  # fmt: skip
         self.teach: Callable[[Batch, int], TeacherOutput] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)
+        self._routers = None if spec.num_experts is None else RouterMetrics(spec, config.loss, ranks)
 
     @property
     def is_random(self) -> bool:
@@ -134,6 +136,9 @@ class DecoderNetwork:
         labels = self._labels(batch, index)
         if self.teach is not None:
             labels = replace(labels, teacher=self.teach(batch, index))
+        if self._routers is not None:
+            factor = scale if loss_scale is None else loss_scale * scale
+            context = replace(context, router=RouterStep(self._config.loss, factor, labels.kept_M))
         objective, sums = self._forward(
             tokens_M,
             context,
@@ -141,7 +146,12 @@ class DecoderNetwork:
             run_block,
         )
         self.parameters.backward(objective)
+        if self._routers is not None and context.router is not None and compiled:  # not while a value is located
+            self._routers.add(context.router)
         return sums
+
+    def metrics(self, count: int) -> dict[str, Tensor]:
+        return {} if self._routers is None else self._routers.take(count)
 
     def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
         tokens_M, context = self._inputs(batch, index, is_training=False)

@@ -245,7 +245,7 @@ class TorchEngine:
         return num_rows if self.data_shard.is_whole else int(np.count_nonzero(batch.row_digests_AB[index]))
 
     def _extras(self, total: LossSums | PairSums, count: int) -> dict[str, Tensor]:
-        extras = total.metrics(self._config, count)
+        extras = total.metrics(self._config, count) | self._network.metrics(count)
         if self._config.log.parameter_norms:
             extras["parameter_norm"] = global_norm(self.parameters, self.parameters.values, self._ranks)
         if self.optimizer.is_scaled:

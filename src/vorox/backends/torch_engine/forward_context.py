@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from vorox.backends.torch_engine.attention import AttentionMask
+from vorox.backends.torch_engine.experts import RouterStep
 from vorox.backends.torch_engine.inputs import PositionPart, dropout
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.vision import ImageInputs
@@ -45,6 +46,7 @@ class ForwardContext:
             also matrix products and attention.
         part: The part of the residual stream that is here; ``None`` for all.
         exchange: Exchanges positions for heads, if ``shape_BT`` is the part of every row that is here.
+        router: Losses and metrics of the routers of experts; ``None`` in evaluation, and without experts.
     """
 
     shape_BT: tuple[int, int]
@@ -59,6 +61,7 @@ class ForwardContext:
     recompute: Recompute = "none"
     part: PositionPart | None = None
     exchange: ContextParallel | None = None
+    router: RouterStep | None = None
 
     @property
     def stream_BT(self) -> tuple[int, int]:

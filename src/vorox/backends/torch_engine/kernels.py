@@ -6,7 +6,7 @@ directly in the flat buffers (``parameters.py``), element-wise chains share buff
 library (``Compute.products``). Tests compare both versions with each other and with float64.
 
 Shape legend: M rows (positions of a micro-batch), D width, F width of the MLP, O outputs, V vocabulary, T positions,
-H head width, X heads of queries, keys and values together.
+H head width, X heads of queries, keys and values together, E experts, S slots: positions times experts per token.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Kernels:
         gate: (gate_and_up_M2F, activation) -> hidden_MF.
         rotate: (x_BTXH, cosines, sines, R) -> y_BTXH with the first R heads rotated; cosines and sines are
             ``[B or 1, T, 1, H / 2]``, or fewer for the first dimensions of each head.
+        grouped: (x_SD, weights of all experts, one below the other, ends_E) -> y_SO: the slots of expert e, which end
+            before ``ends_E[e]``, by its ``[O, D]``.
     """
 
     embed: Callable[[Tensor, nn.Parameter], Tensor]
@@ -77,6 +79,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, nn.Parameter, float, float], Tensor]
     gate: Callable[[Tensor, str], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    grouped: Callable[[Tensor, nn.Parameter, Tensor], Tensor]
 
 
 def select(compute: Compute, *, keeps_products: bool = False) -> Kernels:
@@ -95,12 +98,14 @@ def select(compute: Compute, *, keeps_products: bool = False) -> Kernels:
         rms_norm=_RmsNorm.apply,
         gate=_Gate.apply,
         rotate=_Rotate.apply,
+        grouped=lambda x_SD, weight_RD, ends_E: _Grouped.apply(x_SD, weight_RD, ends_E, chosen),
     )
 
 
 def plain(compute: Compute) -> Kernels:
     """Return the kernels that use autograd."""
-    return replace(PLAIN, linear=_traceable_linear) if products(compute).is_onednn else PLAIN
+    grouped = replace(PLAIN, grouped=partial(_plain_grouped, dtype=compute.dtype))
+    return replace(grouped, linear=_traceable_linear) if products(compute).is_onednn else grouped
 
 
 def products(compute: Compute) -> Products:
@@ -144,7 +149,12 @@ def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: i
     return torch.cat([turned_BTRH.to(x_BTXH.dtype), rest], dim=2)
 
 
-PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plain_rotate)
+def _plain_grouped(x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    weight_EOD = weight_RD.to(dtype).view(len(ends_E), -1, weight_RD.shape[1])
+    return F.grouped_mm(x_SD.to(dtype), weight_EOD.mT, offs=ends_E)
+
+
+PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plain_rotate, _plain_grouped)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -236,6 +246,37 @@ class _Linear(torch.autograd.Function):
         return d_x_MD, None, None, None, None
 
 
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, products: Products) -> Tensor:
+        ctx.save_for_backward(x_SD)
+        ctx.weight_RD, ctx.products = weight_RD, products
+        ctx.segments = segments = _segments(ends_E, weight_RD.shape[0])
+        return torch.cat([products(x_SD[slots], weight_RD.detach()[rows]) for slots, rows in segments])
+
+    @staticmethod
+    def backward(ctx: Any, d_y_SO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x_SD,) = ctx.saved_tensors
+        if ctx.weight_RD.requires_grad:
+            gradient_RD = _gradient(ctx.weight_RD)
+            for slots, rows in ctx.segments:
+                ctx.products.add_to(gradient_RD[rows], d_y_SO[slots].t(), x_SD[slots].t())
+        weight_RD = ctx.weight_RD.detach()
+        parts = [ctx.products(d_y_SO[slots], weight_RD[rows].t()) for slots, rows in ctx.segments]
+        return torch.cat(parts), None, None, None
+
+
+def _segments(ends_E: Tensor, num_rows: int) -> list[tuple[slice, slice]]:
+    """Return slots and rows of the weights of each expert that has slots."""
+    ends, size = ends_E.tolist(), num_rows // len(ends_E)
+    starts = [0, *ends[:-1]]
+    return [
+        (slice(start, end), slice(expert * size, (expert + 1) * size))
+        for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if start < end
+    ]
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: float) -> Tensor:
@@ -312,7 +353,7 @@ def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, dire
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return contexts for forward pass and recomputation of a block that keep matrix products and attention."""
     kept = [
-        _aten.mm.default, _aten.addmm.default,
+        _aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from vorox.backends.torch_engine.attention import Attend
+from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
@@ -188,6 +189,7 @@ class ResidualBlock(nn.Module):
     """
 
     stages: ClassVar[tuple[tuple[str, TapPoint], ...]]
+    has_experts = False
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
@@ -249,14 +251,19 @@ class Block(ResidualBlock):
         self.attention_norm, self.attention_output_norm = norm("attention_norm"), norm("attention_output_norm")
         self.attention = Attention(parts, layer)
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
-        self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
+        self.has_experts = parts.spec.num_experts is not None
+        if self.has_experts:
+            self.mlp = Experts(parts.spec, parts.parameters, parts.kernels, layer)
+        else:
+            self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
 
     def attend(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
         mixed_MD = self.attention_output_norm(self.attention(self.attention_norm(x_MD), context))
         return x_MD + context.drop(mixed_MD)
 
     def transform(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        return x_MD + context.drop(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD))))
+        router = (context.router,) if self.has_experts else ()
+        return x_MD + context.drop(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD), *router)))
 
 
 RunBlock = Callable[[ResidualBlock, Tensor, ForwardContext], Tensor]
@@ -272,10 +279,9 @@ class Decoder(nn.Module):
 
     def __init__(self, parts: Parts, stage: Stage | None = None) -> None:
         super().__init__()
-        spec, layers = parts.spec, range(parts.spec.num_layers)
-        has_first, has_last = True, True
-        if stage is not None:
-            layers, has_first, has_last = stage.layers, stage.is_first, stage.is_last
+        spec = parts.spec
+        layers = range(spec.num_layers) if stage is None else stage.layers
+        has_first, has_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
         has_embedding = has_first or (has_last and spec.tie_embeddings)
         self.embedding = Embedding(parts, "embedding", has_part=True) if has_embedding else None
         self._embedding_scale = spec.embedding_scale
@@ -283,9 +289,8 @@ class Decoder(nn.Module):
         vision = spec.vision if has_first else None
         self.vision = None if vision is None else ImageEncoder(vision, parts.parameters, parts.kernels)
         self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
-        path = spec.block
         self.blocks = nn.ModuleList(
-            Block(parts, layer) if path is None else UserBlock(parts, layer, path) for layer in layers
+            Block(parts, layer) if spec.block is None else UserBlock(parts, layer, spec.block) for layer in layers
         )
         self.final_norm = Norm(parts, "final_norm", kind=spec.norm) if has_last else None
         self.head = Linear(parts, "head") if has_last and not spec.tie_embeddings else None

@@ -169,6 +169,10 @@ class ModuleNetwork(ABC):
         assert total is not None
         return total
 
+    def metrics(self, count: int) -> dict[str, Tensor]:
+        del count
+        return {}
+
     def evaluate(self, batch: Batch, index: int) -> LossSums:
         self.module.eval()
         total: LossSums | None = None

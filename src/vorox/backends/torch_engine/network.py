@@ -66,6 +66,10 @@ class Network(Protocol):
         """Return the loss sums of a micro-batch, without gradients and dropout."""
         ...
 
+    def metrics(self, count: int) -> dict[str, Tensor]:
+        """Return metrics of the step besides those of its loss, by name; ``count`` targets. A collective."""
+        ...
+
     def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
         """Return the log-probability of each answer of the preference pairs of a micro-batch, ``[H]``, fp64.
 

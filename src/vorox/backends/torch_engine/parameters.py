@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.experts import split_expert
 from vorox.models.optimizer_groups import Group, common_group, in_order
 from vorox.models.spec import ModelSpec, ParameterSpec
 
@@ -39,6 +40,8 @@ _FUSED = {
     "attention.value": "attention.qkv",
     "mlp.gate": "mlp.gate_up",
     "mlp.up": "mlp.gate_up",
+    "mlp.experts.gate": "mlp.experts.gate_up",
+    "mlp.experts.up": "mlp.experts.gate_up",
 }
 
 
@@ -263,7 +266,9 @@ def fused_group(parts: Sequence[ParameterSpec], groups: Mapping[str, Group]) -> 
         ConfigError: Its canonical parts have different groups.
     """
     return common_group(
-        [part.name for part in parts], groups, hint="let one pattern match query, key and value, or gate and up"
+        [part.name for part in parts],
+        groups,
+        hint="let one pattern match query, key and value; gate and up; or all experts of a block",
     )
 
 
@@ -273,6 +278,9 @@ def fused_shape(parts: Sequence[ParameterSpec]) -> tuple[int, ...]:
 
 def module_name(name: str, *, gated: bool) -> str:
     """Return the name in the modules of the parameter that holds a canonical one."""
+    split = split_expert(name)
+    if split is not None:
+        name = split[0]
     stem, _, kind = name.rpartition(".")
     for part, fused in _FUSED.items():
         if stem.endswith("." + part) and (gated or not part.startswith("mlp")):

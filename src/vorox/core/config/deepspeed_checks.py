@@ -24,6 +24,12 @@ def deepspeed_problems(config: RunConfig) -> Iterator[Problem]:
             "train.spike_policy=off",
         ),
         (config.adapter.kind != "none", "adapter.kind", config.adapter.kind, "parallel.kind=native"),
+        (
+            config.model.num_experts is not None,
+            "model.num_experts",
+            str(config.model.num_experts),
+            "a model without experts, or parallel.kind=native",
+        ),
         (config.runtime.compile, "runtime.compile", "true", "runtime.compile=false"),
         (config.runtime.device in {"mps", "tpu"}, "runtime.device", config.runtime.device, "cpu or cuda"),
         (

@@ -74,6 +74,8 @@ DIGEST_OMITS_DEFAULT = (
     "model.block",
     "model.vision",
     "model.mup_base_hidden_size",
+    *(f"model.{key}" for key in ("num_experts", "experts_per_token", "normalize_expert_weights")),
+    *(f"loss.{key}" for key in ("load_balancing_weight", "router_z_loss_weight")),
     *(f"loss.{key}" for key in ("name", "dpo_beta", "dpo_label_smoothing_fraction")),
     "train.forward_backward",
     "optimizer.groups",

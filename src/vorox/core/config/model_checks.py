@@ -29,6 +29,26 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}",
             keys=("model.num_kv_heads", "model.num_heads"),
         )
+    chosen = model.experts_per_token
+    if model.num_experts is not None and chosen is not None and chosen > model.num_experts:
+        yield Problem(
+            f"model.experts_per_token={chosen} is more than model.num_experts={model.num_experts}",
+            keys=("model.experts_per_token", "model.num_experts"),
+        )
+    if model.num_experts is not None:
+        if model.vision.num_layers > 0:
+            yield Problem(
+                f"model.vision.num_layers={model.vision.num_layers} is not supported with "
+                f"model.num_experts={model.num_experts}; remove one of them",
+                keys=("model.vision.num_layers", "model.num_experts"),
+            )
+        for key in ("mlp", "block", "mlp_bias"):
+            if value := getattr(model, key):
+                yield Problem(
+                    f"model.{key}={str(value).lower() if value is True else value} is not supported with "
+                    f"model.num_experts={model.num_experts}; remove one of them",
+                    keys=(f"model.{key}", "model.num_experts"),
+                )
     longest, length = model.max_positions_tokens, config.data.sequence_length_tokens
     if longest is not None and longest < length:
         yield Problem(
@@ -58,6 +78,7 @@ def _width_transfer(config: RunConfig) -> Iterator[Problem]:
         (model.vision.num_layers > 0, "model.vision.num_layers", "text alone; set model.vision.num_layers=0"),
         (model.mlp is not None, "model.mlp", "the built-in MLP; remove model.mlp"),
         (model.block is not None, "model.block", "the built-in blocks; remove model.block"),
+        (model.num_experts is not None, "model.num_experts", "one MLP in each block; remove model.num_experts"),
         (
             config.optimizer.name not in ("adamw", "adamw_8bit"), "optimizer.name",
             f"AdamW, whose learning rates it scales, not {config.optimizer.name}; set optimizer.name=adamw",

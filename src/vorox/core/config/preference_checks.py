@@ -42,6 +42,12 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
     needed = (
         ("data.packing", config.data.packing == "best_fit", "data.packing=best_fit, which keeps a pair in one row"),
         ("data.document_mask", config.data.document_mask, "data.document_mask=true, which separates the answers"),
+        (
+            "loss.load_balancing_weight",
+            config.model.num_experts is None
+            or config.loss.load_balancing_weight == config.loss.router_z_loss_weight == 0,
+            "loss.load_balancing_weight=0 and loss.router_z_loss_weight=0: it does not train routers on them",
+        ),
         ("train.forward_backward", config.train.forward_backward is None, "train.forward_backward=null"),
         ("parallel.kind", config.parallel.kind == "native", "parallel.kind=native"),
         ("parallel.fsdp_size", config.parallel.fsdp_size == 1, "parallel.fsdp_size=1; replicas are supported"),

@@ -91,6 +91,10 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
 _SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision"}
 """Settings of the section ``model`` that do not describe the native decoder."""
 
+_ROUTING = (
+    *("model.experts_per_token", "model.normalize_expert_weights"),
+    *("loss.load_balancing_weight", "loss.router_z_loss_weight"),
+)
 DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),
     *(
@@ -235,14 +239,10 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key in keys
     ),
     *(
-        Dependency(
-            f"model.{key}",
-            "model.sliding_window_tokens",
-            _is_set,
-            "model.sliding_window_tokens",
-        )
+        Dependency(f"model.{key}", "model.sliding_window_tokens", _is_set, "model.sliding_window_tokens")
         for key in ("layer_types", "sliding_rope_theta")
     ),
+    *(Dependency(key, "model.num_experts", _is_set, "model.num_experts") for key in _ROUTING),
     Dependency("model.norm_unit_offset", "model.norm", _is("rms_norm"), "norm rms_norm"),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     *(

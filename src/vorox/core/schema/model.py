@@ -68,9 +68,9 @@ class ModelConfig(Section):
         description="Model size (gpt2-124m, llama-1b, qwen3-0.6b, ...) whose values fill in this section; explicit "
         "keys take precedence.",
     )
-    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma", "gemma3_text"] = Field(
-        default="llama", description="Architecture whose defaults fill in the keys below."
-    )
+    family: Literal[
+        "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma", "gemma3_text"
+    ] = Field(default="llama", description="Architecture whose defaults fill in the keys below.")
     num_layers: int = Field(default=6, ge=1, description="Number of decoder blocks.")
     hidden_size: int = Field(default=384, ge=1, description="Width of the residual stream.")
     num_heads: int = Field(default=6, ge=1, description="Number of query heads.")
@@ -84,8 +84,19 @@ class ModelConfig(Section):
     intermediate_size: int | None = Field(
         default=None,
         ge=1,
-        description="Width of the MLP. None: 4 x hidden_size; for gated MLPs 8/3 x hidden_size, rounded up to a "
-        "multiple of 64.",
+        description="Width of the MLP, or of each expert. None: 4 x hidden_size; for gated MLPs 8/3 x hidden_size, "
+        "rounded up to a multiple of 64.",
+    )
+    num_experts: int | None = Field(
+        default=None, ge=2, description="Mixture of experts: number of MLPs in each block. None: one MLP, no router."
+    )
+    experts_per_token: int | None = Field(
+        default=None, ge=1, description="Experts that a router chooses for each token. None: 2."
+    )
+    normalize_expert_weights: bool = Field(
+        default=True,
+        description="Divide the router probabilities of the chosen experts by their sum (Mixtral); false: use them "
+        "as they are.",
     )
     vocab_size: int | None = Field(
         default=None,

@@ -109,3 +109,14 @@ class LossConfig(Section):
     label_smoothing_fraction: float = Field(
         default=0.0, ge=0, lt=1, description="Probability mass spread evenly over the vocabulary."
     )
+    load_balancing_weight: float = Field(
+        default=0.01,
+        ge=0,
+        description="Weight of the load-balancing loss of a mixture of experts (Switch), summed over layers: 1 for "
+        "each if all experts get equally many tokens of a micro-batch.",
+    )
+    router_z_loss_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the z-loss of routers, the squared log of their softmax normaliser, summed over layers.",
+    )
