@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,8 @@ UNKNOWN_SECONDS = 60.0
 FAST_PART_CPU_SECONDS = 1000.0
 """What the quick tests may cost: 12 minutes of two cores without start-up, collection, lint and types, used at 85%."""
 UNRECORDED_CPU_SECONDS = 5.0
+MANY_MODULES = 100
+"""A test that imports more is the first of its worker that needs a framework."""
 FAST, SLOW = "not slow", "slow"
 """The parts of the suite, as ``-m`` names them."""
 _MODULE_MARKS = re.compile(r"^pytestmark = (\[\n.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
@@ -117,10 +120,12 @@ class CostRecorder:
         self._writes = writes
         self._tests: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._slow: set[str] = set()
+        self._importing: set[str] = set()
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         item.stash[_STARTED] = time.perf_counter(), _cpu_seconds()
+        item.stash[_MODULES] = len(sys.modules)
         yield
 
     @pytest.hookimpl(hookwrapper=True)
@@ -129,7 +134,9 @@ class CostRecorder:
         wall, cpu = item.stash[_STARTED]
         now = time.perf_counter(), _cpu_seconds()
         is_slow = item.get_closest_marker("slow") is not None
-        outcome.get_result().user_properties = [("cost", [now[0] - wall, now[1] - cpu]), ("slow", is_slow)]
+        imports = len(sys.modules) - item.stash[_MODULES] > MANY_MODULES
+        cost = [now[0] - wall, now[1] - cpu]
+        outcome.get_result().user_properties = [("cost", cost), ("slow", is_slow), ("imports", imports)]
         item.stash[_STARTED] = now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -139,14 +146,17 @@ class CostRecorder:
             self._tests[report.nodeid] = [sum(pair) for pair in zip(measured, properties["cost"], strict=True)]
             if properties["slow"]:
                 self._slow.add(report.nodeid)
+            if properties["imports"]:
+                self._importing.add(report.nodeid)
+
+    def _is_long(self, test: str) -> bool:
+        """Whether a test costs much by itself, not because it is the first that imports a framework."""
+        stays = test in self._importing or test.startswith("tests/contract/")
+        return is_long_cost(self._tests[test]) and not stays
 
     def _quick(self) -> dict[str, list[float]]:
         """The measured tests that run in `make test`."""
-        return {
-            test: cost
-            for test, cost in self._tests.items()
-            if test not in self._slow and (not is_long_cost(cost) or test.startswith("tests/contract/"))
-        }
+        return {test: cost for test, cost in self._tests.items() if test not in self._slow and not self._is_long(test)}
 
     def _files(self) -> dict[str, list[float]]:
         files: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -167,8 +177,9 @@ class CostRecorder:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._writes and not hasattr(session.config, "workerinput"):
+            tests = {test: cost for test, cost in self._tests.items() if test not in self._importing}
             costs = COSTS | {
-                place: [round(seconds, 1) for seconds in cost] for place, cost in (self._tests | self._files()).items()
+                place: [round(seconds, 1) for seconds in cost] for place, cost in (tests | self._files()).items()
             }
             kept = [place for place in sorted(costs) if "::" not in place or is_long_cost(costs[place])]
             lines = [
@@ -178,3 +189,4 @@ class CostRecorder:
 
 
 _STARTED = pytest.StashKey[tuple[float, float]]()
+_MODULES = pytest.StashKey[int]()

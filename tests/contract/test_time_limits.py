@@ -1,17 +1,21 @@
-"""A file is imported where its tests run, and a test that hangs fails and shows where every thread stands."""
+"""The suite is quick: its recorded cost is held, and a test that hangs fails and shows where every thread stands."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scheduling import (
     COSTS,
     FAST,
+    FAST_PART_CPU_SECONDS,
     SLOW,
+    UNRECORDED_CPU_SECONDS,
+    CostRecorder,
     is_of_other_part,
     is_slow_module,
 )
@@ -53,6 +57,15 @@ def test_every_test_has_a_limit(request: pytest.FixtureRequest) -> None:
     assert config.getini("faulthandler_exit_on_timeout")
 
 
+def test_the_quick_tests_take_less_than_twelve_minutes_of_two_cores() -> None:
+    """By the records. Make tests cheaper, or mark them slow, and record their costs: `make costs ARGS=FILE`."""
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tests").rglob("test_*.py")}
+    quick = [file for file, path in files.items() if not is_slow_module(path.read_text(encoding="utf-8"))]
+    costs = {file: COSTS[file][1] if file in COSTS else UNRECORDED_CPU_SECONDS for file in quick}
+    most = sorted(costs, key=costs.__getitem__, reverse=True)[:10]
+    assert sum(costs.values()) < FAST_PART_CPU_SECONDS, {file: costs[file] for file in most}
+
+
 @pytest.mark.parametrize(
     ("text", "is_slow"),
     [
@@ -75,3 +88,22 @@ def test_a_file_without_slow_tests_is_left_out_unless_a_test_is_long() -> None:
     recorded = next(test for test, cost in COSTS.items() if "::" in test and cost[1] > 5).partition("::")[0]
     assert is_of_other_part("tests/test_any.py", "def test_it() -> None: ...\n", SLOW)
     assert not is_of_other_part(recorded, "def test_it() -> None: ...\n", SLOW)
+
+
+def test_a_run_reports_what_the_quick_tests_cost_and_which_of_them_are_long() -> None:
+    recorder, lines = CostRecorder(writes=False), []
+    reports = [
+        ("a.py::quick", 0.25, False, False), ("a.py::quick", 0.5, False, False), ("a.py::slow", 50.0, True, False),
+        ("b.py::long", 2.0, False, False), ("b.py::imports", 3.0, False, True),
+        ("tests/contract/c.py::it", 4.0, False, False),
+    ]  # fmt: skip
+    for test, seconds, is_slow, imports in reports:
+        properties = [("cost", [2 * seconds, seconds]), ("slow", is_slow), ("imports", imports)]
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=test, user_properties=properties))  # type: ignore[arg-type]
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=FAST))
+    recorder.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)  # type: ignore[arg-type]
+    assert lines == [
+        "The quick tests took 10 s of CPU time; they may take 1,000 s.",
+        "  2.0 s in b.py::long: make it cheaper, or mark it slow",
+    ]
+    assert recorder._files() == {"a.py": [1.5, 0.75], "b.py": [6.0, 3.0], "tests/contract/c.py": [8.0, 4.0]}
