@@ -146,7 +146,7 @@ def write_corpus(folder: Path, texts: Sequence[str]) -> None:
 
 def prepare(root: Path, sizes: dict[str, float]) -> None:
     """The tokenizer, and for each path its corpus and one of two documents."""
-    from vorox.core.schema.data import TokenizerConfig
+    from vorox.core.schema.tokenizer import TokenizerConfig
     from vorox.data.tokenizers.loading import train
 
     texts = list(documents(int(max(24.0, *sizes.values()) * 1e6)))  # the vocabulary needs so much

@@ -149,7 +149,7 @@ def litgpt_rate(size: Size, printed: str, folder: Path) -> float:
 
 def write_data(size: Size, folder: Path) -> None:
     """Write the text, and its ids as nanoGPT's prepare.py does, for those that take ids."""
-    from vorox.core.schema.data import TokenizerConfig
+    from vorox.core.schema.tokenizer import TokenizerConfig
     from vorox.data.tokenizers.loading import train
 
     library = Path(sysconfig.get_path("stdlib"))
