@@ -25,6 +25,7 @@ from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.evaluate import evaluate
 from vorox.cli.export import export
 from vorox.cli.generate import generate
+from vorox.cli.ladder import ladder
 from vorox.cli.parity import parity
 from vorox.cli.plan import plan
 from vorox.cli.replay import replay
@@ -61,6 +62,7 @@ def _root(
 app.command(context_settings=OVERRIDES_CONTEXT)(train)
 app.command(context_settings=OVERRIDES_CONTEXT)(plan)
 app.command(context_settings=OVERRIDES_CONTEXT)(tune)
+app.command(context_settings=OVERRIDES_CONTEXT)(ladder)
 app.add_typer(launch.app)
 app.command()(doctor)
 app.add_typer(data.app)
