@@ -21,7 +21,7 @@ from typing import Literal
 import psutil
 import torch
 
-from vorox.backends.torch_engine import attention
+from vorox.backends.torch_engine import attention, barriers
 from vorox.core.distributed_context import membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
@@ -91,6 +91,7 @@ def prepare(config: RunConfig) -> Compute:
         torch.set_num_threads(num_threads)
     if device.type == "cpu":
         _keep_freed_memory()
+        barriers.watch(num_threads)
     _set_float32_products(config.precision.matmul, device)
     _set_determinism(determinism, device, compiled=config.runtime.compile)
     return Compute(
