@@ -241,6 +241,9 @@ class NumpyEngine:
     def environment(self) -> Mapping[str, str | int | bool]:
         return {"engine": self.name, "numpy": np.__version__, "determinism": "bitwise"}
 
+    def adopt_environment(self, recorded: Mapping[str, object]) -> None:
+        pass
+
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         left, right = _philox(m, k).standard_normal((m, k)), _philox(k, n).standard_normal((k, n))
         began = time.perf_counter()

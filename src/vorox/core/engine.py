@@ -279,6 +279,13 @@ class Engine(Protocol):
         """Return what decides bit-equality besides the configuration: versions, device, threads, determinism level."""
         ...
 
+    def adopt_environment(self, recorded: Mapping[str, object]) -> None:
+        """Compute as a recorded run did, where this machine can; ``recorded`` is what ``environment`` returned.
+
+        Called before the first step of a resume or a replay.
+        """
+        ...
+
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         """Multiply ``[m, k] @ [k, n]`` of normal random numbers in the run's arithmetic and wait for the result.
 

@@ -294,6 +294,8 @@ def _compare(
     manifests, start = _manifests(run_directory), progress.step
     schedule_of = _schedules(run_directory, workload, plan, start)
     environments = [metadata["environment"] for metadata in manifests.values()]
+    if environments:
+        engine.adopt_environment(environments[0])
     changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
     changes += changed_functions(next(iter(manifests.values()), dict[str, Any]()), config)
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)

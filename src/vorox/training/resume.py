@@ -91,6 +91,7 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
         DataError: The plan is missing or damaged, or the replay chain belongs to a different run history.
     """
     plan = Plan.open(RunLayout(run_directory).plan)
+    workload.engine.adopt_environment(found.metadata["environment"])
     load_run(workload, found)
     changed = environment_differences(found.metadata["environment"], environment(workload.engine))
     if changed:

@@ -181,6 +181,17 @@ def test_products_follow_from_the_processor(
     assert devices._select_products(CUDA) == "blas"
 
 
+def test_a_resume_takes_over_the_choices_of_its_run() -> None:
+    """Runs of versions before these choices recorded neither and computed documents with dense masks."""
+    engine = engine_of(configuration())
+    new = dict(engine.environment())
+    assert new["document_attention"] == "slices"
+    old = {key: value for key, value in new.items() if key not in {"document_attention", "gradient_products"}}
+    for recorded in (old, new):
+        engine.adopt_environment(recorded)
+        assert engine.environment() == recorded
+
+
 def test_environment_records_what_decides_the_bits() -> None:
     found = engine_of(configuration()).environment()
     assert found["torch"] == torch.__version__

@@ -30,6 +30,18 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.from_numpy(np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32))
 
 
+@pytest.mark.skipif(not has_onednn_linear(), reason="no oneDNN in this build")
+def test_products_of_gradients_follow_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = compute("onednn")
+    multiply, called = kernels.products(chosen), list[str]()
+    monkeypatch.setattr(multiply, "_onednn", lambda *_: called.append("onednn") or torch.zeros(200, 200))
+    for recorded in ({}, {"gradient_products": "blas"}, {"matrix_products": "onednn"}):
+        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products)
+        multiply.add_to(torch.zeros(200, 200), random(200, 200), random(200, 200))
+        called.append("-")
+    assert called == ["onednn", "-", "-", "onednn", "-"]
+
+
 def with_gradient(values: Tensor) -> nn.Parameter:
     """A parameter as the store makes them: its gradient exists and holds something already."""
     parameter = nn.Parameter(values.clone())

@@ -319,8 +319,7 @@ class JaxEngine:
         several = jax.process_count() > 1
         with devices.memory_errors(COPYING if detached else READING, self._memory):
             if self._config.checkpoint.format == "orbax":
-                counters = {"updates": float(self.state.updates)}
-                known = self.fingerprint() if several else None
+                counters, known = {"updates": float(self.state.updates)}, self.fingerprint() if several else None
                 return OrbaxSnapshot.of(
                     self._spec, self.layout, self._trees(), counters, detached=detached, fingerprint=known
                 )
@@ -376,6 +375,9 @@ class JaxEngine:
         """Return what affects the bits of a run besides its configuration."""
         return devices.environment(self.compute)
 
+    def adopt_environment(self, recorded: Mapping[str, object]) -> None:
+        """Do nothing: no choice of this engine depends on the version or the machine."""
+
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         """Time ``[m, k] @ [k, n]`` in the run's precision, in seconds; allocation is excluded."""
         left_key, right_key = jax.random.split(jax.random.key(0))
@@ -384,10 +386,9 @@ class JaxEngine:
             right_NK = jax.random.normal(right_key, (n, k), self.compute.dtype)
             if (m, k, n) not in self._products:
                 self._products[m, k, n] = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
-            product = self._products[m, k, n]
             jax.block_until_ready((left_MK, right_NK))
             started = time.perf_counter()
-            product(left_MK, right_NK).block_until_ready()
+            self._products[m, k, n](left_MK, right_NK).block_until_ready()
             return time.perf_counter() - started
 
     def start_profiler(self, trace: Path) -> JaxRecording:

@@ -2,7 +2,7 @@
 
 ``sdpa`` is PyTorch's fused kernel, ``reference`` the plain formula. A dense mask is made only where the causal flag is
 not enough: for rows of several documents, for sliding windows shorter than the row, and for several new tokens behind a
-key/value cache.
+key/value cache. On the CPU, training computes the first two as causal slices instead (``document_attention.py``).
 
 Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vorox.backends.torch_engine.document_attention import DocumentSlices, attend_slices, find_lengths
 from vorox.core.batch import Int32Array
 from vorox.core.extensions import load_function
 from vorox.models.decoder_spec import DecoderSpec
@@ -32,11 +33,13 @@ class AttentionMask:
         dense: ``[B or 1, 1, T, S]``, true where a query may attend to a key; ``None`` for all keys or a causal mask.
         is_causal: Whether the mask is causal and nothing else.
         sliding: The mask of layers with a sliding window; ``None`` if it is the same.
+        slices: The documents, for ``sdpa``, instead of a dense mask.
     """
 
     dense: Tensor | None
     is_causal: bool
     sliding: AttentionMask | None = None
+    slices: DocumentSlices | None = None
 
 
 CAUSAL = AttentionMask(None, True)
@@ -60,12 +63,34 @@ def document_mask(
     """
     if segment_ids_BT is None:
         return CAUSAL
-    if not always_mask and bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all()):
+    if not always_mask and _has_one_document(segment_ids_BT):
         return CAUSAL
     num_positions = segment_ids_BT.shape[1]
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     mask_BTT = same_BTT & np.tril(np.ones((num_positions, num_positions), np.bool_))
     return AttentionMask(torch.from_numpy(mask_BTT)[:, None].to(device, non_blocking=True), False)
+
+
+def _has_one_document(segment_ids_BT: Int32Array) -> bool:
+    """Whether every row holds one document, and padding behind it."""
+    return bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all())
+
+
+def sliced_mask(
+    segment_ids_BT: Int32Array | None, shape_BT: tuple[int, ...], window_tokens: int | None
+) -> AttentionMask | None:
+    """Return what ``document_mask`` and ``add_window`` return, as slices; ``None`` if a document is not contiguous."""
+    num_rows, num_positions = shape_BT
+    lengths: tuple[int, ...] | None = (num_positions,) * num_rows
+    mask = CAUSAL
+    if segment_ids_BT is not None and not _has_one_document(segment_ids_BT):
+        lengths = find_lengths(segment_ids_BT)
+        if lengths is None:
+            return None
+        mask = AttentionMask(None, False, slices=DocumentSlices(lengths))
+    if window_tokens is None or max(lengths) <= window_tokens:
+        return mask
+    return replace(mask, sliding=AttentionMask(None, False, slices=DocumentSlices(lengths, window_tokens)))
 
 
 def decoding_mask(num_past: int, num_new: int, device: torch.device) -> AttentionMask:
@@ -92,7 +117,7 @@ def add_window(
         device: Device of the mask.
     """
     num_keys = num_past + num_new
-    if window_tokens is None or num_keys <= window_tokens:
+    if window_tokens is None or num_keys <= window_tokens or mask.slices is not None or mask.sliding is not None:
         return mask
     query_T1 = torch.arange(num_past, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)
@@ -125,6 +150,9 @@ def sdpa(
     query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
 ) -> Tensor:
     """Compute attention with PyTorch's fused kernel."""
+    if attention_mask.slices is not None:
+        assert dropout == 0
+        return attend_slices(query_BNTH, key_BKSH, value_BKSH, attention_mask.slices)
     is_grouped = query_BNTH.shape[1] != key_BKSH.shape[1]
     is_flash = query_BNTH.is_cuda and attention_mask.dense is None and query_BNTH.dtype != torch.float32
     if is_grouped and not is_flash and query_BNTH.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""How OpenMP threads wait at barriers: they spin while cores are free, and sleep while others need the cores.
+"""How OpenMP threads wait at barriers: they spin while cores are free, and sleep otherwise.
 
 A step of a small model has hundreds of parallel regions, and waking a sleeping thread costs as much as many of them
 compute. A spinning thread, however, occupies the core that a neighbour needs. So threads spin for a bounded time, and a

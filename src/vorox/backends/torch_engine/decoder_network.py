@@ -89,6 +89,13 @@ class DecoderNetwork:
         is_noisy = self._config.train.embedding_noise is not None
         return is_noisy or self._spec.dropout_fraction > 0 or self._spec.block is not None
 
+    @property
+    def _is_sliced(self) -> bool:
+        """Whether documents and windows are causal slices instead of dense masks."""
+        is_fused = self._config.model.attention_kernel in {"auto", "sdpa"} and self._spec.block is None
+        is_plain = not self._compute.compiled and self._spec.dropout_fraction == 0
+        return is_fused and is_plain and self._compute.choices.document_attention == "slices"
+
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
         """Yield initial weights; those of user blocks are the values of their modules."""
         own = {} if self._spec.block is None else block_values(self._spec, self._spec.block, seed)
@@ -228,7 +235,8 @@ class DecoderNetwork:
     def _head_logits(self, hidden_MD: Tensor, head_VD: Tensor) -> Tensor:
         dtype, parallel = self._compute.dtype, self._parallel
         if parallel is None:
-            return self._products(hidden_MD.to(dtype), head_VD.to(dtype)).float()
+            multiply = F.linear if torch.is_grad_enabled() else self._products  # oneDNN's has no gradient
+            return multiply(hidden_MD.to(dtype), head_VD.to(dtype)).float()
         part_MV = self._products(parallel.share(hidden_MD).to(dtype), head_VD.to(dtype)).float()
         return parallel.join_logits(part_MV)
 
@@ -256,14 +264,18 @@ class DecoderNetwork:
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
         tokens_BT, here = batch.tokens_ABT[index], self._positions
+        mask = None
+        if self._is_sliced:
+            mask = attention.sliced_mask(segments_BT, tokens_BT.shape, self._spec.sliding_window_tokens)
+        if mask is None:
+            always_mask = is_training and self._compute.compiled
+            mask = attention.document_mask(segments_BT, self._compute.device, always_mask=always_mask)
         if here is not None:
             tokens_BT = here.part.select(tokens_BT)
             positions_BT = None if positions_BT is None else here.part.select(positions_BT)
         context = self._context(
             tokens_BT.shape,
-            attention.document_mask(
-                segments_BT, self._compute.device, always_mask=is_training and self._compute.compiled
-            ),
+            mask,
             positions_BT=positions_BT,
             is_training=is_training,
             exchange=here,

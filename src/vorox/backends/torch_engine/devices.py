@@ -11,9 +11,9 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -31,8 +31,29 @@ from vorox.models.memory_advice import MemoryBudget
 from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]
+DocumentAttention = Literal["mask", "slices"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
+
+
+@dataclass(slots=True)
+class Choices:
+    """Choices that affect bits, and that a resume or a replay takes over from the record of its run.
+
+    Attributes:
+        gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
+        document_attention: How the native decoder separates the documents of packed rows on the CPU.
+    """
+
+    gradient_products: Products = "blas"
+    document_attention: DocumentAttention = "mask"
+
+    def adopt(self, recorded: Mapping[str, object], products: Products) -> None:
+        """Compute as a recorded run of this engine did. Older ones used ``products`` for gradients, and dense masks."""
+        if recorded.get("engine") != "torch":
+            return
+        self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
+        self.document_attention = "slices" if recorded.get("document_attention") == "slices" else "mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,7 @@ class Compute:
         num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library for fp32 matrix products of an uncompiled model on the CPU.
+        choices: Choices that a resume takes over from its run.
     """
 
     device: torch.device
@@ -54,6 +76,7 @@ class Compute:
     num_threads: int
     compiled: bool
     products: Products
+    choices: Choices = field(default_factory=Choices)
 
     @property
     def is_direct(self) -> bool:
@@ -101,6 +124,7 @@ def prepare(config: RunConfig) -> Compute:
         num_threads=num_threads,
         compiled=config.runtime.compile,
         products=_select_products(device),
+        choices=Choices(document_attention="slices" if device.type == "cpu" else "mask"),
     )
 
 
@@ -282,6 +306,10 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "matrix_products": compute.products if compute.is_direct else "blas",
         }
+        if compute.products != compute.choices.gradient_products:
+            facts["gradient_products"] = compute.choices.gradient_products
+        if compute.choices.document_attention == "slices":
+            facts["document_attention"] = "slices"
     if compute.device.type == "cuda":
         facts |= {
             "cuda": torch.version.cuda or "",

@@ -23,12 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import (
-    checkpoint,
-    compilation,
-    devices,
-    kernels,
-)
+from vorox.backends.torch_engine import checkpoint, compilation, devices, kernels
 from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
@@ -363,6 +358,10 @@ class TorchEngine:
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""
         return devices.environment(self.compute) | self._ranks.facts() | self.optimizer.facts()
+
+    def adopt_environment(self, recorded: Mapping[str, object]) -> None:
+        """Compute as a recorded run did, where this machine can."""
+        self.compute.choices.adopt(recorded, self.compute.products)
 
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.devices import Choices, Compute
 from vorox.core.extensions import load_function
 
 ONEDNN_MIN_WORK = 1 << 20
@@ -35,10 +35,11 @@ class Products:
 
     Args:
         use_onednn: Use oneDNN for large fp32 products; otherwise ``torch.mm``.
+        choices: The library of products that add to a gradient.
     """
 
-    def __init__(self, *, use_onednn: bool) -> None:
-        self.is_onednn = use_onednn
+    def __init__(self, *, use_onednn: bool, choices: Choices | None = None) -> None:
+        self.is_onednn, self._choices = use_onednn, choices or Choices()
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
 
     def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class Products:
 
     def add_to(self, sum_MN: Tensor, a_MK: Tensor, b_NK: Tensor, scale: float = 1.0) -> None:
         """Add ``scale * a @ b.T`` in place."""
-        if self._onednn is None:
+        if self._onednn is None or self._choices.gradient_products == "blas":
             sum_MN.addmm_(a_MK, b_NK.t(), alpha=scale)
         else:
             sum_MN.add_(self(a_MK, b_NK), alpha=scale)
@@ -110,7 +111,8 @@ def plain(compute: Compute) -> Kernels:
 
 def products(compute: Compute) -> Products:
     """Return the matrix products for a device and precision."""
-    return Products(use_onednn=compute.products == "onednn" and compute.dtype == torch.float32)
+    use_onednn = compute.products == "onednn" and compute.dtype == torch.float32
+    return Products(use_onednn=use_onednn, choices=compute.choices)
 
 
 # -- plain ------------------------------------------------------------------------------------------------------------
