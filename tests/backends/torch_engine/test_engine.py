@@ -26,6 +26,7 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
+from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import StepValues
@@ -175,6 +176,21 @@ def test_a_document_does_not_notice_its_neighbours() -> None:
     for given in (documents, others):
         engine.eval_step(packed([given]))
     assert np.array_equal(seen[0], seen[1])
+
+
+def test_logits_have_gradients_whatever_library_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gradients = make(LLAMA), []
+    randomise(engine)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 8), np.int32)
+    for min_work in (1 << 60, 0):  # torch.mm, and oneDNN where the processor takes it
+        monkeypatch.setattr(kernels, "ONEDNN_MIN_WORK", min_work)
+        engine.parameters.zero_gradients()
+        engine.forward(tokens).square().mean().backward()
+        found = dict(engine.parameters.whole(engine.parameters.gradients))
+        gradients.append({name: gradient.clone() for name, gradient in found.items()})
+    assert all(bool(gradient.any()) for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def packed(rows: list[list[np.ndarray]]) -> Batch:

@@ -325,8 +325,7 @@ class JaxEngine:
                 )
             if several:
                 return Snapshot(self._spec, self._engine_state(distributed.gather_to_main(self.state)))
-            state = copy_to_host(self.state) if detached else self.state
-            return Snapshot(self._spec, self._engine_state(state))
+            return Snapshot(self._spec, self._engine_state(copy_to_host(self.state) if detached else self.state))
 
     def load(self, directory: Path) -> None:
         """Load a training state that a snapshot wrote and the caller has verified."""

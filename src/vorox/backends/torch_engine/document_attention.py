@@ -1,8 +1,9 @@
 """Attention within the documents of packed rows, as causal slices without a dense mask.
 
-Memory grows linearly with T. For the CPU, where PyTorch has no kernel for document masks that has a backward pass. Every document is one call of the
-fused causal kernel; in layers with a sliding window, a longer document is one call per window of queries, which sees
-two windows of keys. Dropout needs the dense mask, because the fused kernel of the CPU has none.
+Memory grows linearly with T. For the CPU, where PyTorch has no kernel for document masks with a backward pass. Every
+document is one call of the fused causal kernel; in layers with a sliding window, a longer document is one call per
+window of queries, which sees two windows of keys. Dropout needs the dense mask, because the fused kernel of the CPU has
+none.
 
 Shape legend: B rows, T positions, M = B x T, N query heads, K key/value heads, H head width, L positions of a document,
 W positions of a window.
