@@ -171,6 +171,7 @@ def test_the_same_command_again_says_that_it_has_finished(vorox: Run) -> None:
 def test_a_run_of_one_step_has_done_it(vorox: Run) -> None:
     code, out, err = vorox("train", "tiny.yaml", "train.num_steps=1", "schedule.warmup_steps=0")
     assert code == 0, err
+    assert re.search(r"^\S+: 1 step, \S+ tokens; [\d.]+ s$", out, re.MULTILINE), "a single step has no speed"
     assert "already" not in out
     assert ": 1 step, 64 tokens" in out
 

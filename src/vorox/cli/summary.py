@@ -36,7 +36,7 @@ def summary_lines(outcome: Outcome) -> list[str]:
         seconds = sum(measured.seconds.values())
         head = (
             f"{directory.name}: {pluralize(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
-            f"{humanize.duration(seconds)} at {humanize.speed(measured.tokens_per_second)}"
+            f"{humanize.duration(seconds)}{_at_speed(measured.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)
@@ -57,6 +57,11 @@ def summary_lines(outcome: Outcome) -> list[str]:
         f"  dash      vorox dash{'' if root == 'runs' else f' {shlex.quote(root)}'}",
     ]
     return lines
+
+
+def _at_speed(tokens_per_second: float | None) -> str:
+    """Return the mean speed; nothing where it is unknown, as after a single step."""
+    return "" if tokens_per_second is None else f" at {humanize.speed(tokens_per_second)}"
 
 
 def _activation() -> list[str]:
