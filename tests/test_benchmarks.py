@@ -125,3 +125,22 @@ def test_transformers_loop(tmp_path: Path) -> None:
         assert found["peak_bytes"] > 50 << 20
         assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_seconds"])
     assert "| first step after, s | " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_planned_memory_is_that_of_a_real_run() -> None:
+    """Within 10%, as at 124M parameters, with a model that is large beside the libraries."""
+    cases = ["gpt2, T 256, no copy", "llama, T 1,024, block"]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "plan_memory.py", "--rounds", "1", "--scale", "small", "--only", *cases],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [
+        line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith(("| gpt2", "| llama"))
+    ]
+    assert [row[0] for row in rows] == cases
+    for name, planned, measured, ratio in rows:
+        assert 0.9 < float(ratio) < 1.1, (name, planned, measured)

@@ -22,7 +22,9 @@ import pytest
 from eventually import wait_until
 from ranks.processes import Runs, entries, environment, losses
 from ranks.two_nodes import TwoNodes, reason_against
+from vorox.core.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
+from vorox.experiments.tracking import read_metrics
 from vorox.runtime.heartbeat import read_beat
 
 pytestmark = [
@@ -192,6 +194,22 @@ def test_a_slow_machine_is_waited_for(runs: Runs, pair: Path, nodes: TwoNodes) -
             time.sleep(0.02)
         end(run.commands, (0, 0), TRAIN_SECONDS)
     assert entries(runs.find("slow")) == entries(pair)
+
+
+def test_a_rank_that_computes_slowly_is_named_and_nothing_differs(runs: Runs, pair: Path, nodes: TwoNodes) -> None:
+    slow = str(Path(__file__).with_name("slow"))
+    with started(runs, nodes, "straggler", PYTHONPATH=slow) as commands:
+        end(commands, (0, 0), TRAIN_SECONDS)
+    run = runs.find("straggler")
+    found = [event for event in read_lines(RunLayout(run).events) if event["kind"] == "straggler"]
+    assert found
+    assert {(event["fields"]["rank"], event["fields"]["host"], event["fields"]["cause"]) for event in found} == {
+        (1, "node-1", "compute")
+    }
+    name = "ranks/slowest_seconds"
+    slowest = [values[name] for values in read_metrics(run).values() if name in values]
+    assert max(slowest) > 0.6
+    assert entries(run) == entries(pair)
 
 
 def test_different_collectives_are_a_stall(runs: Runs, pair: Path, nodes: TwoNodes) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from vorox.core.errors import NumericalError
-from vorox.runtime.matmul_peak import MatmulShape, measure_matmul_peak, training_shapes
+from vorox.runtime.matmul_peak import MAX_ELEMENTS, MatmulShape, measure_matmul_peak, training_shapes
 
 
 def test_a_weighted_harmonic_mean() -> None:
@@ -50,3 +50,17 @@ def test_shapes_of_a_step_do_six_flops_per_weight_and_position() -> None:
     flops = sum(shape.flops * count for shape, count in shapes.items())
     assert flops == 6 * sum(a * b for a, b in weights) * 100
     assert shapes[MatmulShape(100, 256, 256)] == 4, "two layers of the same shape, forward and gradient of the input"
+
+
+def test_a_large_product_is_measured_at_a_smaller_shape() -> None:
+    """The logits of 32,768 positions would take 6.6 GB; a machine of constant speed measures the same rate."""
+    shape, most = MatmulShape(32768, 768, 50257), [0]
+
+    def matmul(m: int, k: int, n: int) -> float:
+        most[0] = max(most[0], m * k, k * n, m * n)
+        return 2 * m * k * n / 1e12
+
+    found = measure_matmul_peak({shape: 2}, matmul, warmup_seconds=0.0, repeats=3)
+    assert MAX_ELEMENTS / 4 < most[0] <= MAX_ELEMENTS
+    assert found.flops_per_second == pytest.approx(1e12)
+    assert found.seconds_per_step == pytest.approx(2 * shape.flops / 1e12)

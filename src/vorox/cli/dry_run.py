@@ -378,19 +378,13 @@ def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[s
     """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
     import psutil
 
+    from vorox.cli.plan import PARTS
     from vorox.models.memory_advice import check_host_memory
     from vorox.models.memory_estimate import planned_memory
 
-    estimate = planned_memory(spec, config)
-    parts = {
-        "parameters": estimate.parameter_bytes,
-        "gradients": estimate.gradient_bytes,
-        "optimizer": estimate.optimizer_bytes,
-        "activations": estimate.activation_bytes,
-        "logits": estimate.logits_bytes,
-        "attention mask": estimate.mask_bytes,
-        "checkpoint copy": estimate.snapshot_bytes,
-    }
+    estimate = planned_memory(spec, config, device)
+    parts = {name: getattr(estimate, field) for name, field in PARTS.items()}
+    parts["checkpoint copy"] = estimate.snapshot_bytes
     total_bytes = estimate.total_bytes_on(device)
     available = psutil.virtual_memory().total
     against = f" of {humanize.size(available)}" if device == "cpu" else ""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vorox.training.resource_plan import ResourcePlan
 
 _MANY_DEVICES = 1000
-_PARTS = {
+PARTS = {
     "parameters": "parameter_bytes",
     "gradients": "gradient_bytes",
     "optimizer": "optimizer_bytes",
@@ -29,6 +29,7 @@ _PARTS = {
     "activations": "activation_bytes",
     "logits": "logits_bytes",
     "attention mask": "mask_bytes",
+    "temporary tensors and libraries": "workspace_bytes",
 }
 
 
@@ -143,7 +144,7 @@ def _lines(found: ResourcePlan, spec: ModelSpec, mfu: float) -> Iterator[str]:
     )
     yield f"model          {model_label(config)}: {spec.summary()}, {humanize.count(spec.num_parameters)} parameters"
     yield from _batch_lines(found)
-    parts = {name: getattr(found.memory, field) for name, field in _PARTS.items()}
+    parts = {name: getattr(found.memory, field) for name, field in PARTS.items()}
     if hardware.is_cpu:
         parts["checkpoint copy"] = found.memory.snapshot_bytes
     verdict = "fits" if found.fits else "DOES NOT FIT"

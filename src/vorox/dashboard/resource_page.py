@@ -20,7 +20,7 @@ from vorox.training.disk_space import checkpoint_space
 from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
 
 _PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "copy_bytes", "activation_bytes", "logits_bytes",
-          "mask_bytes", "snapshot_bytes")  # fmt: skip
+          "mask_bytes", "workspace_bytes", "snapshot_bytes")  # fmt: skip
 
 
 def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
@@ -38,10 +38,10 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
     tokens = total_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
     planned_speed, speed_note = _planned_speed(config, environment, series)
     seconds = series.seconds_at(series.points("loss")[0])
-    memory = None if spec is None else planned_memory(spec, config)
+    kind = str(environment.get("device_kind", "cpu"))
+    memory = None if spec is None else planned_memory(spec, config, kind)
     space = None if spec is None or not total_steps else checkpoint_space(config, spec, total_steps)
     saved = [entry.size_bytes for entry in list_checkpoints(directory)]
-    kind = str(environment.get("device_kind", "cpu"))
     rows = [
         _row("Memory, peak", "bytes", None if memory is None else memory.total_bytes_on(kind), measured,
              why or ("" if on_device else "The process, with framework and caches; the plan has tensors only.")),

@@ -147,13 +147,18 @@ class DecoderSpec(ModelSpec):
 
     @property
     def saved_per_position(self) -> int:
-        key_value = self.num_kv_heads * self.head_dim
-        attention = 2 * (self.hidden_size + self.attention_width + key_value)  # stream, norm, projections, mixed values
-        mlp = (3 if self.is_gated else 2) * self.intermediate_size
+        width, query, key_value = self.hidden_size, self.attention_width, self.num_kv_heads * self.head_dim
+        statistics = 2 if self.norm == "layer_norm" else 1
+        num_norms = 4 if self.norm_placement == "both" else 2
+        saved = num_norms * (width + statistics) + 2 * width  # inputs of the norms; inputs of attention and MLP
+        saved += query + 2 * key_value + self.num_heads + query  # what attention reads, its statistics, its result
+        if self.qk_norm:  # inputs of these norms, and the normed vectors beside the projections
+            saved += 2 * (query + key_value) + self.num_heads + self.num_kv_heads
+        kept = 1 if self.activation == "relu" else 2  # its gradient needs the result only
+        mlp = (4 if self.is_gated else kept) * self.intermediate_size
         if self.num_experts is None or self.experts_per_token is None:
-            return attention + 2 * self.hidden_size + mlp
-        slot = mlp + 2 * self.hidden_size  # sorted input and output
-        return attention + 2 * self.hidden_size + self.experts_per_token * slot + 2 * self.num_experts
+            return saved + mlp
+        return saved + self.experts_per_token * (mlp + 2 * width) + 2 * self.num_experts  # sorted input and output
 
     def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
         saved = super().saved_activations(sequence_length_tokens, dtype_bytes)

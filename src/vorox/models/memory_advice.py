@@ -46,8 +46,9 @@ class Devices:
 
     def memory(self, config: RunConfig, spec: ModelSpec) -> tuple[MemoryEstimate, int]:
         """Return the estimate for one device, and its total."""
-        memory = memory_per_device(spec, config)
-        return memory, memory.total_bytes_on("cpu" if self.is_cpu else "cuda")
+        kind = "cpu" if self.is_cpu else "cuda"
+        memory = memory_per_device(spec, config, kind)
+        return memory, memory.total_bytes_on(kind)
 
     def fit(self, config: RunConfig, spec: ModelSpec) -> bool:
         """Whether a run fits into them."""
@@ -162,7 +163,7 @@ def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) 
     Raises:
         DoesNotFitError: It does not; the hint names settings that fit.
     """
-    needed_bytes = planned_memory(spec, config).total_bytes_on("cpu")
+    needed_bytes = planned_memory(spec, config, "cpu").total_bytes_on("cpu")
     if needed_bytes > available_bytes:
         fitting = settings_that_fit(config, spec, Devices(1, available_bytes, is_cpu=True, has_bf16=False))
         tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
@@ -204,7 +205,7 @@ class MemoryBudget:
                 limit_bytes = min(limit_bytes, available_bytes)
             return settings_that_fit(config, spec, replace(known, memory_bytes=limit_bytes))
 
-        return cls(planned_memory(spec, config), available_bytes, config.parallel.num_state_shards, advise)
+        return cls(planned_memory(spec, config, device_kind), available_bytes, config.parallel.num_state_shards, advise)
 
     @property
     def _state_bytes(self) -> int:

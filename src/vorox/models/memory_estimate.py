@@ -1,8 +1,9 @@
 """Estimate of the memory that training a model takes.
 
-Computed from shapes: parameters, gradients and optimizer state, plus the activations saved for the backward pass
-(Korthikanti et al., arXiv 2205.05198, without tensor parallelism). Accurate to some tens of percent; memory of
-allocators, kernels and the framework is not included.
+Computed from shapes: parameters, gradients and optimizer state, the activations that operations save for the backward
+pass, logits, and temporary tensors. On a CPU, the memory of libraries and the copy for a checkpoint are included, and
+a benchmark compares the sum with the peak of real runs. On accelerators, memory of kernels and the
+framework is not included.
 """
 
 from __future__ import annotations
@@ -11,12 +12,29 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from vorox.core.schema import RunConfig
+from vorox.models.cpu_memory import cpu_workspace
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
 from vorox.models.spec import ModelSpec
 
 FP32_BYTES = 4
+CPU_CHUNK_BYTES = 4 << 20
+"""Largest logits chunk on the CPU, so that it stays within the processor's caches."""
+_LEAST_CPU_CHUNK_POSITIONS = 64
+
+
+def loss_chunk_positions(chunk_tokens: int, vocab_size: int, device_kind: str) -> int:
+    """Return the positions of a chunk of logits.
+
+    Args:
+        chunk_tokens: ``loss.chunk_tokens``.
+        vocab_size: Logits of a position.
+        device_kind: Kind of the device; on the ``cpu``, chunks are smaller.
+    """
+    if device_kind != "cpu":
+        return chunk_tokens
+    return min(chunk_tokens, max(_LEAST_CPU_CHUNK_POSITIONS, CPU_CHUNK_BYTES // (FP32_BYTES * vocab_size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +51,8 @@ class MemoryEstimate:
         saved_moment_bytes: Optimizer moments in a checkpoint, fp32.
         snapshot_bytes: Host memory of the snapshot from which a checkpoint is written in the background.
         copy_bytes: Parameters in the compute precision: of all matrices, or of what FSDP has gathered.
+        workspace_bytes: On a CPU: temporary tensors of gradients and of the update, with the holes that they leave,
+            and libraries.
     """
 
     parameter_bytes: int
@@ -44,6 +64,7 @@ class MemoryEstimate:
     saved_moment_bytes: int = 0
     snapshot_bytes: int = 0
     copy_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -56,6 +77,7 @@ class MemoryEstimate:
             + self.logits_bytes
             + self.mask_bytes
             + self.copy_bytes
+            + self.workspace_bytes
         )
 
     def total_bytes_on(self, device_kind: str) -> int:
@@ -63,21 +85,26 @@ class MemoryEstimate:
         return self.total_bytes + (self.snapshot_bytes if device_kind == "cpu" else 0)
 
 
-def planned_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+def planned_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
     """Estimate the peak memory of a run's training step while a checkpoint is being written.
 
     State and activations are those of one device, except that FSDP and tensor parallelism are not counted; see
     ``memory_per_device``. Of a pipeline, it is the device that needs most. With context parallelism, a device has its
     part of the positions.
+
+    Args:
+        spec: The model.
+        config: The run.
+        device_kind: Kind of the device; on a ``cpu``, chunks of logits are smaller, and libraries are included.
     """
-    whole, size = undivided_memory(spec, config), config.parallel.pipeline_parallel_size
+    whole, size = undivided_memory(spec, config, device_kind), config.parallel.pipeline_parallel_size
     if size == 1:
         return whole
     devices = [_pipeline_device(spec, config, whole, index) for index in range(size)]
     return max(devices, key=lambda device: device.total_bytes)
 
 
-def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
     """Estimate ``planned_memory`` without a pipeline; checkpoints have the state of all its devices."""
     step = training_memory(
         spec,
@@ -86,7 +113,7 @@ def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
         dtype_bytes=FP32_BYTES if config.precision.dtype == "fp32" else 2,
         optimizer=config.optimizer.name,
         recompute_blocks=config.train.activation_checkpointing == "block",
-        loss_chunk_tokens=config.loss.chunk_tokens,
+        loss_chunk_tokens=loss_chunk_positions(config.loss.chunk_tokens, spec.vocab_size, device_kind),
         dense_masks=_dense_masks(spec, config),
         frozen={name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen},
         has_average=config.train.ema_decay is not None,
@@ -95,6 +122,9 @@ def undivided_memory(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
     )
     saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
     reference = config.loss.name == "dpo" and config.adapter.kind == "none"
+    if device_kind == "cpu":
+        logits = step.logits_bytes if spec.has_whole_logits else 2 * step.logits_bytes  # those of the chunk before, too
+        step = replace(step, logits_bytes=logits, workspace_bytes=cpu_workspace(spec, config))
     return replace(
         step,
         parameter_bytes=step.parameter_bytes * (1 + reference),
@@ -158,14 +188,14 @@ def _num_partial_sums(config: RunConfig) -> int:
     return (-(-config.train.global_batch_sequences // rows) - 1).bit_length()
 
 
-def memory_per_device(spec: ModelSpec, config: RunConfig) -> MemoryEstimate:
+def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
     """Estimate the peak memory of one of the run's devices, with ``parallel.*`` counted.
 
     FSDP and tensor parallelism shard parameters, gradients and optimizer state; ranks that divide positions share the
     shards of FSDP. FSDP gathers two blocks (one computes while the next arrives) and the embedding and head, or all
     blocks without ``reshard_after_forward``; a block's gradients exist whole until they are summed.
     """
-    parallel, planned = config.parallel, planned_memory(spec, config)
+    parallel, planned = config.parallel, planned_memory(spec, config, device_kind)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
     shards = parallel.num_state_shards
     if parallel.fsdp_size > 1:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from vorox.core.errors import NumericalError
 
 MIN_REPEATS = 20
+MAX_ELEMENTS = 1 << 24
+"""Largest matrix that is measured: larger products run at the same rate, and would take more memory than a step."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,6 +31,15 @@ class MatmulShape:
     @property
     def flops(self) -> int:
         return 2 * self.m * self.k * self.n
+
+
+def bounded_shape(shape: MatmulShape) -> MatmulShape:
+    """Return the shape with its largest dimensions lowered until no matrix has more than ``MAX_ELEMENTS``."""
+    m, k, n = shape.m, shape.k, shape.n
+    while max(m * k, k * n, m * n) > MAX_ELEMENTS:
+        largest = max(m, k, n)
+        m, k, n = (-(-size // 2) if size == largest else size for size in (m, k, n))
+    return MatmulShape(m, k, n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,8 @@ def measure_matmul_peak(
 ) -> MatmulPeak:
     """Time all shapes round-robin, so that they see the same clocks and load, and take medians.
 
+    Of a product with larger matrices than ``MAX_ELEMENTS``, the rate is measured at a smaller shape.
+
     Args:
         shapes: Count of each shape in a step.
         matmul: Multiplies ``[m, k] @ [k, n]`` of normal random numbers in the run's precision, waits for the result,
@@ -92,16 +105,21 @@ def measure_matmul_peak(
     """
     order = sorted(shapes)
     assert order, "no shapes to measure"
+
+    def seconds_of(shape: MatmulShape) -> float:
+        small = bounded_shape(shape)
+        return matmul(small.m, small.k, small.n) * (shape.flops / small.flops)
+
     started = clock()
     while True:
         for shape in order:
-            matmul(shape.m, shape.k, shape.n)
+            seconds_of(shape)
         if clock() - started >= warmup_seconds:
             break
     times: dict[MatmulShape, list[float]] = {shape: [] for shape in order}
     for _ in range(repeats):
         for shape in order:
-            times[shape].append(matmul(shape.m, shape.k, shape.n))
+            times[shape].append(seconds_of(shape))
     medians = {shape: statistics.median(times[shape]) for shape in order}
     for shape, seconds in medians.items():
         if not seconds > 0:

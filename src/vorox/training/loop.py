@@ -1,8 +1,7 @@
 """The training loop: next batch, step, save, validate, until the schedule ends or a stop request.
 
-In: a session and the progress to start from. Out: the progress at the end. The loop waits for the device only to save
-and to validate: the numbers of a step settle while the next one runs. A checkpoint precedes the validation of its step.
-If a validation, a sample or reading a batch fails, the state is saved first; several ranks save before they validate.
+The loop waits for the device only to save and to validate: the numbers of a step settle while the next one runs. If a
+validation, a sample or reading a batch fails, the state is saved first; several ranks save before they validate.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ def train(session: Session, progress: Progress) -> Progress:
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         max_loss = session.spikes.max_loss(progress.step + 1)
         session.heartbeat.compute(progress.step + 1, batch.tokens_ABT.shape)
-        result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
+        with session.statistics.computing():
+            result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
         progress = progress.advance(batch, engine.data_shard)
         following = session.batches if progress.step < schedule.total_steps else None
-        decision = session.sync.after(progress, batch, following)
+        decision = session.sync.after(progress, batch, following, session.batches.wait_seconds)
         missing = decision.missing
         session.provenance.started(progress)
         session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds)

@@ -30,6 +30,7 @@ from vorox.training.display import Display, StepView
 from vorox.training.evaluation.evaluate import Evaluation
 from vorox.training.evaluation.scheduled_tasks import TasksReport, log_report
 from vorox.training.pending_steps import SettledStep
+from vorox.training.preemption_notice import MeasuredTimes, PreemptionNotice
 from vorox.training.run_plan import dataset_size
 from vorox.training.slow_causes import slow_cause
 from vorox.training.startup import TrainingSetup
@@ -50,6 +51,9 @@ class Observer:
         tracker: Records metrics.
         display: Shows steps and samples.
         speed: Measures throughput.
+
+    Attributes:
+        notice: Compares the notice before a preemption with the time of steps and saves.
     """
 
     def __init__(self, setup: TrainingSetup, tracker: Tracker, display: Display, speed: SpeedMeter) -> None:
@@ -64,7 +68,10 @@ class Observer:
         self._rows_per_epoch, self._vocab_size = max(1, round(num_rows)), workload.spec.vocab_size
         self._queue_capacity = config.data.loader.prefetch_batches if config.data.loader.num_threads else 0
         device_kind = str(workload.engine.environment().get("device_kind", ""))
-        planned = planned_memory(workload.spec, config)
+        planned = planned_memory(workload.spec, config, device_kind)
+        notice_seconds = config.checkpoint.notice_seconds
+        earlier = MeasuredTimes() if notice_seconds is None else MeasuredTimes.of_run(setup.run.directory)
+        self.notice = PreemptionNotice(notice_seconds, workload.log, earlier)
         self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
 
     def started(self, progress: Progress, row_tokens: int, waited_seconds: float) -> None:
@@ -95,7 +102,7 @@ class Observer:
 
     def is_logged(self, step: int) -> bool:
         """Whether the metrics of a step are recorded: the first, the last, and every ``log.every_steps``."""
-        return step in {1, self._horizon.total_steps} or step % self._every_steps == 0
+        return is_logged_step(self._every_steps, self._horizon.total_steps, step)
 
     def log(self, settled: SettledStep, status: Mapping[str, float]) -> None:
         """Record the metrics of a step and show it.
@@ -106,6 +113,7 @@ class Observer:
         """
         step, values = settled.step, settled.values
         reading, memory = self._speed.read(), self._memory.read()
+        self.notice.step(reading.step_seconds)
         epoch = step.progress.cursor.position / self._rows_per_epoch
         numbers = {
             "loss": values.loss,
@@ -117,7 +125,7 @@ class Observer:
             "epoch": epoch,
             **reading.metrics(),
             **memory,
-            **status,
+            **status,  # with several ranks, those of all
         }
         self._tracker.log(settled.number, numbers)
         if settled.number == 1:
@@ -167,6 +175,7 @@ class Observer:
     def saved(self, path: Path, progress: Progress, seconds: float) -> None:
         """Report a committed checkpoint; from any thread."""
         self._tracker.observe({"checkpoint_write_seconds": seconds})
+        self.notice.saved(seconds)
         text = f"Saved {path.name} in {seconds:.2f} s"
         self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain, seconds=seconds)
 
@@ -218,6 +227,11 @@ class Observer:
         """Flush the last metrics; return the throughput of the whole process."""
         self._tracker.log(progress.step, {})
         return self._speed.total()
+
+
+def is_logged_step(every_steps: int, total_steps: int, step: int) -> bool:
+    """Whether the metrics of a step are recorded: the first, the last, and every ``every_steps``."""
+    return step in {1, total_steps} or step % every_steps == 0
 
 
 def _losses_by_source(found: Evaluation) -> str:

@@ -44,6 +44,7 @@ from vorox.training.nonfinite_recorder import NonfiniteRecorder
 from vorox.training.observer import Observer, SpeedMeter
 from vorox.training.pending_steps import PendingSteps, SettledStep
 from vorox.training.provenance_recorder import ProvenanceRecorder, open_provenance
+from vorox.training.rank_statistics import RankStatistics
 from vorox.training.recomputation import StepRecomputation
 from vorox.training.replay_chain import ReplayChain, examine_chain
 from vorox.training.run_plan import plan_readers
@@ -85,6 +86,7 @@ class Session:
     recomputation: StepRecomputation
     heartbeat: Heartbeat
     profiler: StepProfiler
+    statistics: RankStatistics
 
     def record(self, settled: SettledStep | None) -> None:
         """Pass a settled step to everything that records steps.
@@ -133,6 +135,7 @@ class Session:
             "queue_depth": float(self.batches.queue_depth),
             **({} if age is None else {"seconds_since_save": age}),
             **self.engine.device_stats(),
+            **self.statistics.metrics,
             **({} if streams is None else streams.metrics()),
             **self.setup.mirror.metrics(),
         }
@@ -173,6 +176,7 @@ class Session:
         self.save(progress, is_last=True)
         self.wait_for_save()
         signal, because = self.sync.stop.requested, f": {reason}" if reason else ""
+        self.observer.notice.stopped(self.sync.stop)
         stopped = f"{signal}: stopped" if signal else "Stopped"
         what = f"{stopped} after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
         return Preempted(what, where=where, saved=self.checkpoints.safe(), hint=hint)
@@ -283,13 +287,13 @@ def open_session(
     ):  # fmt: skip
         heartbeat.observe = lambda: (batches.queue_depth, waiting_for_data() is not None)
         sampler = PromptSampler(config, corpus.tokenizer, workload.spec)
-        chain = ReplayChain(run.directory, progress, writes=is_main)
-        spikes = _loss_spikes(setup)
+        chain, spikes = ReplayChain(run.directory, progress, writes=is_main), _loss_spikes(setup)
         pending = PendingSteps(
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row,
             spikes=spikes,
         )  # fmt: skip
-        sync = StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch)
+        statistics = RankStatistics.of(workload, total_steps)
+        sync = StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch, statistics)
         profiler = _step_profiler(setup, heartbeat, lambda: bool(sync.stop.requested))
         alone = engine if workload.distributed.world_size == 1 else None
         session = Session(
@@ -298,7 +302,7 @@ def open_session(
             sync, next_batch, pending, checkpoints, evaluations, ScheduledTasks.of(setup, tasks or {}), sampler,
             Observer(setup, tracker, display, SpeedMeter(workload)), provenance,
             NonfiniteRecorder(run.directory, alone, log, writes=is_main),
-            spikes, recomputation, heartbeat, profiler,
+            spikes, recomputation, heartbeat, profiler, statistics,
         )  # fmt: skip
         try:
             with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler):
@@ -344,18 +348,14 @@ def _loss_spikes(setup: TrainingSetup) -> LossSpikes:
         return list(losses.items()), sum(skip.start_position < progress.cursor.position for skip in skips)
 
     losses, num_skipped = setup.workload.distributed.decide("loss spikes", recorded)
-    known = {int(step): float(loss) for step, loss in losses}
-    return LossSpikes(config, known, num_skipped, rollbacks, batch)
+    return LossSpikes(config, {int(step): float(loss) for step, loss in losses}, num_skipped, rollbacks, batch)
 
 
 def _report_engine(workload: Workload, total_steps: int) -> None:
-    facts = resume.environment(workload.engine)
-    determinism = str(facts["determinism"])
-    num_frozen = workload.spec.num_frozen_parameters
-    frozen = f" and {num_frozen:,} frozen ones" if num_frozen else ""
+    facts, num_frozen = resume.environment(workload.engine), workload.spec.num_frozen_parameters
+    determinism, frozen = str(facts["determinism"]), f" and {num_frozen:,} frozen ones" if num_frozen else ""
     names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    sizes = [(name, int(facts.get(name, 1))) for name in names]
-    layout = [f"{name} = {size}" for name, size in sizes if size > 1]
+    layout = [f"{name} = {facts[name]}" for name in names if int(facts.get(name, 1)) > 1]
     setting = ", ".join([workload.config.backend, workload.config.precision.dtype, *layout])
     device = f"{facts.get('device', workload.engine.name)} ({setting})"
     workload.log.event(

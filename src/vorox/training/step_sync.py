@@ -10,6 +10,7 @@ not come.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from vorox.core.errors import NumericalError
 from vorox.data.growth import DataNotReady
 from vorox.data.loader import BatchStream
 from vorox.runtime.heartbeat import Heartbeat
+from vorox.training.rank_statistics import RankStatistics
 from vorox.training.replay_chain import ReplayChain
 from vorox.training.stop import Stop, StopRequest
 
@@ -109,6 +111,7 @@ class StepSync:
         due: Whether a checkpoint is due; called on the main rank.
         chain: Replay chain of this rank; all ranks must have the same.
         next_batch: Agrees on whether every rank can read the next batch.
+        statistics: Times and metrics of the ranks, which travel in the same exchange.
 
     Attributes:
         stop: Stop request of the run: ``stop`` itself for one process, the common decision for several.
@@ -122,18 +125,22 @@ class StepSync:
         due: Callable[[Progress], bool],
         chain: ReplayChain,
         next_batch: NextBatch,
+        statistics: RankStatistics,
     ) -> None:
-        self._next_batch = next_batch
+        self._next_batch, self._statistics = next_batch, statistics
         self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.world_size == 1 else _AgreedStop()
 
-    def after(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> StepDecision:
+    def after(
+        self, progress: Progress, batch: Batch, batches: BatchStream | None, waited_seconds: float = 0.0
+    ) -> StepDecision:
         """Decide what to do after a started step.
 
         Args:
             progress: The progress, including this step.
             batch: The batch of the step.
             batches: The batches that follow; ``None`` after the last step.
+            waited_seconds: Total time that the loop has waited for batches.
 
         Raises:
             NumericalError: The ranks computed different numbers.
@@ -143,6 +150,7 @@ class StepSync:
 
         def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
             _check_heads([report["chain"] for report in reports], progress)
+            self._statistics.receive([report["statistics"] for report in reports])
             stop = next((report["stop"] for report in reports if report["stop"]), "")
             missing = self._next_batch.find([report["missing"] for report in reports])
             return {
@@ -155,10 +163,12 @@ class StepSync:
         heartbeat.enter("sync", progress.step)
         report = {
             "stop": self._local_stop.requested, "chain": self._chain.head, "missing": missing,
-            **rows_of(batch, self._shard),
+            "statistics": self._statistics.report(progress.step, waited_seconds), **rows_of(batch, self._shard),
         }  # fmt: skip
         decided = self._dist.agree("step", report, decide)
-        self.stop.requested = self.stop.requested or decided["stop"]
+        if decided["stop"] and not self.stop.requested:
+            self.stop.requested = decided["stop"]
+            self.stop.requested_at = self._local_stop.requested_at or time.monotonic()
         return StepDecision(decided["batch_digest"], decided["save"], self._next_batch.missing(decided["missing"]))
 
 
@@ -166,7 +176,7 @@ class _AgreedStop:
     """A stop request that all ranks agree on."""
 
     def __init__(self) -> None:
-        self.requested = ""
+        self.requested, self.requested_at = "", 0.0
 
 
 def _check_heads(heads: list[str], progress: Progress) -> None:

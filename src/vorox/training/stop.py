@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Protocol
@@ -27,9 +28,11 @@ class Stop(Protocol):
 
     Attributes:
         requested: What requested it; empty if nothing did.
+        requested_at: When, by ``time.monotonic``.
     """
 
     requested: str
+    requested_at: float
 
 
 class StopRequest:
@@ -37,10 +40,11 @@ class StopRequest:
 
     Attributes:
         requested: Name of the signal that requested a stop; empty if none did.
+        requested_at: When it came, by ``time.monotonic``.
     """
 
     def __init__(self) -> None:
-        self.requested = ""
+        self.requested, self.requested_at = "", 0.0
         self._deferred = False
         self._previous: dict[signal.Signals, object] = {}
 
@@ -59,6 +63,8 @@ class StopRequest:
             os.write(2, b"\nInterrupted again: exiting without saving.\n")
             os._exit(INTERRUPTED_EXIT_CODE)
         first, self.requested = not self.requested, self.requested or name
+        if first:
+            self.requested_at = time.monotonic()
         if first and not self._deferred:
             raise Preempted(
                 f"{name}: stopped while preparing",

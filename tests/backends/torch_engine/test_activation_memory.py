@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from backends.torch_engine.transformers_models import write_model
+from small_configurations import MODELS, POSITIONS, VOCAB, batch_of, configuration, random_rows
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.activation_memory import measured
+from vorox.backends.torch_engine.engine import create
+from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
+from vorox.models.decoder_spec import decoder_spec
 from vorox.models.huggingface_spec import HuggingFaceSpec
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -72,3 +76,29 @@ def test_a_recurrent_model_grows_linearly(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not known without running"):
         measured(spec_of(write_model(tmp_path, "mixtral"))).saved_activations(LENGTH, 4)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_native_block_saves_what_its_formula_counts(name: str) -> None:
+    """Every storage that autograd keeps of a block in a training step, without parameters; fp32 on the CPU."""
+    config = configuration(MODELS[name])
+    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    engine = create(config, spec, DistributedContext())
+    block = engine.model.get_submodule("blocks.1")
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+    is_inside = [False]
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if is_inside[0] and address not in parameters and tensor.dtype.is_floating_point:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    block.register_forward_pre_hook(lambda *_: is_inside.__setitem__(0, True))
+    block.register_forward_hook(lambda *_: is_inside.__setitem__(0, False))
+    batch = batch_of(random_rows(8))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.train_step(batch, lr=0.0, weight_decay=0.0).fetch()
+    saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / batch.num_tokens
+    assert spec.saved_per_position == pytest.approx(saved, rel=0.02)

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import loss as loss_module
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
+from vorox.models import memory_estimate
 
 pytestmark = pytest.mark.torch
 POSITIONS, WIDTH, VOCAB = 150, 24, 67
@@ -115,7 +115,8 @@ def test_the_full_logits_never_stand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_stay_in_the_cache_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CPU_CHUNK_BYTES", 4 * VOCAB * 100)
+    monkeypatch.setattr(memory_estimate, "CPU_CHUNK_BYTES", 4 * VOCAB * 100)
+    monkeypatch.setattr(memory_estimate, "_LEAST_CPU_CHUNK_POSITIONS", 1)
     given = case()
     chunks = head_loss(given, LossConfig(chunk_tokens=1000))._chunks(given.hidden, given.targets)
     assert [len(hidden) for hidden, _ in chunks] == [100, 50]

@@ -10,9 +10,11 @@ Tensors on GPUs travel by NCCL, everything else by gloo.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -138,6 +140,21 @@ class StoreChannel:
         self._client.delete_key(key)
 
 
+@dataclass(slots=True)
+class CollectiveTime:
+    """Time that this host has spent in collectives, with waiting for other ranks; GPUs run theirs by themselves."""
+
+    seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Generator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks of a run, as the engine sees them.
@@ -158,6 +175,7 @@ class Ranks:
         context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
             or ``fsdp_size`` counts them as well.
         context_group: Those ranks; ``None`` without context parallelism.
+        collective_time: Time spent in the sums below.
     """
 
     shard: DataShard = field(default_factory=DataShard)
@@ -171,6 +189,7 @@ class Ranks:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     context_group: ProcessGroup | None = None
+    collective_time: CollectiveTime = field(default_factory=CollectiveTime, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -211,8 +230,9 @@ class Ranks:
     def sum(self, *tensors: Tensor) -> None:
         """Add the tensors of all ranks that train on different rows, in place."""
         if self.mesh is not None:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.row_group)
+            with self.collective_time.measured():
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=self.row_group)
 
     @property
     def _value_group(self) -> ProcessGroup | None:
@@ -226,11 +246,13 @@ class Ranks:
         """
         if self.is_exact and self.mesh is not None:
             by_rank = [torch.empty_like(parts_XA) for _ in range(self.world_size)]
-            dist.all_gather(by_rank, parts_XA)
+            with self.collective_time.measured():
+                dist.all_gather(by_rank, parts_XA)
             return torch.stack(by_rank, dim=-1).flatten(-2).sum(-1)
         total_X = parts_XA.sum(-1)
         if self.mesh is not None:
-            dist.all_reduce(total_X, group=self._value_group)
+            with self.collective_time.measured():
+                dist.all_reduce(total_X, group=self._value_group)
         return total_X
 
     def maximum(self, tensor: Tensor) -> None:
@@ -241,7 +263,8 @@ class Ranks:
     def sum_over_shards(self, tensor: Tensor) -> None:
         """Add the tensors of the ranks that share one replica, in place."""
         if self.mesh is not None:
-            dist.all_reduce(tensor, group=self.replica_group or self.mesh.get_group("fsdp"))
+            with self.collective_time.measured():
+                dist.all_reduce(tensor, group=self.replica_group or self.mesh.get_group("fsdp"))
 
     def facts(self) -> dict[str, str | int | bool]:
         """Return what affects the bits of sums over ranks; nothing for a single process."""
@@ -268,7 +291,8 @@ class Ranks:
         if self.mesh is None:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total, group=group)
+        with self.collective_time.measured():
+            dist.all_reduce(total, group=group)
         return total.tolist()
 
 

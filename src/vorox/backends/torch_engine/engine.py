@@ -99,6 +99,7 @@ class TorchEngine:
         parameters: Parameters and gradients.
         optimizer: Update rule and its state.
         teacher_fingerprint: Hash of the teacher's weights; empty without one.
+        collective_time: Time that this host has spent in sums over ranks.
     """
 
     name = "torch"
@@ -108,7 +109,7 @@ class TorchEngine:
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._ranks = ranks if ranks is not None else Ranks()
-        self.data_shard = self._ranks.shard
+        self.data_shard, self.collective_time = self._ranks.shard, self._ranks.collective_time
         self._memory = devices.memory_budget(config, spec, compute.device)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
         self._user_step = load_step(config.train.forward_backward)

@@ -25,9 +25,7 @@ from vorox.backends.torch_engine.kernels import Products
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
-
-CPU_CHUNK_BYTES = 4 << 20
-"""Largest logits chunk on the CPU, so that it stays within the processor's caches."""
+from vorox.models.memory_estimate import loss_chunk_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +140,7 @@ class HeadLoss:
         self._function = user_loss(config.name)
         self._products, self._dtype, self._count_correct = products, dtype, count_correct
         self.sum_dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._chunk_positions = config.chunk_tokens
-        if device.type == "cpu":
-            self._chunk_positions = min(config.chunk_tokens, max(64, CPU_CHUNK_BYTES // (4 * vocab_size)))
+        self._chunk_positions = loss_chunk_positions(config.chunk_tokens, vocab_size, device.type)
 
     @torch.no_grad()
     def evaluate(self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels) -> LossSums:

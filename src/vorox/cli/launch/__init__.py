@@ -193,11 +193,15 @@ def _job(
     if not is_local:
         jobs.check_shared(config)
     given = None if notice is None else math.ceil(parse_minutes(notice) * 60)
+    time_to_save = jobs.estimate_notice(config) if given is None else jobs.Notice(given, "as --notice")
+    if config.checkpoint.notice_seconds is None:
+        settings.append(f"checkpoint.notice_seconds={time_to_save.seconds}")
+        config = load_config_with_weights(source, settings)
     return jobs.Job(
         config=config, source=parsed.positional[0], settings=tuple(settings), num_nodes=nodes,
         devices_per_node=devices, cpus_per_node=cpus or 8 * devices, max_restarts=max_restarts, shared=shared or "",
         secrets=tuple(secrets or ()),
-        notice=jobs.estimate_notice(config) if given is None else jobs.Notice(given, "as --notice"),
+        notice=time_to_save,
     )  # fmt: skip
 
 

@@ -181,17 +181,11 @@ def _measured(config: RunConfig) -> tuple[float | None, float | None]:
     """Return the longest step and save of the newest run of a configuration, in seconds."""
     from vorox.core.run_context import run_id
     from vorox.core.run_matching import latest_run
-    from vorox.experiments.tracking import read_metrics
+    from vorox.training.preemption_notice import MeasuredTimes
 
     directory = latest_run(config, run_id(config))
-    metrics = [] if directory is None else list(read_metrics(directory).values())
-    steps = [values["step_seconds"] for values in metrics if "step_seconds" in values]
-    saves = [
-        values["checkpoint_write_seconds"] + values.get("checkpoint_seconds", 0.0)
-        for values in metrics
-        if "checkpoint_write_seconds" in values
-    ]
-    return max(steps, default=None), max(saves, default=None)
+    times = MeasuredTimes() if directory is None else MeasuredTimes.of_run(directory)
+    return times.step_seconds, times.save_seconds
 
 
 def _checkpoint_bytes(config: RunConfig) -> int | None:

@@ -204,6 +204,13 @@ class CheckpointConfig(Section):
         "the run's records are copied in the background. A run that is not on this machine, or is ahead in the store, "
         "is restored from it.",
     )
+    notice_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Time between SIGTERM and the end of the process that the scheduler or cloud gives. The run warns, "
+        "at its start if an earlier attempt measured them, when a step and two saves take longer. `vorox launch` sets "
+        "it. None: unknown.",
+    )
     mirror_wait_seconds: float = Field(
         default=300.0, ge=0, description="Timeout at the end of a run for copying its last checkpoint to the mirror."
     )

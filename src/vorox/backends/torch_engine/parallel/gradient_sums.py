@@ -39,8 +39,9 @@ def accumulate(parameters: Parameters, ranks: Ranks, num_micro_batches: int) -> 
         for index in tree_order(gradients, num_micro_batches):
             parameters.zero_gradients()
             yield index
-        for gradient in gradients:
-            sum_over_ranks(gradient, ranks)
+        with ranks.collective_time.measured():
+            for gradient in gradients:
+                sum_over_ranks(gradient, ranks)
         return
     parameters.zero_gradients()
     yield from range(num_micro_batches)

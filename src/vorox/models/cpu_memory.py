@@ -1,0 +1,56 @@
+"""What a training step takes on a CPU besides state and saved activations.
+
+On a CPU, the memory of a process counts, and the PyTorch engine keeps what it has freed. A tensor that is larger
+than those around it needs room of its own, and what it leaves is seldom filled by others. So the largest temporary
+tensors are added to the state and the saved activations, with the gradient of the largest matrix twice: the chunks of
+the loss seldom find the place of the one before. JAX's compiler plans a step as a whole and takes more than this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from vorox.core.schema import RunConfig
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.spec import ModelSpec
+
+_FP32_BYTES = 4
+_PROCESS_BYTES = 48 << 20
+"""Libraries that are loaded late, threads, batches that are read."""
+_STACKS = 5
+"""Copies of the matrices of one shape while Muon orthogonalises them: two inputs, two Gram matrices, the result."""
+
+
+def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
+    """Return the bytes of the largest temporary tensors of a step, and of libraries."""
+    positions = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+    largest = max((row.num_elements for row in spec.parameters if len(row.shape) > 1), default=0)
+    if not spec.has_whole_logits:
+        largest = max(largest, spec.vocab_size * spec.hidden_size)
+    elements = 2 * largest + max(
+        0, _muon_elements(spec, config) - largest
+    )  # a product, and its place in the chunk before
+    if isinstance(spec, DecoderSpec):
+        elements += positions * _block_elements(spec, recomputes=config.train.activation_checkpointing == "block")
+    return _PROCESS_BYTES + _FP32_BYTES * elements
+
+
+def _block_elements(spec: DecoderSpec, *, recomputes: bool) -> int:
+    """Return elements per position: projections before they are rotated, and gradients of a recomputed block."""
+    rotated = spec.attention_width + 2 * spec.num_kv_heads * spec.head_dim if spec.positions == "rope" else 0
+    if not recomputes:
+        return rotated * spec.num_layers
+    return rotated + (4 if spec.is_gated else 2) * spec.intermediate_size
+
+
+def _muon_elements(spec: ModelSpec, config: RunConfig) -> int:
+    """Return elements of Muon's update: directions, new momentum, and copies of the matrices of one shape."""
+    if config.optimizer.name != "muon":
+        return 0
+    shapes = [row.shape for row in spec.parameters if row.kind == "matrix"]
+    by_shape = Counter[tuple[int, ...]]()
+    for shape in shapes:
+        by_shape[shape] += prod(shape)
+    total = sum(map(prod, shapes))
+    return max(3 * total, 2 * total + _STACKS * max(by_shape.values(), default=0))

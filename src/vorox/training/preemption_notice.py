@@ -1,0 +1,92 @@
+"""The notice before a preemption, against the measured time of steps and saves.
+
+In: the time between SIGTERM and the end of the process (``checkpoint.notice_seconds``), and the duration of steps and
+saves, of earlier attempts at the start. Out: a warning when a save would not fit, and how long the last one took.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from vorox.core.log import RunLog
+from vorox.experiments.tracking import read_metrics
+from vorox.training.stop import Stop
+
+_GROWTH = 1.25
+"""A warning is repeated when a stop takes longer than at the last one by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """The longest step and save of a run, in seconds; ``None`` if there was none."""
+
+    step_seconds: float | None = None
+    save_seconds: float | None = None
+
+    @classmethod
+    def of_run(cls, directory: Path) -> MeasuredTimes:
+        """Return the times in the metrics of a run."""
+        metrics = list(read_metrics(directory).values())
+        steps = [values["step_seconds"] for values in metrics if "step_seconds" in values]
+        saves = [
+            values["checkpoint_write_seconds"] + values.get("checkpoint_seconds", 0.0)
+            for values in metrics
+            if "checkpoint_write_seconds" in values
+        ]
+        return cls(max(steps, default=None), max(saves, default=None))
+
+
+class PreemptionNotice:
+    """Compares the notice with what a stop takes: the rest of a step, and two saves, since one may have just started.
+
+    Args:
+        notice_seconds: ``checkpoint.notice_seconds``; ``None``: nothing is compared.
+        log: Receives the warnings.
+        earlier: Times of earlier attempts.
+    """
+
+    def __init__(self, notice_seconds: float | None, log: RunLog, earlier: MeasuredTimes) -> None:
+        self._notice_seconds, self._log = notice_seconds, log
+        self._step_seconds, self._save_seconds = earlier.step_seconds or 0.0, earlier.save_seconds
+        self._reported_seconds = 0.0
+        self._lock = threading.Lock()
+        self._check()
+
+    def step(self, seconds: float | None) -> None:
+        """Take the duration of a step."""
+        with self._lock:
+            self._step_seconds = max(self._step_seconds, seconds or 0.0)
+            self._check()
+
+    def saved(self, seconds: float) -> None:
+        """Take the duration of a save; from any thread."""
+        with self._lock:
+            self._save_seconds = max(self._save_seconds or 0.0, seconds)
+            self._check()
+
+    def stopped(self, stop: Stop) -> None:
+        """Report the time from a signal to the end of its save."""
+        if self._notice_seconds is None or not stop.requested:
+            return
+        seconds = time.monotonic() - stop.requested_at
+        is_late = seconds > self._notice_seconds
+        place = "later than" if is_late else "within"
+        text = f"Saved {seconds:.1f} s after {stop.requested}, {place} the notice of {self._notice_seconds:g} s"
+        self._log.event("stop_saved", text, level="warning" if is_late else "info", seconds=seconds)
+
+    def _check(self) -> None:
+        if self._notice_seconds is None or self._save_seconds is None:
+            return
+        needed = self._step_seconds + 2 * self._save_seconds
+        if needed <= max(self._notice_seconds, _GROWTH * self._reported_seconds):
+            return
+        self._reported_seconds = needed
+        text = (
+            f"A stop takes up to {needed:,.1f} s: a step of {self._step_seconds:,.1f} s and two saves of "
+            f"{self._save_seconds:,.1f} s; the notice is {self._notice_seconds:g} s. Save more often "
+            "(checkpoint.every_seconds), so that less is lost, or lengthen the notice (checkpoint.notice_seconds)"
+        )
+        self._log.event("short_notice", text, level="warning", needed_seconds=needed)

@@ -1,0 +1,183 @@
+"""Times and metrics of ranks in the exchange after every step; names a slow rank.
+
+In: the time that this rank waited for its batch and computed, without collectives, in which all ranks wait for the
+slowest. Out, on the main rank: metrics of all ranks, combined by their declared reductions, and a warning that names a
+rank which is slower than the others for some time, with the cause. Nothing is exchanged for it: the numbers are part of
+the report that decides on saves and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import Engine
+from vorox.core.log import RunLog
+from vorox.experiments.metrics import reduce
+from vorox.runtime.host_memory import HostMemory
+from vorox.training.observer import is_logged_step
+from vorox.training.workload import Workload
+
+FACTOR = 1.5
+"""Time of a straggler over the median of the other ranks."""
+WINDOW_SECONDS = 10.0
+NUM_WINDOWS = 3
+"""Windows in a row in which a rank must be slower: a rank that is busy for a moment is no straggler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that is slower than the others.
+
+    Attributes:
+        rank: Rank, from 0.
+        cause: ``data`` if it waits for batches, ``compute`` if its steps take longer.
+        ratio: Its time over the median of the other ranks.
+        excess_seconds: What it takes longer, per step.
+    """
+
+    rank: int
+    cause: Literal["data", "compute"]
+    ratio: float
+    excess_seconds: float
+
+
+class StragglerDetector:
+    """Finds a rank that is persistently slower than the median of the others.
+
+    Args:
+        window_seconds: Time of the median rank that a window covers.
+        num_windows: Windows in a row in which the same rank must be slower, for the same cause.
+    """
+
+    def __init__(self, window_seconds: float, num_windows: int) -> None:
+        self._window_seconds, self._num_windows = window_seconds, num_windows
+        self._sums: list[list[float]] = []
+        self._num_steps, self._in_a_row, self._last = 0, 0, (-1, "")
+
+    def add(self, times: Sequence[tuple[float, float]]) -> Straggler | None:
+        """Add a step; return the straggler when its last window ends.
+
+        Args:
+            times: By rank: seconds of waiting for the batch, and of computing.
+        """
+        sums = self._sums or [[0.0, 0.0] for _ in times]
+        self._sums = [[a + b for a, b in zip(old, new, strict=True)] for old, new in zip(sums, times, strict=True)]
+        self._num_steps += 1
+        totals = [sum(parts) for parts in self._sums]
+        if statistics.median(totals) < self._window_seconds:
+            return None
+        found = self._slowest(totals)
+        self._sums, self._num_steps = [], 0
+        key = (-1, "") if found is None else (found.rank, found.cause)
+        self._in_a_row = self._in_a_row + 1 if key == self._last else 1
+        self._last = key
+        return found if found is not None and self._in_a_row % self._num_windows == 0 else None
+
+    def _slowest(self, totals: Sequence[float]) -> Straggler | None:
+        rank = max(range(len(totals)), key=totals.__getitem__)
+        others = [index for index in range(len(totals)) if index != rank]
+        median = statistics.median(totals[index] for index in others)
+        if totals[rank] < FACTOR * median:
+            return None
+        data, compute = (
+            self._sums[rank][part] - statistics.median(self._sums[index][part] for index in others) for part in (0, 1)
+        )
+        excess = (totals[rank] - median) / self._num_steps
+        ratio = totals[rank] / max(median, 1e-9)
+        return Straggler(rank, "data" if data > compute else "compute", ratio, excess)
+
+
+class RankStatistics:
+    """Times and metrics of this rank, and on the main rank those of all.
+
+    Args:
+        dist: This process's rank.
+        engine: Whose steps are timed.
+        log: Receives the warning.
+        is_logged: Whether the metrics of a step are recorded.
+        detector: Finds a straggler.
+
+    Attributes:
+        metrics: Metrics of all ranks at the last exchange; empty with one rank.
+    """
+
+    def __init__(
+        self,
+        dist: DistributedContext,
+        engine: Engine,
+        log: RunLog,
+        is_logged: Callable[[int], bool],
+        detector: StragglerDetector | None = None,
+    ) -> None:
+        self._dist, self._engine, self._log, self._is_logged = dist, engine, log, is_logged
+        self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
+        self._memory, self._host = HostMemory(), platform.node()
+        self._compute_seconds = self._waited_before = 0.0
+        self._num_reports = 0
+        self._hosts: list[str] = []
+        self.metrics: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, workload: Workload, total_steps: int) -> RankStatistics:
+        """Return the statistics of this rank in a run."""
+        is_logged = functools.partial(is_logged_step, workload.config.log.every_steps, total_steps)
+        return cls(workload.distributed, workload.engine, workload.log, is_logged)
+
+    @contextlib.contextmanager
+    def computing(self) -> Generator[None]:
+        """Time the host's part of a step, without its collectives."""
+        if self._dist.world_size == 1:
+            yield
+            return
+        waits = getattr(self._engine, "collective_time", None)
+        started, before = time.perf_counter(), 0.0 if waits is None else waits.seconds
+        yield
+        collectives = 0.0 if waits is None else waits.seconds - before
+        self._compute_seconds = max(0.0, time.perf_counter() - started - collectives)
+
+    def report(self, step: int, waited_seconds: float) -> dict[str, Any]:
+        """Return this rank's part of the exchange after a step, as plain JSON.
+
+        Args:
+            step: The step that was started.
+            waited_seconds: Total time that the loop has waited for batches.
+        """
+        waited, self._waited_before = waited_seconds - self._waited_before, waited_seconds
+        self._num_reports += 1
+        report: dict[str, Any] = {"times": [waited, self._compute_seconds]}
+        if self._num_reports == 1:
+            report["host"] = self._host
+        if self._is_logged(step - 1):  # the step that settles next
+            report["metrics"] = {**self._memory.read(), **self._engine.device_stats()}
+        return report
+
+    def receive(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Combine the reports of all ranks of a step; on the main rank."""
+        if "host" in reports[0]:  # the first step of the process, which may compile
+            self._hosts = [str(report.get("host", "?")) for report in reports]
+            return
+        times = [(float(waited), float(compute)) for waited, compute in (report["times"] for report in reports)]
+        totals = [waited + compute for waited, compute in times]
+        self.metrics = {"ranks/slowest_seconds": max(totals), "ranks/median_seconds": statistics.median(totals)}
+        values = [report["metrics"] for report in reports if "metrics" in report]
+        for name in values[0] if values else ():
+            self.metrics[name] = reduce(name, [value[name] for value in values if name in value])
+        found = self._detector.add(times)
+        if found is not None:
+            what = {"data": "waits for its batches", "compute": "computes"}[found.cause]
+            text = (
+                f"Rank {found.rank} on host {self._hosts[found.rank]} is slower than the others: it {what} "
+                f"{found.excess_seconds:.2f} s longer per step ({found.ratio:.1f} times the median)"
+            )
+            self._log.event(
+                "straggler", text, level="warning", rank=found.rank, host=self._hosts[found.rank], cause=found.cause,
+                ratio=found.ratio,
+            )  # fmt: skip
