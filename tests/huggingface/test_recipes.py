@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -92,11 +93,19 @@ configs:
 """
 
 
+ZERO_3 = "parallel.deepspeed_config=configs/ds_config_production.json"
+ZERO = ["parallel.kind=deepspeed", "parallel.fsdp_size=1", ZERO_3]
+"""As the recipe says, with the file of the repository: ZeRO-3."""
+
+
 @pytest.mark.slow
-def test_nemotron_h_trains_on_two_processes_from_the_recipe(folder: Path) -> None:
+@pytest.mark.parametrize("layout", [["parallel.fsdp_size=2"], ZERO], ids=["FSDP2", "DeepSpeed"])
+def test_nemotron_h_trains_on_two_processes_from_the_recipe(folder: Path, layout: list[str]) -> None:
     """Four corpora in four formats and a dataset of a hub, validated by source, with TensorBoard."""
+    if layout is ZERO and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
     overrides = [*tiny(folder, "production_multi_gpu")[:1], f"data.sequence_length_tokens={LENGTH}", *SMALL_RUN]
-    arguments = ["train", "configs/production_multi_gpu.yaml", "--nproc", "2", "parallel.fsdp_size=2", *overrides]
+    arguments = ["train", "configs/production_multi_gpu.yaml", "--nproc", "2", *layout, *overrides]
     with hub_server() as hub:
         parquet = (folder / "corpus/parquet/a.parquet").read_bytes()
         hub.commit("HuggingFaceFW/fineweb-edu", {"README.md": CARD, "sample/10BT/000.parquet": parquet})

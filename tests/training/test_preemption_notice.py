@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from vorox.core.errors import Preempted
 from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
+from vorox.training import preemption_notice
 from vorox.training.preemption_notice import MeasuredTimes, PreemptionNotice
 from vorox.training.stop import StopRequest
 
@@ -47,12 +47,13 @@ def test_what_an_earlier_attempt_measured_is_compared_at_the_start() -> None:
     assert not opened(30.0, MeasuredTimes(100.0, None))[1], "no save is known yet"
 
 
-def test_a_save_after_the_end_of_the_notice_is_a_warning() -> None:
+def test_a_save_after_the_end_of_the_notice_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption_notice.time, "monotonic", lambda: 100.0)
     notice, logged = opened(30.0)
     stop = StopRequest()
     notice.stopped(stop)
     assert not logged, "without a signal"
-    stop.requested, stop.requested_at = "SIGTERM", time.monotonic() - 4.0
+    stop.requested, stop.requested_at = "SIGTERM", 96.0
     notice.stopped(stop)
     stop.requested_at -= 40.0
     notice.stopped(stop)
