@@ -12,6 +12,7 @@ import typer
 from docs.test_documentation import PAGES, ROOT
 from vorox.cli import app
 from vorox.core.config.schema_fields import find_field
+from vorox.core.config.synonyms import key_of
 
 IN_PROSE = sorted(
     {
@@ -37,9 +38,9 @@ def check(command: str) -> None:
     for word in words:
         name, equals, _ = word.partition("=")
         if word.startswith("-"):
-            assert name in options or find_field(name.lstrip("-")), f"{name} is no option"
+            assert name in options or find_field(key_of(name.lstrip("-"))), f"{name} is no option"
         elif equals and command != SHOWN_AS_A_MISTAKE:
-            assert name == "preset" or find_field(name), f"{name} is no setting"
+            assert name == "preset" or find_field(key_of(name)), f"{name} is no setting"
 
 
 @pytest.mark.parametrize(("page", "command"), IN_PROSE)
