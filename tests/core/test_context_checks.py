@@ -35,9 +35,10 @@ def test_what_fits_has_no_problem() -> None:
         config_of(parallel__tensor_parallel_size=2), config_of(parallel__pipeline_parallel_size=2),
         config_of(runtime__compile=True), config_of(train__forward_backward="step.py:run"),
         config_of(runtime__determinism="bitwise-any-world"), config_of({"block": "block.py:Block"}),
+        config_of({"num_experts": 4}),
         config_of(loss__name="dpo"), config_of(train__distillation={"teacher": "run"}), config_of(size=5),
     ],
-    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "dpo", "teacher", "rows"],
+    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "experts", "dpo", "teacher", "rows"],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(config: RunConfig) -> None:
     assert SIZE in named_keys(config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
 from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
@@ -11,6 +12,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.spec import ModelSpec
 
 _TENSOR_SIZE = "parallel.tensor_parallel_size"
@@ -31,9 +33,12 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     for key, value in _unsupported(config, spec):
         raise ConfigError(
             f"tensor_parallel_size = {size} is not supported with {key} = {value}", where=f"{_TENSOR_SIZE}, {key}",
-            hint="it needs model.kind=decoder with built-in functions, without adapters and compilation; otherwise "
-            "use data_parallel_size and fsdp_size",
+            hint="it needs model.kind=decoder or huggingface with built-in functions, without adapters, dropout of "
+            "transformers and compilation; otherwise use data_parallel_size and fsdp_size",
         )  # fmt: skip
+    if isinstance(spec, HuggingFaceSpec):
+        _check_heads(size, spec)
+        return
     assert isinstance(spec, DecoderSpec), "no other model is supported"
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         value = getattr(spec, name)
@@ -60,8 +65,36 @@ def _check_positions(size: int, spec: ModelSpec) -> None:
         )  # fmt: skip
 
 
+def _check_heads(size: int, spec: HuggingFaceSpec) -> None:
+    """Check the heads of a model of transformers; the engine checks the shapes of its layers."""
+    for name, value in _values(spec.config):
+        if name in {"num_attention_heads", "num_key_value_heads"} and isinstance(value, int) and value % size:
+            raise ConfigError(
+                f"{name} = {value} of the {spec.label} model is not divisible by tensor_parallel_size = {size}",
+                where=_TENSOR_SIZE, hint="choose a divisor, or use data_parallel_size and fsdp_size",
+            )  # fmt: skip
+
+
+def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a ``config.json``, also of the text part of a larger model."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _values(value)
+        else:
+            yield name, value
+
+
 def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, object]]:
-    if not isinstance(spec, DecoderSpec):
+    if config.adapter.kind != "none":
+        yield "adapter.kind", config.adapter.kind
+    if isinstance(spec, HuggingFaceSpec):
+        if config.parallel.sequence_parallel:
+            yield "parallel.sequence_parallel, model.kind", f"true, {config.model.kind}"
+        for name, value in _values(spec.config):
+            is_used = "drop" in name and not name.startswith(("summary", "classifier"))  # those have other heads
+            if is_used and isinstance(value, int | float) and value > 0:
+                yield f"{name} of config.json", value
+    elif not isinstance(spec, DecoderSpec):
         yield "model.kind", config.model.kind
     others: tuple[tuple[str, object, Callable[[object], bool]], ...] = (
         ("model.block", config.model.block, bool),

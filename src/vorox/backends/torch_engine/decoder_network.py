@@ -36,7 +36,7 @@ from vorox.backends.torch_engine.model import Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
-from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import TensorParallelParameters
+from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
@@ -120,7 +120,10 @@ class DecoderNetwork:
         model = Decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
         if isinstance(inner, ShardedParameters):
             inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
-        self.parameters = inner if parallel is None else TensorParallelParameters(inner, parallel)
+        self.parameters = inner
+        if parallel is not None:
+            division = Division.of_decoder(self._spec)
+            self.parameters = TensorParallelParameters(inner, self._spec, parallel, division)
         return model, model
 
     def train(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,10 @@ from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import named_tensors
+from vorox.backends.torch_engine.parallel.module_tensor_parallel import divide, local_spec
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
+from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import Taps
@@ -117,8 +120,12 @@ class ModuleNetwork(ABC):
         config, spec, module = self._config, self._spec, self.module
         groups = optimizer_groups(spec, config.optimizer)
         is_zero = config.parallel.kind == "deepspeed"
+        parallel, division = TensorGroup.among(self._ranks), None
+        if parallel is not None:
+            division = divide(module, parallel)
+            spec = local_spec(spec, division, parallel)
         if self._ranks.fsdp_size == 1 and not is_zero:
-            self.parameters = FlatParameters(spec, groups, device=self._compute.device)
+            self.parameters = self._shared(FlatParameters(spec, groups, device=self._compute.device), division)
             _replace(module, self.parameters.modules)
             _move_buffers(module, self._compute.device)
             return
@@ -136,11 +143,19 @@ class ModuleNetwork(ABC):
             _move_buffers(module, device)
             self._run = zero.shard_by_zero(module, external={})
             return
-        self.parameters = sharded = ShardedParameters(spec, groups, ranks=self._ranks)
+        sharded = ShardedParameters(spec, groups, ranks=self._ranks)
+        self.parameters = self._shared(sharded, division)
         _replace(module, sharded.modules)
         _move_buffers(module, self._compute.device)
         reshard = config.parallel.reshard_after_forward
         sharded.shard(module, blocks(module), self._compute.dtype, reshard=reshard)
+
+    def _shared(self, inner: Parameters, division: Division | None) -> Parameters:
+        """Return the parameters of a share as parts of the whole ones."""
+        parallel = TensorGroup.among(self._ranks)
+        if parallel is None or division is None:
+            return inner
+        return TensorParallelParameters(inner, self._spec, parallel, division)
 
     # -- losses and logits --------------------------------------------------------------------------------------------
 
@@ -320,7 +335,9 @@ class ModuleNetwork(ABC):
         """Fill all parameters so that every layer affects the logits: vectors near 1, and matrices that keep scale."""
         values = self.parameters.values
         generator = torch.Generator(next(iter(values.values()))[0].device).manual_seed(0)
-        for piece in self.parameters.pieces(values):
+        for number, piece in enumerate(self.parameters.pieces(values)):
+            if self._ranks.tensor_parallel_size > 1:  # replicated parameters are equal, also behind unequal shares
+                generator.manual_seed(number)
             if piece.view.ndim < 2:
                 piece.view.uniform_(0.5, 1.5, generator=generator)
             else:
@@ -338,7 +355,7 @@ def blocks(module: Any) -> list[nn.Module]:
     return outer if len(outer) >= len(longest) else longest
 
 
-def _replace(module: nn.Module, tensors: dict[str, nn.Parameter]) -> None:
+def _replace(module: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
     """Replace parameters and persistent buffers by tensors of the same names, in every module that uses them."""
     replaced = {id(tensor): tensors[name] for name, tensor in named_tensors(module)}
     for child in module.modules():

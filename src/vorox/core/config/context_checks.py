@@ -51,6 +51,7 @@ def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]
         (model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
         (model.block is not None, "model.block", model.block, "the built-in blocks"),
         (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
+        (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
         (
             parallel.tensor_parallel_size > 1,
             "parallel.tensor_parallel_size",

@@ -89,7 +89,7 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="Devices that every matrix product of the model is sharded over; they train on the same rows. "
-        "PyTorch: the native decoder, with this many processes for each replica or shard.",
+        "PyTorch: the native decoder or a model of transformers, with this many processes for each replica or shard.",
     )
     sequence_parallel: bool = Field(
         default=False,

@@ -16,7 +16,7 @@ group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,48 +34,33 @@ DIVIDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """This rank's share of a decoder.
+class TensorGroup:
+    """The ranks that share every matrix product, and the collectives between them.
 
     Attributes:
-        spec: The whole decoder.
         index: Index of this rank in the group.
         size: Number of ranks of the group.
-        group: The ranks that share every matrix product.
+        group: The ranks.
         divides_positions: Whether the residual stream of training is divided along its positions.
     """
 
-    spec: DecoderSpec
     index: int
     size: int
     group: ProcessGroup
     divides_positions: bool = False
 
     @classmethod
-    def of(cls, spec: DecoderSpec, ranks: Ranks, *, divides_positions: bool) -> TensorParallel | None:
-        """Return the share of a rank; ``None`` without tensor parallelism."""
+    def among(cls, ranks: Ranks) -> TensorGroup | None:
+        """Return the group of a rank; ``None`` without tensor parallelism."""
         if ranks.tensor_parallel_size == 1:
             return None
         assert ranks.mesh is not None
-        group = ranks.mesh.get_group("tp")
-        return cls(spec, ranks.tensor_index, ranks.tensor_parallel_size, group, divides_positions)
+        return TensorGroup(ranks.tensor_index, ranks.tensor_parallel_size, ranks.mesh.get_group("tp"))
 
     @property
     def part(self) -> PositionPart | None:
         """The positions of a micro-batch that are here in training; ``None`` for all."""
         return PositionPart(self.index, self.size) if self.divides_positions else None
-
-    @cached_property
-    def local(self) -> DecoderSpec:
-        """The decoder with the dimensions of this rank."""
-        spec = self.spec
-        return replace(
-            spec,
-            num_heads=spec.num_heads // self.size,
-            num_kv_heads=spec.num_kv_heads // self.size,
-            intermediate_size=spec.intermediate_size // self.size,
-            vocab_size=self.range_of(spec.vocab_size)[1],
-        )
 
     def range_of(self, num: int) -> tuple[int, int]:
         """Return the first index and the number of this rank's part of an axis; the last parts may be shorter."""
@@ -83,12 +68,12 @@ class TensorParallel:
         first = min(share * self.index, num)
         return first, min(share, num - first)
 
-    def local_tokens(self, index_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of tokens in this rank's part of the vocabulary, and whether they are there (else row 0)."""
-        first, count = self.range_of(self.spec.vocab_size)
-        local_M = index_M - first
-        is_here_M = (local_M >= 0) & (local_M < count)
-        return local_M.where(is_here_M, 0), is_here_M
+    def local_rows(self, index: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """Return indices into this rank's part of ``num`` rows, and whether they are in it (else row 0)."""
+        first, count = self.range_of(num)
+        local = index - first
+        is_here = (local >= 0) & (local < count)
+        return local.where(is_here, 0), is_here
 
     def share(self, x: Tensor, *, is_training: bool = False) -> Tensor:
         """Return the residual stream of all positions, for products that each rank does a part of; sums its gradients.
@@ -127,9 +112,46 @@ class TensorParallel:
         padded = x if missing == 0 else torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
         return torch.cat(self.gather(padded).unbind(), dim).narrow(dim, 0, num)
 
+    def join_columns(self, x: Tensor, num: int) -> Tensor:
+        """Return the columns of all ranks, ``num`` in total; every rank computes the same from them."""
+        return _JoinColumns.apply(x, self, num)
+
+
+@dataclass(frozen=True)
+class TensorParallel(TensorGroup):
+    """This rank's share of a decoder.
+
+    Attributes:
+        spec: The whole decoder.
+    """
+
+    spec: DecoderSpec = field(kw_only=True)
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, ranks: Ranks, *, divides_positions: bool) -> TensorParallel | None:
+        """Return the share of a rank; ``None`` without tensor parallelism."""
+        found = cls.among(ranks)
+        return None if found is None else cls(found.index, found.size, found.group, divides_positions, spec=spec)
+
+    @cached_property
+    def local(self) -> DecoderSpec:
+        """The decoder with the dimensions of this rank."""
+        spec = self.spec
+        return replace(
+            spec,
+            num_heads=spec.num_heads // self.size,
+            num_kv_heads=spec.num_kv_heads // self.size,
+            intermediate_size=spec.intermediate_size // self.size,
+            vocab_size=self.range_of(spec.vocab_size)[1],
+        )
+
     def join_logits(self, logits_ML: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, ``[M, V]``; every rank computes the same from them."""
-        return _JoinLogits.apply(logits_ML, self)
+        return self.join_columns(logits_ML, self.spec.vocab_size)
+
+    def local_tokens(self, index_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of tokens in this rank's part of the vocabulary, and whether they are there (else row 0)."""
+        return self.local_rows(index_M, self.spec.vocab_size)
 
 
 class _Share(torch.autograd.Function):
@@ -175,15 +197,15 @@ class _Scatter(torch.autograd.Function):
         return _gathered(d_y, ctx.group), None
 
 
-class _JoinLogits(torch.autograd.Function):
+class _JoinColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_ML: Tensor, parallel: TensorParallel) -> Tensor:
-        ctx.parallel = parallel
-        return parallel.join(logits_ML, parallel.spec.vocab_size, 1)
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, num: int) -> Tensor:
+        ctx.range = group.range_of(num)
+        return group.join(x, num, x.ndim - 1)
 
     @staticmethod
-    def backward(ctx: Any, d_logits_MV: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_logits_MV.narrow(1, *ctx.parallel.range_of(ctx.parallel.spec.vocab_size)), None
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_y.narrow(-1, *ctx.range), None, None
 
 
 def _gathered(x_PD: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters of a decoder that several ranks share by tensor parallelism, around either other layout.
+"""Parameters of a model that several ranks share by tensor parallelism, around either other layout.
 
 The layout inside holds the share of this rank as if it were a whole model; here its parts have their place in the
 canonical parameters. A parameter is divided along rows, along columns, or replicated. Replicated parameters stay equal
@@ -10,34 +10,55 @@ Shape legend: R ranks of the group, O rows, C columns of a rank's part of a matr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.parallel.tensor_parallel import DIVIDED_AXES, TensorParallel
+from vorox.backends.torch_engine.parallel.tensor_parallel import DIVIDED_AXES, TensorGroup
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
+from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import Group
+from vorox.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a model is divided.
+
+    Attributes:
+        dims: Canonical name to the dimension that is divided; ``None`` for a replicated parameter.
+        per_head: Replicated parameters that each rank applies to its heads, so its gradient is a part.
+    """
+
+    dims: Mapping[str, int | None]
+    per_head: frozenset[str]
+
+    @classmethod
+    def of_decoder(cls, spec: DecoderSpec) -> Division:
+        """Return the division of a decoder, by the logical axes of its parameters."""
+        dims: dict[str, int | None] = {}
+        for parameter in spec.parameters:
+            divided = [dim for dim, axis in enumerate(parameter.axes) if axis in DIVIDED_AXES]
+            dims[parameter.name] = divided[0] if divided else None
+        return cls(dims, frozenset(one.name for one in spec.parameters if one.axes == ("head",)))
 
 
 class TensorParallelParameters:
     """See ``Parameters``.
 
     Args:
-        inner: The parameters of ``parallel.local``.
-        parallel: This rank's share.
+        inner: The parameters of this rank's share.
+        spec: The whole model.
+        parallel: The ranks that share it.
+        division: How it is divided.
     """
 
-    def __init__(self, inner: Parameters, parallel: TensorParallel) -> None:
+    def __init__(self, inner: Parameters, spec: ModelSpec, parallel: TensorGroup, division: Division) -> None:
         self._inner, self._parallel = inner, parallel
-        self._dims: dict[str, int | None] = {}
-        self._sizes = {parameter.name: parameter.shape for parameter in parallel.spec.parameters}
-        self._is_per_head: set[str] = set()
-        for parameter in parallel.spec.parameters:
-            divided = [dim for dim, axis in enumerate(parameter.axes) if axis in DIVIDED_AXES]
-            self._dims[parameter.name] = divided[0] if divided else None
-            if parameter.axes == ("head",):
-                self._is_per_head.add(parameter.name)
+        self._dims, self._per_head = division.dims, division.per_head
+        self._sizes = {parameter.name: parameter.shape for parameter in spec.parameters}
 
     @property
     def local(self) -> TensorParallelParameters:
@@ -84,7 +105,7 @@ class TensorParallelParameters:
         pieces = [piece for piece in self._inner.pieces(self._inner.gradients) if self._dims[piece.name] is None]
         all_are_parts = self._parallel.divides_positions or self._parallel.index == 0
         parts = [
-            piece.view if all_are_parts or piece.name in self._is_per_head else torch.zeros_like(piece.view)
+            piece.view if all_are_parts or piece.name in self._per_head else torch.zeros_like(piece.view)
             for piece in pieces
         ]
         if parts:

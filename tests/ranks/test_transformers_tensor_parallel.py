@@ -1,0 +1,73 @@
+"""Models of transformers divided by their own plan over two processes: the rows, losses and weights of one process.
+
+Losses of 12 steps agree within 1e-5 (relative). A checkpoint is whole: another layout continues with it, and
+transformers loads it. The vocabulary (301) divides unequally; embeddings are tied and untied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks.processes import Runs, entries, lines, losses, stored_arrays
+
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
+
+TENSOR = ["parallel.tensor_parallel_size=2", "--nproc", "2"]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "pad_token_id": 3, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "mistral": {"tie_word_embeddings": False},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "olmo2": {"tie_word_embeddings": False},
+}
+
+
+def runs_of(folder: Path, name: str) -> Runs:
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    model = write_model(folder / "model", name, vocab_size=301, **MODELS.get(name, {}))
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    settings += ["train.global_batch_sequences=8", "train.micro_batch_sequences=2", "data.document_mask=true"]
+    return Runs(folder, [*settings, "schedule.name=constant", "log.parameter_norms=true"])
+
+
+def assert_same_run(run: Path, alone: Path) -> None:
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    norms = [
+        [line["values"]["grad_norm"] for line in lines(path, "metrics") if "grad_norm" in line.get("values", {})]
+        for path in (run, alone)
+    ]
+    assert norms[0]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    mine, theirs = (stored_arrays(path / "checkpoints" / "step-00000012") for path in (run, alone))
+    assert mine.keys() == theirs.keys()
+    for key, array in theirs.items():
+        np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, name)
+    alone, _ = runs.train("alone", [])
+    pair, _ = runs.train("pair", TENSOR)
+    assert_same_run(pair, alone)
+    if name != "qwen3":
+        return
+    mixed, _ = runs.train("mixed", ["parallel.tensor_parallel_size=2", "parallel.fsdp_size=2", "--nproc", "4"])
+    assert_same_run(mixed, alone)
+    runs.vorox(["train", "--resume", str(pair), "parallel.tensor_parallel_size=1", "train.num_steps=14"])
+    runs.vorox(["train", "--resume", str(pair), *TENSOR, "train.num_steps=16"])
+    longer, _ = runs.train("longer", ["train.num_steps=16"])
+    assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(longer)]
+    assert losses(pair) == pytest.approx(losses(longer), rel=1e-4)
+
+
+def test_a_model_without_a_plan_is_refused_before_step_1(tmp_path: Path) -> None:
+    _, errors = runs_of(tmp_path, "gpt2").train("refused", TENSOR, code=2)
+    assert "GPT2LMHeadModel has no tensor-parallel plan" in errors
