@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -135,7 +136,9 @@ def test_a_slurm_script_requeues_by_exit_code(place: Path, capsys: pytest.Captur
     assert endings == {code: (code, code == 75) for code in endings}
     assert [cluster.run(CODE=code, KEY="x") for code in ("1", "137", "5")] == [(1, True), (137, True), (5, False)]
     started = sorted(set((place / "started").read_text().splitlines()))
-    command = "train tiny.yaml parallel.start_timeout_seconds=1800 run.name=it's one"
+    (notice,) = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", text, re.MULTILINE)
+    settings = f"parallel.start_timeout_seconds=1800 run.name=it's one checkpoint.notice_seconds={notice}"
+    command = f"train tiny.yaml {settings}"
     assert started == [f"{node} of 2 at 127.0.0.1:12345: {command}" for node in (0, 1)]
     assert {"--kill-on-bad-exit=0", "--wait=0"} <= set((place / "srun-options").read_text().split())
 
@@ -286,11 +289,14 @@ def test_a_ray_driver_restarts_by_exit_code(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    driver = ast.parse(written(capsys, "ray", "tiny.yaml", "--devices", "2", "--secret", "KEY", "--max-restarts", "1"))
+    text = written(capsys, "ray", "tiny.yaml", "--devices", "2", "--secret", "KEY", "--max-restarts", "1")
+    driver, (notice,) = ast.parse(text), re.findall(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)", text)
     calls = [node for node in ast.walk(driver) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     (call,) = calls
     given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    assert ast.literal_eval(call.args[0]) == ["train", "tiny.yaml", "--nproc", "2"]
+    assert ast.literal_eval(call.args[0]) == [
+        "train", "tiny.yaml", f"checkpoint.notice_seconds={notice}", "--nproc", "2",
+    ]  # fmt: skip
     assert given == {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 16, "max_restarts": 1, "secrets": ["KEY"]}
     before = signal.getsignal(signal.SIGTERM)
     try:
