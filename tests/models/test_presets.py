@@ -42,7 +42,7 @@ def spec_of(size: str, tokenizer_vocab_size: int = 512) -> DecoderSpec:
     return decoder_spec(config, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=64)
 
 
-LEFT_TO_WEIGHTS = {"mlp", "rope_scaling"}
+LEFT_TO_WEIGHTS = {"mlp", "rope_scaling", "vision", "mup_base_hidden_size"}
 """No family and no size sets them."""
 
 

@@ -173,8 +173,8 @@ def _import_huggingface(place: Path, spec: ModelSpec, engine: Engine) -> None:
     assert isinstance(spec, DecoderSpec)
     theirs = decoder_spec(spec_from_huggingface(values), tokenizer_vocab_size=1, sequence_length_tokens=1)
     require_equal_models(theirs, spec, str(place))
-    text = replace(spec, vision=None)
-    engine.import_weights([*_huggingface_weights(place, text), *encoder_weights(engine)])
+    encoder = [] if spec.vision is None else encoder_weights(engine)
+    engine.import_weights([*_huggingface_weights(place, replace(spec, vision=None)), *encoder])
 
 
 def _huggingface_weights(place: Path, spec: DecoderSpec) -> Iterable[NamedArray]:
