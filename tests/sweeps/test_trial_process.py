@@ -17,7 +17,10 @@ from vorox.core.lock import FileLock
 from vorox.sweeps import trial_process
 from vorox.sweeps.trial_process import TrialProcess, Validation
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+pytestmark = [
+    pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell"),
+    pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning"),  # of JAX, if other tests loaded it
+]
 
 
 @pytest.fixture
