@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_rope_theta": 100.0,
         "query_pre_attn_scalar": 20,
     },
+    "no positions, relu2": LLAMA | {"positions": "none", "activation": "relu2"},
     "phi3": LLAMA | {"rotary_fraction": 0.5},
     "olmo2": LLAMA | {"qk_norm": "full_width", "norm_placement": "post", "num_kv_heads": 2},
     "mixtral": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False, "num_experts": 4},
@@ -72,6 +73,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_placement": "both",
     },
 }
+HYBRID: dict[str, Any] = {
+    "layer_pattern": "M*-M", "num_layers": 5, "positions": "none", "activation": "relu2", "num_kv_heads": 2,
+    "mamba_num_heads": 6, "mamba_head_dim": 8, "mamba_state_size": 7, "mamba_num_groups": 2, "mamba_chunk_tokens": 5,
+    "tie_embeddings": False,
+}  # fmt: skip
+"""As Nemotron-H, in PyTorch: the pattern repeats, chunks do not divide rows."""
+PATTERNS: dict[str, dict[str, Any]] = {
+    "hybrid": HYBRID,
+    "hybrid, biases": HYBRID | {"mamba_bias": True, "mamba_conv_bias": False, "mlp_bias": True, "norm": "layer_norm"},
+    "hybrid, rotary, gated": HYBRID | {
+        "layer_pattern": "-M*", "positions": "rope", "activation": "swiglu", "sliding_window_tokens": 6,
+        "tie_embeddings": True, "mamba_num_groups": 1, "mamba_conv_tokens": 3,
+    },
+    "mamba only": HYBRID | {"layer_pattern": "M", "num_layers": 2},
+    "one mixer per layer": HYBRID | {"layer_pattern": "*-", "num_layers": 4},
+}  # fmt: skip
 
 
 def configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:

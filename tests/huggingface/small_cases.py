@@ -36,6 +36,12 @@ GEMMA3 = {key: value for key, value in GEMMA.items() if key != "rope_parameters"
     "model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 24,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
+NEMOTRON_H = {
+    "model_type": "nemotron_h", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 64, "mamba_num_heads": 6, "mamba_head_dim": 8,
+    "ssm_state_size": 7, "n_groups": 2, "chunk_size": 16, "pad_token_id": None,
+    "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
+}  # fmt: skip
 CASES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": GPT2,
     "gpt2-untied": GPT2 | {"tie_word_embeddings": False},
@@ -76,6 +82,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    "nemotron-h": NEMOTRON_H,
+    "nemotron-h-biases": NEMOTRON_H | {
+        "use_bias": True, "mlp_bias": True, "use_conv_bias": False, "mlp_hidden_act": "silu", "n_groups": 3,
+        "head_dim": 16, "conv_kernel": 3, "time_step_min": 0.05,
     },
     "qwen3": QWEN3,
     "qwen3-windows": QWEN3 | {

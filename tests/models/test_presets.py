@@ -73,6 +73,7 @@ def test_parameter_counts_are_the_published_ones(size: str, count: int) -> None:
 
 
 def test_own_sizes_are_what_their_names_say() -> None:
-    assert set(PRESETS["sizes"]) - set(PUBLISHED) == {"llama-tiny", "llama-125m"}
+    assert set(PRESETS["sizes"]) - set(PUBLISHED) == {"llama-tiny", "llama-125m", "nemotron_h-140m"}
+    assert spec_of("nemotron_h-140m", 50257).num_parameters == 139_562_160
     assert spec_of("llama-125m", 50257).num_parameters == 123_551_232
     assert spec_of("llama-tiny", 4096).num_parameters < 5_000_000

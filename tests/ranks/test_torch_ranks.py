@@ -111,6 +111,7 @@ def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placemen
             "optimizer.groups=[{match: blocks.0.*, frozen: true}]",
         ],
         ["model.family=gemma3_text", "model.sliding_window_tokens=16", "data.document_mask=true"],
+        ["model.mamba_head_dim=16", "model.layer_pattern=M*-", "model.num_layers=3", "data.document_mask=true"],
     ],
     ids=lambda settings: settings[0],
 )

@@ -17,9 +17,11 @@ from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.core.schema.model import Activation, LayerType, ModelConfig, RopeScalingConfig
+from vorox.core.schema.model import Activation, LayerType, ModelConfig
 from vorox.core.schema.section import ImportPath
+from vorox.models import mamba
 from vorox.models.experts import expert_parameters, resolve_experts, split_expert
+from vorox.models.rope_settings import resolve_scaling
 from vorox.models.rotary import RopeScaling
 from vorox.models.spec import Init, ModelSpec, ParameterSpec, SavedActivations
 from vorox.models.user_layer import block_parameters, layer_parameters
@@ -30,7 +32,9 @@ GATED_WIDTH_MULTIPLE = 64
 """The default width of a gated MLP is 8/3 of the hidden size, rounded up to a multiple of this."""
 
 
-FREE_TO_CHANGE = frozenset({"dropout_fraction", "init_std", "scale_residual_init", "mup_base_hidden_size"})
+FREE_TO_CHANGE = frozenset(
+    {"dropout_fraction", "init_std", "scale_residual_init", "mup_base_hidden_size", *mamba.FREE_OF_MAMBA}
+)
 """Fields that do not affect the meaning of stored weights."""
 
 
@@ -49,7 +53,7 @@ class DecoderSpec(ModelSpec):
     intermediate_size: int
     vocab_size: int
     max_positions_tokens: int
-    positions: Literal["rope", "learned"]
+    positions: Literal["rope", "learned", "none"]
     rope_theta: float
     norm: Literal["rms_norm", "layer_norm"]
     norm_eps: float
@@ -78,6 +82,17 @@ class DecoderSpec(ModelSpec):
     num_experts: int | None = None
     experts_per_token: int | None = None
     normalize_expert_weights: bool = True
+    layer_pattern: str | None = None
+    mamba_num_heads: int | None = None
+    mamba_head_dim: int = 64
+    mamba_state_size: int = 128
+    mamba_num_groups: int = 1
+    mamba_conv_tokens: int = 4
+    mamba_conv_bias: bool = True
+    mamba_bias: bool = False
+    mamba_chunk_tokens: int = 128
+    mamba_time_step_min: float = 0.001
+    mamba_time_step_max: float = 0.1
 
     free_to_change = FREE_TO_CHANGE
 
@@ -107,9 +122,20 @@ class DecoderSpec(ModelSpec):
     def width_factor(self) -> float:
         return 1.0 if self.mup_base_hidden_size is None else self.hidden_size / self.mup_base_hidden_size
 
+    def mixer(self, layer: int) -> str:
+        """Return the character of a layer in ``layer_pattern``; empty without one."""
+        return "" if self.layer_pattern is None else self.layer_pattern[layer]
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer with attention has the sliding window."""
+        is_sliding = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        return is_sliding and self.sliding_window_tokens is not None
+
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, in positions; ``None`` for full attention."""
+        """The sliding window of each layer with attention, in positions; ``None`` for full attention."""
+        if self.layer_pattern is not None:
+            return (self.sliding_window_tokens,) * self.layer_pattern.count("*")
         if self.layer_types is None:
             return (self.sliding_window_tokens,) * self.num_layers
         return tuple(
@@ -127,6 +153,13 @@ class DecoderSpec(ModelSpec):
     @cached_property
     def _table(self) -> tuple[ParameterSpec, ...]:
         return _parameter_table(self)
+
+    @property
+    def residual_std(self) -> float:
+        """Initial standard deviation of the output projections."""
+        branches = self.num_layers if self.layer_pattern is not None else 2 * self.num_layers
+        std = self.init_std / sqrt(self.width_factor)
+        return std / sqrt(branches) if self.scale_residual_init else std
 
     @property
     def attention_width(self) -> int:
@@ -161,18 +194,26 @@ class DecoderSpec(ModelSpec):
         return saved + self.experts_per_token * (mlp + 2 * width) + 2 * self.num_experts  # sorted input and output
 
     def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
-        saved = super().saved_activations(sequence_length_tokens, dtype_bytes)
+        whole = super().saved_activations(sequence_length_tokens, dtype_bytes)
+        if self.layer_pattern is not None:
+            layers = [sequence_length_tokens * dtype_bytes * saved for saved in mamba.mixer_saved_per_position(self)]
+            return replace(whole, all_blocks_bytes=sum(layers), largest_block_bytes=max(layers))
         if self.vision is None:
-            return saved
+            return whole
         images = sequence_length_tokens // self.vision.tokens_per_image  # at most
         extra = images * self.vision.saved_per_image * dtype_bytes
-        return replace(saved, all_blocks_bytes=saved.all_blocks_bytes + extra)
+        return replace(whole, all_blocks_bytes=whole.all_blocks_bytes + extra)
+
+    @property
+    def scan_flops_per_position(self) -> float:
+        return mamba.mamba_scan_flops(self)
 
     def summary(self) -> str:
         heads = pluralize(self.num_heads, "head")
         if self.num_kv_heads != self.num_heads:
             heads += f" ({self.num_kv_heads} key/value)"
         layers = pluralize(self.num_layers, "layer")
+        layers += f" {self.layer_pattern}" if self.layer_pattern is not None else ""
         images = "" if self.vision is None else f", images by {pluralize(self.vision.num_layers, 'layer')}"
         mlp = f"MLP {self.intermediate_size}"
         if self.num_experts is not None:
@@ -253,40 +294,15 @@ def decoder_spec(config: ModelConfig, *, tokenizer_vocab_size: int, sequence_len
         "intermediate_size": intermediate_size,
         "vocab_size": vocab_size,
         "max_positions_tokens": max_positions,
-        "rope_scaling": _rope_scaling(config.rope_scaling, max_positions),
+        "rope_scaling": resolve_scaling(config.rope_scaling, max_positions),
         "sliding_window_tokens": None if set(layer_types) == {"full_attention"} else config.sliding_window_tokens,
         "layer_types": layer_types if len(set(layer_types)) > 1 else None,
         "vision": vision_spec(config.vision),
         "query_pre_attn_scalar": None if config.query_pre_attn_scalar == head_dim else config.query_pre_attn_scalar,
         "experts_per_token": resolve_experts(config),
     }
+    resolved |= mamba.resolve_pattern(config)
     return DecoderSpec(**{field.name: getattr(config, field.name) for field in fields(DecoderSpec)} | resolved)
-
-
-def _rope_scaling(config: RopeScalingConfig, max_positions: int) -> RopeScaling | None:
-    """Return the scaling with the defaults of transformers for its type."""
-    if config.rope_type == "default":
-        return None
-    if config.factor is None:
-        raise _contradiction(f"rope_scaling.rope_type = {config.rope_type} needs rope_scaling.factor")
-    scaling = RopeScaling(config.rope_type, config.factor)
-    if config.rope_type not in ("llama3", "yarn"):
-        return scaling
-    original = max_positions if config.original_max_positions_tokens is None else config.original_max_positions_tokens
-    if config.rope_type == "llama3":
-        low = 1.0 if config.low_freq_factor is None else config.low_freq_factor
-        high = 4.0 if config.high_freq_factor is None else config.high_freq_factor
-        if high <= low:
-            raise _contradiction(f"rope_scaling.high_freq_factor = {high} is not above low_freq_factor = {low}")
-        return replace(scaling, original_max_positions_tokens=original, low_freq_factor=low, high_freq_factor=high)
-    return replace(
-        scaling,
-        original_max_positions_tokens=original,
-        beta_fast=32.0 if config.beta_fast is None else config.beta_fast,
-        beta_slow=1.0 if config.beta_slow is None else config.beta_slow,
-        attention_factor=config.attention_factor,
-        truncate=True if config.truncate is None else config.truncate,
-    )
 
 
 def _contradiction(what: str, hint: str = "") -> ConfigError:
@@ -303,7 +319,8 @@ def _parameter_table(spec: DecoderSpec) -> tuple[ParameterSpec, ...]:
         name = "position_embedding.weight"
         rows.append(ParameterSpec(name, shape, "normal", std, True, "embedding", ("positions", "hidden")))
     for index in range(spec.num_layers):
-        rows += _block_table(spec, f"blocks.{index}.")
+        prefix = f"blocks.{index}."
+        rows += _mixer_table(spec, prefix, index) if spec.layer_pattern is not None else _block_table(spec, prefix)
     rows += _norm(spec, "final_norm")
     if not spec.tie_embeddings:
         shape, init, _, decay = vocabulary
@@ -313,13 +330,23 @@ def _parameter_table(spec: DecoderSpec) -> tuple[ParameterSpec, ...]:
     return tuple(rows)
 
 
+def _mixer_table(spec: DecoderSpec, prefix: str, layer: int) -> list[ParameterSpec]:
+    """Return the rows of a layer of a pattern: a norm, and Mamba-2, or the attention or MLP of a block."""
+    if spec.mixer(layer) == "M":
+        rows = mamba.mamba_parameters(spec, f"{prefix}mamba.")
+    else:
+        part = f"{prefix}{'attention' if spec.mixer(layer) == '*' else 'mlp'}."
+        rows = [row for row in _block_table(spec, prefix) if row.name.startswith(part)]
+    return [*_norm(spec, f"{prefix}norm"), *rows]
+
+
 def _block_table(spec: DecoderSpec, prefix: str) -> list[ParameterSpec]:
     width, inner = spec.hidden_size, spec.intermediate_size
     query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.block is not None:
         return block_parameters(spec.block, spec, prefix)
     init_std = spec.init_std / sqrt(spec.width_factor)
-    residual_std = init_std / sqrt(2 * spec.num_layers) if spec.scale_residual_init else init_std
+    residual_std = spec.residual_std
 
     def linear(name: str, out: tuple[int, str], into: tuple[int, str], std: float, bias: bool) -> list[ParameterSpec]:
         shape, axes = (out[0], into[0]), (out[1], into[1])

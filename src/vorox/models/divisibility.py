@@ -100,6 +100,7 @@ def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, obje
         ("model.block", config.model.block, bool),
         ("model.mlp", config.model.mlp, bool),
         ("model.num_experts", config.model.num_experts, bool),
+        ("model.layer_pattern", config.model.layer_pattern, bool),
         ("model.activation", config.model.activation, is_extension),
         ("model.attention_kernel", config.model.attention_kernel, is_extension),
         ("model.qk_norm", config.model.qk_norm, lambda value: value == "full_width"),

@@ -4,7 +4,8 @@
 with N matmul weights (all blocks, and the head once; no embedding look-up, norms or biases), L layers, W the attention
 width over all heads and T positions per row. It includes attention to the future, which causal kernels skip;
 ``causal_flops_per_token`` excludes it, and is a lower bound for any implementation. In a layer with a sliding window, T
-is the window. A frozen weight counts 4 instead of 6, because it has no gradient.
+is the window. A frozen weight counts 4 instead of 6, because it has no gradient. A Mamba-2 layer with I inner channels
+and S columns of state adds 21 I S for its recurrence, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def causal_flops_per_token(spec: ModelSpec, sequence_length_tokens: int) -> floa
 
 def _matmul_flops(spec: ModelSpec) -> float:
     """Return 2 FLOPs per weight in the forward pass, and 4 in the backward pass, of which 2 are for its gradient."""
-    return 6.0 * spec.num_matmul_weights - 2.0 * spec.num_frozen_matmul_weights
+    return 6.0 * spec.num_matmul_weights - 2.0 * spec.num_frozen_matmul_weights + spec.scan_flops_per_position
 
 
 def _attention_flops_per_position(spec: ModelSpec) -> float:

@@ -20,6 +20,7 @@ from vorox.core.schema.model import ModelConfig
 from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.huggingface_families import ARCHITECTURES, Architecture, Family, huggingface_family, require_family
+from vorox.models.huggingface_pattern import read_pattern, write_pattern
 from vorox.models.huggingface_rope import read_rope, refuse, write_rope
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.huggingface_windows import read_windows, write_windows
@@ -69,6 +70,8 @@ def huggingface_config(
     if family == "gpt2":
         dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop"), spec.dropout_fraction)
         return shared | dropouts | {"n_ctx": spec.max_positions_tokens}
+    if spec.layer_pattern is not None:
+        return shared | write_pattern(spec) | {"attention_dropout": 0.0}
     # transformers applies dropout in fewer places, so none is the closest setting
     return (
         shared
@@ -121,6 +124,8 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     found["activation"] = _activation(architecture, values)
     if family == "gpt2":
         _check_dropouts(values)
+    elif "has_pattern" in architecture.rules:
+        found |= read_pattern(config)
     else:
         found |= read_rope(config, architecture.rules, default_theta=architecture.default_theta)
         found |= read_windows({**values, **config}, architecture.windows, found["num_layers"])

@@ -13,70 +13,22 @@ from typing import Any, Literal
 
 from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.huggingface_modules import (
+    GEMMA3_MODULES,
+    GPT2_MODULES,
+    LLAMA_MODULES,
+    MIXTRAL_MODULES,
+    NEMOTRON_H_MODULES,
+    OLMO2_MODULES,
+    PHI3_MODULES,
+    QWEN3_MOE_MODULES,
+)
 
 Family = Literal[
-    "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma", "gemma3_text"
+    "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma", "gemma3_text",
+    "nemotron_h",
 ]  # fmt: skip
 Windows = Literal["none", "all_layers", "by_layer", "every_sixth_full"]
-
-_GPT2_MODULES = {
-    "embedding": "transformer.wte",
-    "position_embedding": "transformer.wpe",
-    "attention_norm": "transformer.h.{i}.ln_1",
-    "attention.query": "transformer.h.{i}.attn.c_attn",
-    "attention.key": "transformer.h.{i}.attn.c_attn",
-    "attention.value": "transformer.h.{i}.attn.c_attn",
-    "attention.output": "transformer.h.{i}.attn.c_proj",
-    "mlp_norm": "transformer.h.{i}.ln_2",
-    "mlp.up": "transformer.h.{i}.mlp.c_fc",
-    "mlp.down": "transformer.h.{i}.mlp.c_proj",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_LLAMA_MODULES = {
-    "embedding": "model.embed_tokens",
-    "attention_norm": "model.layers.{i}.input_layernorm",
-    "attention.query": "model.layers.{i}.self_attn.q_proj",
-    "attention.key": "model.layers.{i}.self_attn.k_proj",
-    "attention.value": "model.layers.{i}.self_attn.v_proj",
-    "attention.output": "model.layers.{i}.self_attn.o_proj",
-    "attention.query_norm": "model.layers.{i}.self_attn.q_norm",
-    "attention.key_norm": "model.layers.{i}.self_attn.k_norm",
-    "mlp_norm": "model.layers.{i}.post_attention_layernorm",
-    "mlp.gate": "model.layers.{i}.mlp.gate_proj",
-    "mlp.up": "model.layers.{i}.mlp.up_proj",
-    "mlp.down": "model.layers.{i}.mlp.down_proj",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
-_MIXTRAL_MODULES = _LLAMA_MODULES | {
-    "mlp.router": "model.layers.{i}.block_sparse_moe.gate",
-    "mlp.experts.gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1",
-    "mlp.experts.up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3",
-    "mlp.experts.down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2",
-}
-_QWEN3_MOE_MODULES = _LLAMA_MODULES | {
-    "mlp.router": "model.layers.{i}.mlp.gate",
-    "mlp.experts.gate": "model.layers.{i}.mlp.experts.{e}.gate_proj",
-    "mlp.experts.up": "model.layers.{i}.mlp.experts.{e}.up_proj",
-    "mlp.experts.down": "model.layers.{i}.mlp.experts.{e}.down_proj",
-}
-_PHI3_MODULES = _LLAMA_MODULES | {
-    "attention.query": "model.layers.{i}.self_attn.qkv_proj",
-    "attention.key": "model.layers.{i}.self_attn.qkv_proj",
-    "attention.value": "model.layers.{i}.self_attn.qkv_proj",
-    "mlp.gate": "model.layers.{i}.mlp.gate_up_proj",
-    "mlp.up": "model.layers.{i}.mlp.gate_up_proj",
-}
-_OLMO2_MODULES = _LLAMA_MODULES | {
-    "attention_output_norm": "model.layers.{i}.post_attention_layernorm",
-    "mlp_output_norm": "model.layers.{i}.post_feedforward_layernorm",
-}
-_GEMMA3_MODULES = _LLAMA_MODULES | {
-    "attention_output_norm": "model.layers.{i}.post_attention_layernorm",
-    "mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
-    "mlp_output_norm": "model.layers.{i}.post_feedforward_layernorm",
-}
 
 _GPT2_KEYS = {
     "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "intermediate_size": "n_inner",
@@ -90,11 +42,18 @@ _LLAMA_KEYS = {
     "tie_embeddings": "tie_word_embeddings", "init_std": "initializer_range",
 }  # fmt: skip
 _BIAS = {"attention_bias": "attention_bias"}
+_NEMOTRON_H_KEYS = {key: name for key, name in _LLAMA_KEYS.items() if key != "num_layers"} | {
+    "norm_eps": "layer_norm_epsilon", "mlp_bias": "mlp_bias", "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim", "mamba_state_size": "ssm_state_size", "mamba_num_groups": "n_groups",
+    "mamba_conv_tokens": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_bias": "use_bias",
+    "mamba_chunk_tokens": "chunk_size", "mamba_time_step_min": "time_step_min", "mamba_time_step_max": "time_step_max",
+}  # fmt: skip
 
 _GPT2_ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu",
 }  # fmt: skip
+_NEMOTRON_H_ACTIVATIONS = {"relu2": "relu2", **_GPT2_ACTIVATIONS}
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh", **_GATED_ACTIVATIONS}
 
@@ -132,7 +91,8 @@ _PLAIN_RULES: Rules = {
     "attention_bias": (False,), "mlp_bias": (False,), "rotary_fraction": (1.0,), "norm_placement": ("pre",),
     "windows": ("none",), "has_even_heads": (True,), "norm_unit_offset": (False,), "scale_embeddings": (False,),
     "sliding_rope_theta": (None,), "query_pre_attn_scalar": (None,), "activation": _LLAMA_ACTIVATIONS,
-    "mlp": (None,), "block": (None,), "vision": (None,), "has_experts": (False,),
+    "tie_embeddings": (False, True), "mlp": (None,), "block": (None,), "vision": (None,), "has_experts": (False,),
+    "has_pattern": (False,),
 }  # fmt: skip
 """The values that a property of a spec may have, unless a row says otherwise; ``None`` for any value."""
 
@@ -186,7 +146,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
             "attention_bias": (True,), "mlp_bias": (True,), "has_gpt2_heads": (True,),
             "activation": tuple(_GPT2_ACTIVATIONS.values()),
         },
-        _GPT2_MODULES, _GPT2_KEYS, _GPT2_FIXED,
+        GPT2_MODULES, _GPT2_KEYS, _GPT2_FIXED,
         {
             "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
             "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
@@ -202,7 +162,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
     "llama": Architecture(
         "LlamaForCausalLM",
         {"attention_bias": (False, True), "mlp_bias": (False, True)},
-        _LLAMA_MODULES, _LLAMA_KEYS | _BIAS | {"mlp_bias": "mlp_bias"}, _LLAMA_FIXED,
+        LLAMA_MODULES, _LLAMA_KEYS | _BIAS | {"mlp_bias": "mlp_bias"}, _LLAMA_FIXED,
         _LLAMA_DEFAULTS | {"attention_bias": False, "mlp_bias": False},
         only=_NO_DROPOUT | _WHOLE_HEADS | {"sliding_window": (None,)},
     ),
@@ -212,7 +172,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
             "qk_norm": (True,), "attention_bias": (False, True), "windows": ("none", "all_layers", "by_layer"),
             "has_even_heads": (False, True),
         },
-        _LLAMA_MODULES, _LLAMA_KEYS | _BIAS, _LLAMA_FIXED | {"qk_norm": True},
+        LLAMA_MODULES, _LLAMA_KEYS | _BIAS, _LLAMA_FIXED | {"qk_norm": True},
         _QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
         only=_NO_DROPOUT | _WHOLE_HEADS | {"mlp_bias": (False,)},
         windows="by_layer",
@@ -220,7 +180,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
     "mistral": Architecture(
         "MistralForCausalLM",
         {"windows": ("all_layers",)},
-        _LLAMA_MODULES, _LLAMA_KEYS, _LLAMA_FIXED,
+        LLAMA_MODULES, _LLAMA_KEYS, _LLAMA_FIXED,
         _LLAMA_DEFAULTS | {
             "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
             "sliding_window": 4096,
@@ -230,7 +190,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
     "mixtral": Architecture(
         "MixtralForCausalLM",
         {"windows": ("none", "all_layers"), "has_experts": (True,), "normalize_expert_weights": (True,)},
-        _MIXTRAL_MODULES, _LLAMA_KEYS | _EXPERTS | {"num_experts": "num_local_experts"},
+        MIXTRAL_MODULES, _LLAMA_KEYS | _EXPERTS | {"num_experts": "num_local_experts"},
         _LLAMA_FIXED | {"normalize_expert_weights": True},
         _LLAMA_DEFAULTS | {
             "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32,
@@ -247,7 +207,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
             "qk_norm": (True,), "attention_bias": (False, True), "has_even_heads": (False, True),
             "has_experts": (True,), "normalize_expert_weights": (False, True),
         },
-        _QWEN3_MOE_MODULES,
+        QWEN3_MOE_MODULES,
         _LLAMA_KEYS | _BIAS | _EXPERTS | {
             "intermediate_size": "moe_intermediate_size", "normalize_expert_weights": "norm_topk_prob",
         },
@@ -265,14 +225,14 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
         {"attention_bias": ("qkv",), "windows": ("none", "all_layers", "by_layer")},
-        _LLAMA_MODULES, _LLAMA_KEYS, _LLAMA_FIXED | {"attention_bias": "qkv"},
+        LLAMA_MODULES, _LLAMA_KEYS, _LLAMA_FIXED | {"attention_bias": "qkv"},
         _QWEN_DEFAULTS,
         windows="by_layer",
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         {"rotary_fraction": None, "windows": ("none", "all_layers"), "rope_scaling": (None,)},
-        _PHI3_MODULES, _LLAMA_KEYS, _LLAMA_FIXED,
+        PHI3_MODULES, _LLAMA_KEYS, _LLAMA_FIXED,
         _LLAMA_DEFAULTS | {
             "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5, "sliding_window": None,
@@ -284,14 +244,14 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
         {"norm_placement": ("post",), "qk_norm": ("full_width",), "attention_bias": (False, True)},
-        _OLMO2_MODULES, _LLAMA_KEYS | _BIAS, _LLAMA_FIXED | {"norm_placement": "post", "qk_norm": "full_width"},
+        OLMO2_MODULES, _LLAMA_KEYS | _BIAS, _LLAMA_FIXED | {"norm_placement": "post", "qk_norm": "full_width"},
         _LLAMA_DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "attention_bias": False},
         constants=_NO_PADDING,
     ),
     "gemma": Architecture(
         "GemmaForCausalLM",
         _GEMMA_RULES,
-        _LLAMA_MODULES, _LLAMA_KEYS | _BIAS, _GEMMA_FIXED, _GEMMA_DEFAULTS,
+        LLAMA_MODULES, _LLAMA_KEYS | _BIAS, _GEMMA_FIXED, _GEMMA_DEFAULTS,
         only=_NO_DROPOUT | _WHOLE_HEADS | _GEMMA_ONLY,
         activations=_GEMMA_ACTIVATIONS,
         constants=_NO_PADDING,
@@ -302,7 +262,7 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
             "norm_placement": ("both",), "qk_norm": (True,), "windows": ("none", "all_layers", "by_layer"),
             "sliding_rope_theta": None, "query_pre_attn_scalar": None, "has_unscaled_windows": (True,),
         },
-        _GEMMA3_MODULES, _LLAMA_KEYS | _BIAS | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
+        GEMMA3_MODULES, _LLAMA_KEYS | _BIAS | {"query_pre_attn_scalar": "query_pre_attn_scalar"},
         _GEMMA_FIXED | {"norm_placement": "both", "qk_norm": True},
         {key: value for key, value in _GEMMA_DEFAULTS.items() if key != "hidden_act"} | {
             "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -316,6 +276,28 @@ ARCHITECTURES: Mapping[Family, Architecture] = {
         activations=_GEMMA_ACTIVATIONS,
         windows="every_sixth_full",
         constants=_NO_PADDING,
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        {
+            "positions": ("none",), "is_gated": (False,), "has_pattern": (True,), "mlp_bias": (False, True),
+            "has_even_heads": (False, True), "tie_embeddings": (False,),
+            "activation": tuple(_NEMOTRON_H_ACTIVATIONS.values()),
+        },
+        NEMOTRON_H_MODULES, _NEMOTRON_H_KEYS,
+        {"positions": "none", "norm": "rms_norm", "scale_residual_init": True, "dropout_fraction": 0.0},
+        {
+            "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "initializer_range": 0.02,
+            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "mlp_bias": False, "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+            "use_conv_bias": True, "use_bias": False, "chunk_size": 128, "time_step_min": 0.001, "time_step_max": 0.1,
+        },
+        only=_NO_DROPOUT | {
+            "mamba_hidden_act": ("silu",), "tie_word_embeddings": (False,), "num_nextn_predict_layers": (0,),
+        },
+        activation_key="mlp_hidden_act",
+        activations=_NEMOTRON_H_ACTIVATIONS,
     ),
 }  # fmt: skip
 """In the order in which a spec is compared with them."""
@@ -340,6 +322,7 @@ def _properties(spec: DecoderSpec) -> dict[str, Any]:
         "is_gated": spec.is_gated,
         "has_experts": spec.num_experts is not None,
         "windows": kind,
+        "has_pattern": spec.layer_pattern is not None,
         "has_even_heads": spec.hidden_size % spec.num_heads == 0,
         "has_gpt2_heads": is_plain,
         "has_unscaled_windows": kind == "none" or spec.rope_scaling is None or spec.sliding_rope_theta is not None,
@@ -350,6 +333,7 @@ _FIELDS = (
     "positions", "norm", "norm_bias", "activation", "qk_norm", "attention_bias", "mlp_bias", "norm_placement",
     "rotary_fraction", "rope_scaling", "sliding_window_tokens", "norm_unit_offset", "scale_embeddings",
     "sliding_rope_theta", "query_pre_attn_scalar", "mlp", "block", "num_experts", "normalize_expert_weights", "vision",
+    "layer_pattern", "tie_embeddings",
 )  # fmt: skip
 
 

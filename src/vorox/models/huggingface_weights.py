@@ -27,7 +27,7 @@ from vorox.models.huggingface_families import ARCHITECTURES, require_family
 from vorox.models.spec import ParameterSpec
 from vorox.models.weights_file import TensorEntry
 
-_CANONICAL = re.compile(r"(?:blocks\.(?P<block>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+_CANONICAL = re.compile(r"(?:blocks\.(?P<block>\d+)\.)?(?P<module>.+?)(?P<kind>\.weight|\.bias)?")
 _BUFFERS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.\w+"
 )
@@ -86,9 +86,9 @@ def group_parameters(
         module, expert = match["module"], ""
         if (split := split_expert(parameter.name)) is not None:
             module, expert = module.replace(f".{split[1]}.", "."), split[1]
-        name = f"{modules[module].format(i=match['block'], e=expert)}.{match['kind']}"
+        name = f"{modules[module].format(i=match['block'], e=expert)}{match['kind'] or ''}"
         parts.setdefault(name, []).append(parameter)
-        is_projection = module.startswith(("attention.", "mlp.")) and match["kind"] == "weight"
+        is_projection = module.startswith(("attention.", "mlp.")) and match["kind"] == ".weight"
         transposed[name] = transposes and is_projection
     position = {parameter.name: index for index, parameter in enumerate(spec.parameters)}
     order = sorted(parts, key=lambda name: max(position[part.name] for part in parts[name]))
@@ -132,8 +132,9 @@ def join_parameters(tensors: Iterable[HuggingFaceTensor], weights: Iterable[Name
 def from_huggingface(spec: DecoderSpec, tensors: Iterable[tuple[str, npt.NDArray[Any]]]) -> Iterator[NamedArray]:
     """Convert transformers tensors, in any order, to canonical fp32 parameters.
 
-    Accepts names with and without the prefix ``transformer.`` or ``model.``, and the fused projections of Phi-3 in any
-    model with its parts. Skips stored constants, and checks that a tied head, if stored, equals the embedding.
+    Accepts names with and without the prefix ``transformer.`` or ``model.``, with ``backbone.`` in Nemotron-H, and the
+    fused projections of Phi-3 in any model with its parts. Skips stored constants, and checks that a tied head, if
+    stored, equals the embedding.
 
     Raises:
         CheckpointError: A tensor is missing, unknown, duplicated or has the wrong shape, or a tied head differs.
@@ -151,7 +152,8 @@ def from_huggingface(spec: DecoderSpec, tensors: Iterable[tuple[str, npt.NDArray
     tied: dict[str, str] = {}
     seen: set[str] = set()
     for stored_name, stored in tensors:
-        name = stored_name if stored_name in known else f"{prefix}.{stored_name}"
+        name = re.sub(r"^backbone\.", "model.", stored_name) if family == "nemotron_h" else stored_name
+        name = name if name in known else f"{prefix}.{name}"
         if spec.tie_embeddings and stored_name == "lm_head.weight":
             tied[stored_name] = _digest(stored)
             continue

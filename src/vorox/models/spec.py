@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 Kind = Literal["embedding", "matrix", "router", "head", "norm", "bias", "tensor"]
-Init = Literal["normal", "uniform", "ones", "zeros"]
+Init = Literal["normal", "uniform", "ones", "zeros", "log_range", "time_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,15 @@ class ParameterSpec:
     Attributes:
         name: Canonical name.
         shape: Stored shape; matrices are ``[out, in]``.
-        init: Initial distribution.
+        init: Initial distribution; ``log_range`` is log 1, log 2, ..., ``time_step`` the inverse softplus of
+            log-uniform values within ``bounds``.
         std: Standard deviation of a normal or uniform initialisation around 0, else 0.
         decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
         kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``router`` that of a mixture of
             experts, ``tensor`` any other weight.
         axes: Logical axis of each dimension, for sharding.
         trainable: Whether the optimizer updates it; other parameters are constants of the training state.
+        bounds: Range of a ``time_step`` initialisation.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ParameterSpec:
     kind: Kind
     axes: tuple[str, ...]
     trainable: bool = True
+    bounds: tuple[float, float] = (0.0, 0.0)
 
     @property
     def num_elements(self) -> int:
@@ -103,6 +106,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def saved_per_position(self) -> int:
         """Elements per position that a block saves for its backward pass, without T x T matrices."""
+
+    @property
+    def scan_flops_per_position(self) -> float:
+        """FLOPs of all state-space scans for one position, forward and backward."""
+        return 0.0
 
     @property
     def has_whole_logits(self) -> bool:

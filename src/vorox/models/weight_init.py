@@ -27,6 +27,8 @@ def _sample(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], 
         return np.ones(parameter.shape, np.float32)
     if parameter.init == "zeros":
         return np.zeros(parameter.shape, np.float32)
+    if parameter.init == "log_range":
+        return np.log(np.arange(1, parameter.num_elements + 1, dtype=np.float32))
     key = xxhash.xxh3_128_intdigest(canonical_json(["initial weights", 1, seed, parameter.name]))
     generator = np.random.Generator(np.random.Philox(key=key))
     if parameter.init == "uniform":
@@ -34,6 +36,10 @@ def _sample(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], 
         values -= np.float32(0.5)
         values *= np.float32(parameter.std * 12**0.5)
         return values
+    if parameter.init == "time_step":
+        low, high = np.log(parameter.bounds)
+        steps = np.exp(low + generator.random(parameter.shape) * (high - low))
+        return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # softplus of it is the time step
     values = generator.standard_normal(parameter.shape, dtype=np.float32)
     values *= np.float32(parameter.std)
     return values

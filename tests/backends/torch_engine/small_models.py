@@ -11,6 +11,7 @@ from small_configurations import (
     LLAMA,
     LR,
     MODELS,
+    PATTERNS,
     POSITIONS,
     QWEN3,
     VOCAB,
@@ -24,8 +25,8 @@ from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import decoder_spec
 
 __all__ = [
-    "GPT2", "LLAMA", "LR", "MODELS", "POSITIONS", "QWEN3", "VOCAB", "batch_of", "configuration", "engine_of", "make",
-    "random_rows", "randomise", "train",
+    "GPT2", "LLAMA", "LR", "MODELS", "PATTERNS", "POSITIONS", "QWEN3", "VOCAB", "batch_of", "configuration",
+    "engine_of", "make", "random_rows", "randomise", "train",
 ]  # fmt: skip
 
 

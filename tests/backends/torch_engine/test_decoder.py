@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backends.torch_engine.small_models import MODELS, POSITIONS, make, random_rows, randomise
+from backends.torch_engine.small_models import MODELS, PATTERNS, POSITIONS, make, random_rows, randomise
 from vorox.core.errors import ConfigError
 
 pytestmark = pytest.mark.torch
+ALL = MODELS | PATTERNS
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(ALL))
 @pytest.mark.parametrize("pieces", [(POSITIONS,), (1,) * POSITIONS, (5, 1, 1, 9, 1, 7)], ids=["whole", "ones", "mixed"])
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_decoding_equals_the_forward_pass(name: str, pieces: tuple[int, ...], kernel: str) -> None:
-    engine = make(MODELS[name] | {"attention_kernel": kernel})
+    engine = make(ALL[name] | {"attention_kernel": kernel})
     randomise(engine)
     tokens = random_rows(3)[:, :-1]
     expected = engine.logits(tokens)
@@ -24,7 +25,8 @@ def test_decoding_equals_the_forward_pass(name: str, pieces: tuple[int, ...], ke
         found = decoder.feed(tokens[:, fed : fed + count])
         fed += count
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected[:, fed - 1], atol=2e-5)
+        allowed = 5e-4 if name in PATTERNS else 2e-5  # a gated norm of nearly zero amplifies rounding
+        np.testing.assert_allclose(found, expected[:, fed - 1], atol=allowed)
 
 
 def test_sequences_of_a_batch_do_not_meet() -> None:

@@ -12,6 +12,7 @@ from backends.torch_engine.small_models import (
     GPT2,
     LLAMA,
     MODELS,
+    PATTERNS,
     POSITIONS,
     QWEN3,
     batch_of,
@@ -23,12 +24,13 @@ from reference_decoder import numpy_logits
 from vorox.backends.torch_engine.parameters import module_name
 
 pytestmark = pytest.mark.torch
+ALL = MODELS | PATTERNS
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(ALL))
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_logits_against_numpy(name: str, kernel: str) -> None:
-    engine = make(MODELS[name] | {"attention_kernel": kernel})
+    engine = make(ALL[name] | {"attention_kernel": kernel})
     weights = randomise(engine)
     tokens = random_rows(3)[:, :-1]
     expected = numpy_logits(engine._spec, weights, tokens)
@@ -36,11 +38,11 @@ def test_logits_against_numpy(name: str, kernel: str) -> None:
     np.testing.assert_allclose(engine.logits(tokens), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_gradients_against_finite_differences(name: str) -> None:
     """Directional derivatives of the mean loss of the numpy decoder, one random direction per parameter."""
-    routers = {"load_balancing_weight": 0.0} if "num_experts" in MODELS[name] else {}
-    engine = make(MODELS[name], optimizer__clip_norm=None, loss=routers)
+    routers = {"load_balancing_weight": 0.0} if "num_experts" in ALL[name] else {}
+    engine = make(ALL[name], optimizer__clip_norm=None, loss=routers)
     weights = {key: array.astype(np.float64) for key, array in randomise(engine, seed=2).items()}
     rows = random_rows(2, seed=5)
     engine.train_step(batch_of(rows), lr=0.0, weight_decay=0.0)
@@ -60,9 +62,9 @@ def test_gradients_against_finite_differences(name: str) -> None:
         assert found == pytest.approx(slope / step, rel=2e-3, abs=2e-5), key
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_modules_hold_exactly_the_table(name: str) -> None:
-    engine = make(MODELS[name])
+    engine = make(ALL[name])
     spec = engine._spec
     expected = {module_name(parameter.name, gated=spec.is_gated) for parameter in spec.parameters}
     assert {name for name, _ in engine.model.named_parameters()} == expected

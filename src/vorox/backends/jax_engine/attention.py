@@ -86,11 +86,11 @@ def layer_window(spec: DecoderSpec, layer: Array | int) -> int | Array | None:
 
 
 def rotary_tables(spec: DecoderSpec) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-    """Return cosines and sines ``[positions, H / 2]``; ``None`` with learned positions.
+    """Return cosines and sines ``[positions, H / 2]``; ``None`` without rotary positions.
 
     If sliding layers have their own, they are ``[positions, 2, H / 2]``: of full and of sliding layers.
     """
-    if spec.positions == "learned":
+    if spec.positions != "rope":
         return None
     full = rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)
     if spec.sliding_rope_theta is None:

@@ -153,6 +153,7 @@ def _check_supported(config: RunConfig) -> None:
     only_torch = {
         "model.mlp": config.model.mlp,
         "model.block": config.model.block,
+        "model.layer_pattern": config.model.layer_pattern,
         "train.forward_backward": config.train.forward_backward,
         "train.embedding_noise": config.train.embedding_noise,
         "loss.name": "dpo" if config.loss.name == "dpo" else None,

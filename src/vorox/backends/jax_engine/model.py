@@ -146,6 +146,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
     "swiglu": jax.nn.silu,
     "geglu": partial(jax.nn.gelu, approximate=False),

@@ -128,7 +128,7 @@ def add_window(
 
 def rotary_tables(spec: DecoderSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
     """Return the rotary tables of a model: none, one, or one of full and one of sliding layers."""
-    if spec.positions == "learned":
+    if spec.positions != "rope":
         return ()
     tables = [rotary_table(spec.rotary_dim, spec.max_positions_tokens, spec.rope_theta, spec.rope_scaling)]
     if spec.sliding_rope_theta is not None:

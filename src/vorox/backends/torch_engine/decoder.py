@@ -1,4 +1,4 @@
-"""Incremental decoding with a key/value cache.
+"""Incremental decoding with a key/value cache and the states of Mamba-2 layers.
 
 Shape legend: B rows, T new positions, S positions so far, K key/value heads, H head width, V vocabulary.
 """
@@ -12,28 +12,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vorox.backends.torch_engine.state_space import MambaState
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
 
 
 class KeyValueCache:
-    """Keys and values of a fixed number of positions in every layer."""
+    """Keys and values of a fixed number of positions in every layer with attention, and the states of the others."""
 
     def __init__(
         self, spec: DecoderSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (2, spec.num_layers, batch_size, spec.num_kv_heads, max_tokens, spec.head_dim)
+        attention = [layer for layer in range(spec.num_layers) if spec.mixer(layer) in ("", "*")]
+        self._index = {layer: index for index, layer in enumerate(attention)}
+        self._states = {
+            layer: MambaState.zeros(spec, batch_size, device, dtype)
+            for layer in range(spec.num_layers)
+            if spec.mixer(layer) == "M"
+        }
+        shape = (2, len(self._index), batch_size, spec.num_kv_heads, max_tokens, spec.head_dim)
         self._stored = torch.zeros(shape, device=device, dtype=dtype)
         self.num_tokens = 0
 
     def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens to a layer and return all so far, ``[B, K, S, H]``."""
         end = self.num_tokens + key_BKTH.shape[2]
-        keys_BKSH, values_BKSH = self._stored[0, layer], self._stored[1, layer]
+        keys_BKSH, values_BKSH = self._stored[:, self._index[layer]]
         keys_BKSH[:, :, self.num_tokens : end] = key_BKTH
         values_BKSH[:, :, self.num_tokens : end] = value_BKTH
         return keys_BKSH[:, :, :end].to(key_BKTH.dtype), values_BKSH[:, :, :end].to(value_BKTH.dtype)
+
+    def mamba(self, layer: int) -> MambaState:
+        """Return the state of a Mamba-2 layer, which the layer updates."""
+        return self._states[layer]
 
 
 class TorchDecoder:

@@ -10,11 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import attention, compilation, kernels
@@ -32,7 +29,8 @@ from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
-from vorox.backends.torch_engine.model import Decoder, Parts, RunBlock
+from vorox.backends.torch_engine.mamba import MixerBlock
+from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
@@ -41,15 +39,14 @@ from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import POINTS, Taps
+from vorox.backends.torch_engine.user_block import UserBlock, block_values
 from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
-from vorox.core.atomic import canonical_json
 from vorox.core.batch import Batch, BatchImages, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.preference_pairs import find_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.user_layer import load_block
 from vorox.models.weight_init import initial_weights
 
 
@@ -65,7 +62,7 @@ class DecoderNetwork:
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
-        points = POINTS if spec.block is None else ("block_input", "after_mlp")
+        points = POINTS if spec.block is None and spec.layer_pattern is None else ("block_input", "after_mlp")
         self.taps = Taps(spec.num_layers, points)
         self._parallel = TensorParallel.of(spec, ranks, divides_positions=config.parallel.sequence_parallel)
         self._local = spec if self._parallel is None else self._parallel.local
@@ -110,14 +107,14 @@ class DecoderNetwork:
             attend = attention.attend_with_share(attend, parallel.index, parallel.size)
         if config.parallel.kind == "deepspeed":
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
-            model = Decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
+            model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
         if self._ranks.fsdp_size == 1:
             inner = FlatParameters(spec, groups, device=compute.device)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
-        model = Decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
         if isinstance(inner, ShardedParameters):
             inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
         self.parameters = inner
@@ -280,6 +277,7 @@ class DecoderNetwork:
             tokens_BT.shape,
             mask,
             positions_BT=positions_BT,
+            documents_BT=segments_BT,
             is_training=is_training,
             exchange=here,
             images=None
@@ -294,6 +292,7 @@ class DecoderNetwork:
         attention_mask: attention.AttentionMask,
         *,
         positions_BT: Int32Array | None = None,
+        documents_BT: Int32Array | None = None,
         num_past: int = 0,
         is_training: bool = False,
         cache: KeyValueCache | None = None,
@@ -327,6 +326,7 @@ class DecoderNetwork:
             ),
             rotary=rotary[0] if rotary else None,
             sliding_rotary=rotary[1] if len(rotary) > 1 else None,
+            documents=self._documents(documents_BT),
             positions=positions,
             dropout=self._spec.dropout_fraction if is_training else 0.0,
             embedding_noise=self._config.train.embedding_noise if is_training else None,
@@ -337,18 +337,20 @@ class DecoderNetwork:
             exchange=exchange,
         )
 
+    def _documents(self, documents_BT: Int32Array | None) -> Tensor | None:
+        """Return the documents of positions for Mamba-2 layers, where rows hold several; padding is document 0."""
+        if documents_BT is None or "M" not in (self._spec.layer_pattern or ""):
+            return None
+        if bool(((documents_BT == documents_BT[:, :1]) | (documents_BT == 0)).all()):
+            return None
+        return to_device(documents_BT, self._compute.device)
 
-def block_values(spec: DecoderSpec, path: str, seed: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the initial parameters of user blocks by canonical name, a function of the seed."""
-    found: dict[str, npt.NDArray[np.float32]] = {}
-    for layer in range(spec.num_layers):
-        key = xxhash.xxh3_64_intdigest(canonical_json(["user block weights", 1, seed, layer])) >> 1
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key)
-            module: nn.Module = load_block(path)(spec, layer)
-        for name, parameter in module.named_parameters():
-            found[f"blocks.{layer}.module.{name}"] = parameter.detach().float().numpy()
-    return found
+
+def build_decoder(parts: Parts) -> Decoder:
+    """Return the decoder with built-in blocks, those of ``model.layer_pattern``, or of the user."""
+    if parts.spec.block is not None:
+        return Decoder(parts, make_block=UserBlock)
+    return Decoder(parts, make_block=Block if parts.spec.layer_pattern is None else MixerBlock)
 
 
 def _rows_at(table: Tensor, positions: Tensor | None, here: slice) -> Tensor:

@@ -15,16 +15,21 @@ from vorox.backends.torch_engine.attention import AttentionMask
 from vorox.backends.torch_engine.experts import RouterStep
 from vorox.backends.torch_engine.inputs import PositionPart, dropout
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+from vorox.backends.torch_engine.state_space import MambaState
 from vorox.backends.torch_engine.vision import ImageInputs
 
 Recompute = Literal["none", "block", "dots"]
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens."""
+    """Keys and values of earlier tokens, and the states behind them."""
 
     def extend(self, layer: int, key_BKTH: Tensor, value_BKTH: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens to a layer and return all so far."""
+        ...
+
+    def mamba(self, layer: int) -> MambaState:
+        """Return the state of a Mamba-2 layer, which the layer updates."""
         ...
 
 
@@ -37,6 +42,7 @@ class ForwardContext:
         attention_mask: Which keys each query may attend to.
         rotary: Cosines and sines, ``[B or 1, T, 1, H / 2]``; ``None`` with learned positions.
         sliding_rotary: Those of layers with a sliding window; ``None`` if they are the same.
+        documents: Document of each token, ``[B, T]``, for Mamba-2 layers; ``None`` if rows hold one document.
         positions: Position of each token, ``[B or 1, T]``, for learned positions and user blocks.
         dropout: Dropout rate; 0 in evaluation.
         embedding_noise: ``train.embedding_noise``; ``None`` in evaluation.
@@ -53,6 +59,7 @@ class ForwardContext:
     attention_mask: AttentionMask
     rotary: tuple[Tensor, Tensor] | None = None
     sliding_rotary: tuple[Tensor, Tensor] | None = None
+    documents: Tensor | None = None
     positions: Tensor | None = None
     dropout: float = 0.0
     embedding_noise: float | None = None

@@ -23,15 +23,13 @@ from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
-from vorox.backends.torch_engine.module_table import parameters_on_meta
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.vision import ImageEncoder
 from vorox.core.engine import TapPoint
-from vorox.core.errors import ConfigError
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.pipeline_stages import Stage
-from vorox.models.user_layer import load_block, load_layer
+from vorox.models.user_layer import load_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class Attention(nn.Module):
         self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
         self._parallel = parts.parallel
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._is_sliding, self._query_scale = spec.layer_windows[layer] is not None, spec.query_scale
+        self._is_sliding, self._query_scale = spec.has_window(layer), spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
         self.output = Linear(parts, f"{name}.output", has_part=True)
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
@@ -205,38 +203,6 @@ class ResidualBlock(nn.Module):
         return x_MD
 
 
-class UserBlock(ResidualBlock):
-    """A module of the user (``model.block``) over the parameters of a layer."""
-
-    stages = (("transform", "after_mlp"),)
-
-    def __init__(self, parts: Parts, layer: int, path: str) -> None:
-        super().__init__(parts, layer)
-        self._is_sliding = parts.spec.layer_windows[layer] is not None
-        with parameters_on_meta():
-            self.module: nn.Module = load_block(path)(parts.spec, layer)
-        for name in dict(self.module.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            self.module.get_submodule(owner)._parameters[leaf] = parts.parameters[f"blocks.{layer}.module.{name}"]
-        for name, buffer in dict(self.module.named_buffers()).items():
-            owner, _, leaf = name.rpartition(".")
-            self.module.get_submodule(owner)._buffers[leaf] = buffer.to(parts.device)
-
-    def transform(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        mask = context.attention_mask
-        if self._is_sliding:
-            mask = mask.sliding or mask
-        x_BTD = x_MD.view(*context.shape_BT, -1)
-        y_BTD: object = self.module(x_BTD, positions=context.positions, attn_mask=mask.dense)
-        if not isinstance(y_BTD, Tensor) or y_BTD.shape != x_BTD.shape:
-            found = list(y_BTD.shape) if isinstance(y_BTD, Tensor) else type(y_BTD).__name__
-            raise ConfigError(
-                f"{type(self.module).__name__} returns {found} for a residual stream {list(x_BTD.shape)}",
-                where="model.block", hint="return the new residual stream, of the same shape",
-            )  # fmt: skip
-        return y_BTD.reshape(x_MD.shape)
-
-
 class Block(ResidualBlock):
     stages = (("attend", "after_attention"), ("transform", "after_mlp"))
 
@@ -266,6 +232,7 @@ class Block(ResidualBlock):
         return x_MD + context.drop(self.mlp_output_norm(self.mlp(self.mlp_norm(x_MD), *router)))
 
 
+MakeBlock = Callable[[Parts, int], ResidualBlock]
 RunBlock = Callable[[ResidualBlock, Tensor, ForwardContext], Tensor]
 
 
@@ -277,7 +244,7 @@ def call_block(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> T
 class Decoder(nn.Module):
     """The decoder, or one stage of it."""
 
-    def __init__(self, parts: Parts, stage: Stage | None = None) -> None:
+    def __init__(self, parts: Parts, stage: Stage | None = None, make_block: MakeBlock = Block) -> None:
         super().__init__()
         spec = parts.spec
         layers = range(spec.num_layers) if stage is None else stage.layers
@@ -289,9 +256,7 @@ class Decoder(nn.Module):
         vision = spec.vision if has_first else None
         self.vision = None if vision is None else ImageEncoder(vision, parts.parameters, parts.kernels)
         self.position_embedding = Embedding(parts, "position_embedding") if is_learned else None
-        self.blocks = nn.ModuleList(
-            Block(parts, layer) if spec.block is None else UserBlock(parts, layer, spec.block) for layer in layers
-        )
+        self.blocks = nn.ModuleList(make_block(parts, layer) for layer in layers)
         self.final_norm = Norm(parts, "final_norm", kind=spec.norm) if has_last else None
         self.head = Linear(parts, "head") if has_last and not spec.tie_embeddings else None
 

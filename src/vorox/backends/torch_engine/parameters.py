@@ -42,6 +42,7 @@ _FUSED = {
     "mlp.up": "mlp.gate_up",
     "mlp.experts.gate": "mlp.experts.gate_up",
     "mlp.experts.up": "mlp.experts.gate_up",
+    **dict.fromkeys((f"mamba.{part}" for part in ("gate", "x", "b", "c", "dt")), "mamba.input"),
 }
 
 
@@ -268,7 +269,7 @@ def fused_group(parts: Sequence[ParameterSpec], groups: Mapping[str, Group]) -> 
     return common_group(
         [part.name for part in parts],
         groups,
-        hint="let one pattern match query, key and value; gate and up; or all experts of a block",
+        hint="let one pattern match query, key and value; gate and up; all experts; or all inputs of Mamba-2",
     )
 
 

@@ -17,12 +17,39 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.mamba import conv_channels
+
+
+@dataclass(slots=True)
+class MambaState:
+    """What a layer remembers of earlier tokens.
+
+    Attributes:
+        inputs_BKE: Inputs of the convolution at the last K - 1 positions.
+        state_BNHS: States of the heads, fp32.
+    """
+
+    inputs_BKE: Tensor
+    state_BNHS: Tensor
+
+    @classmethod
+    def zeros(cls, spec: DecoderSpec, batch_size: int, device: torch.device, dtype: torch.dtype) -> MambaState:
+        """Return the state before the first token."""
+        assert spec.mamba_num_heads is not None
+        taps, channels = spec.mamba_conv_tokens - 1, conv_channels(spec)
+        shape = (batch_size, spec.mamba_num_heads, spec.mamba_head_dim, spec.mamba_state_size)
+        return cls(
+            torch.zeros((batch_size, taps, channels), device=device, dtype=dtype), torch.zeros(shape, device=device)
+        )
 
 
 def scan(

@@ -53,6 +53,12 @@ def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]
         (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
         (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
         (
+            model.layer_pattern is not None,
+            "model.layer_pattern",
+            model.layer_pattern,
+            "attention and MLP in every block",
+        ),
+        (
             parallel.tensor_parallel_size > 1,
             "parallel.tensor_parallel_size",
             parallel.tensor_parallel_size,

@@ -19,6 +19,7 @@ from vorox.core.config.synonyms import value_in_digest
 from vorox.core.config.yaml_reader import Json, KeyPath
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.schema import RunConfig
+from vorox.core.schema.model import MAMBA_KEYS
 
 NOT_IN_DIGEST = (
     "model.preset",
@@ -76,6 +77,8 @@ DIGEST_OMITS_DEFAULT = (
     "model.mup_base_hidden_size",
     *(f"model.{key}" for key in ("num_experts", "experts_per_token", "normalize_expert_weights")),
     *(f"loss.{key}" for key in ("load_balancing_weight", "router_z_loss_weight")),
+    "model.layer_pattern",
+    *(f"model.{key}" for key in MAMBA_KEYS),
     *(f"loss.{key}" for key in ("name", "dpo_beta", "dpo_label_smoothing_fraction")),
     "train.forward_backward",
     "optimizer.groups",

@@ -56,6 +56,7 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
         )
     yield from _width_transfer(config)
+    yield from _layer_pattern(config)
     needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
         config.tokenizer.kind
     )
@@ -86,6 +87,43 @@ def _width_transfer(config: RunConfig) -> Iterator[Problem]:
     ):  # fmt: skip
         if holds:
             yield Problem(f"model.mup_base_hidden_size needs {wanted}", keys=("model.mup_base_hidden_size", key))
+
+
+def _layer_pattern(config: RunConfig) -> Iterator[Problem]:
+    model, pattern, key = config.model, config.model.layer_pattern, "model.layer_pattern"
+    if pattern is None:
+        return
+    unknown = sorted(set(pattern) - set("M*-"))
+    if unknown:
+        hint = "; mixtures of experts in a pattern need model.kind=huggingface" if "E" in unknown else ""
+        yield Problem(
+            f"{key}={pattern} has {', '.join(unknown)}; the layers are M (Mamba-2), * (attention) and - (MLP){hint}",
+            keys=(key,),
+        )
+    if len(pattern) > model.num_layers:
+        yield Problem(
+            f"{key} has {len(pattern)} layers, more than model.num_layers={model.num_layers}; set "
+            f"model.num_layers={len(pattern)}",
+            keys=(key, "model.num_layers"),
+        )
+    if config.runtime.compile and "M" in pattern:
+        yield Problem(
+            f"runtime.compile=true is not supported with {key}={pattern}: the scan of Mamba-2 is not compiled; set "
+            "runtime.compile=false",
+            keys=("runtime.compile", key),
+        )
+    others = {
+        "norm_placement": model.norm_placement if model.norm_placement != "pre" else None,
+        "layer_types": model.layer_types, "mlp": model.mlp, "block": model.block,
+        "mup_base_hidden_size": model.mup_base_hidden_size, "num_experts": model.num_experts,
+        "vision.num_layers": model.vision.num_layers or None,
+    }  # fmt: skip
+    for name, value in others.items():
+        if value is not None:
+            yield Problem(
+                f"model.{name}={value} is not supported with {key}; each layer has one norm before one built-in mixer",
+                keys=(f"model.{name}", key),
+            )
 
 
 def _huggingface_model(config: RunConfig) -> Iterator[Problem]:

@@ -34,6 +34,12 @@ def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]
         (model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
         (model.block is not None, "model.block", model.block, "the built-in blocks"),
         (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
+        (
+            model.layer_pattern is not None,
+            "model.layer_pattern",
+            model.layer_pattern,
+            "attention and MLP in every block; with a pattern, use parallel.data_parallel_size or parallel.fsdp_size",
+        ),
         (model.dropout_fraction > 0, "model.dropout_fraction", model.dropout_fraction, "model.dropout_fraction=0"),
         (parallel.fsdp_size > 1, "parallel.fsdp_size", parallel.fsdp_size, "parallel.fsdp_size=1, or replicas"),
         (

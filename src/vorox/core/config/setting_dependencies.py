@@ -17,7 +17,7 @@ from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
-from vorox.core.schema.model import ModelConfig
+from vorox.core.schema.model import MAMBA_KEYS, ModelConfig
 from vorox.core.schema.vision import VisionConfig
 
 
@@ -47,6 +47,7 @@ def _reads_the_hub(paths: Json) -> bool:
     return isinstance(paths, list | tuple) and any(isinstance(path, str) and path.startswith("hf://") for path in paths)
 
 
+_MIX = "model.layer_pattern"
 _FILES = ("txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin")
 _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
 _CHATS = ("jsonl", "csv", "parquet", "arrow")
@@ -243,6 +244,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key in ("layer_types", "sliding_rope_theta")
     ),
     *(Dependency(key, "model.num_experts", _is_set, "model.num_experts") for key in _ROUTING),
+    *(Dependency(f"model.{key}", _MIX, lambda value: "M" in str(value), f"{_MIX} with M") for key in MAMBA_KEYS),
     Dependency("model.norm_unit_offset", "model.norm", _is("rms_norm"), "norm rms_norm"),
     Dependency("model.norm_bias", "model.norm", _is("layer_norm"), "norm layer_norm"),
     *(

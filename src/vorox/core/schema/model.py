@@ -9,7 +9,7 @@ from pydantic import Field
 from vorox.core.schema.section import ImportPath, Section
 from vorox.core.schema.vision import VisionConfig
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -69,7 +69,18 @@ class ModelConfig(Section):
         "keys take precedence.",
     )
     family: Literal[
-        "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma", "gemma3_text"
+        "gpt2",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "phi3",
+        "olmo2",
+        "gemma",
+        "gemma3_text",
+        "nemotron_h",
     ] = Field(default="llama", description="Architecture whose defaults fill in the keys below.")
     num_layers: int = Field(default=6, ge=1, description="Number of decoder blocks.")
     hidden_size: int = Field(default=384, ge=1, description="Width of the residual stream.")
@@ -106,7 +117,9 @@ class ModelConfig(Section):
     max_positions_tokens: int | None = Field(
         default=None, ge=1, description="Maximum sequence length of the model. None: data.sequence_length_tokens."
     )
-    positions: Literal["rope", "learned"] = Field(default="rope", description="Rotary or learned absolute positions.")
+    positions: Literal["rope", "learned", "none"] = Field(
+        default="rope", description="Rotary or learned absolute positions, or none (Nemotron-H)."
+    )
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScalingConfig = Field(
         default=RopeScalingConfig(), description="Scaling of the rotary frequencies for longer rows (Llama 3.x)."
@@ -134,6 +147,34 @@ class ModelConfig(Section):
         min_length=1,
         description="Which layers have the sliding window; a list shorter than num_layers repeats. None: all layers.",
     )
+    layer_pattern: str | None = Field(
+        default=None,
+        min_length=1,
+        description="torch: one mixer per layer, each with a norm before it: M is Mamba-2, * attention, - an MLP "
+        "(Nemotron-H). A pattern shorter than num_layers repeats. None: attention and MLP in every layer.",
+    )
+    mamba_num_heads: int | None = Field(
+        default=None, ge=1, description="Mamba-2: number of heads. None: 2 x hidden_size / mamba_head_dim."
+    )
+    mamba_head_dim: int = Field(default=64, ge=1, description="Mamba-2: width of a head.")
+    mamba_state_size: int = Field(default=128, ge=1, description="Mamba-2: columns of the state of a head.")
+    mamba_num_groups: int = Field(
+        default=1, ge=1, description="Mamba-2: groups of heads that share B and C; each group is normalised by itself."
+    )
+    mamba_conv_tokens: int = Field(
+        default=4, ge=2, description="Mamba-2: positions that the causal convolution reads, including its own."
+    )
+    mamba_conv_bias: bool = Field(default=True, description="Mamba-2: bias of the convolution.")
+    mamba_bias: bool = Field(default=False, description="Mamba-2: biases of input and output projection.")
+    mamba_chunk_tokens: int = Field(
+        default=128, ge=1, description="Mamba-2: positions of a chunk of the scan; changes memory and speed only."
+    )
+    mamba_time_step_min: float = Field(
+        default=0.001,
+        gt=0,
+        description="Mamba-2: smallest time step, at the start and in every forward pass (Nemotron-H).",
+    )
+    mamba_time_step_max: float = Field(default=0.1, gt=0, description="Mamba-2: largest time step at the start.")
     norm: Literal["rms_norm", "layer_norm"] = Field(default="rms_norm", description="Normalisation layer.")
     norm_placement: Literal["pre", "post", "both"] = Field(
         default="pre",
@@ -176,7 +217,9 @@ class ModelConfig(Section):
     )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
     scale_residual_init: bool = Field(
-        default=True, description="Divide the initial std of output projections by sqrt(2 x num_layers) (GPT-2)."
+        default=True,
+        description="Divide the initial std of output projections by the root of the number of residual "
+        "branches: 2 x num_layers (GPT-2), or num_layers with layer_pattern.",
     )
     vision: VisionConfig = Field(
         default=VisionConfig(), description="torch: an image encoder before the decoder (data.sources.N.images_field)."
@@ -194,3 +237,7 @@ class ModelConfig(Section):
         "torch; xla, cudnn (GPU), splash (TPU): jax. Or a user function with the signature of the framework's own: "
         "torch.nn.functional.scaled_dot_product_attention or jax.nn.dot_product_attention.",
     )
+
+
+MAMBA_KEYS = tuple(key for key in ModelConfig.model_fields if key.startswith("mamba_"))
+"""Settings of the Mamba-2 layers of ``layer_pattern``."""
