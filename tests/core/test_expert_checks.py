@@ -60,3 +60,33 @@ def test_settings_without_experts_are_refused(setting: str) -> None:
     load_config("quickstart", [setting, "model.num_experts=4"])
     with pytest.raises(ConfigError, match=r"model\.num_experts"):
         load_config("quickstart", [setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"parallel__fsdp_size": 2}, "parallel.fsdp_size"),
+        ({"parallel__tensor_parallel_size": 2}, "parallel.tensor_parallel_size"),
+        ({"parallel__pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
+        ({"parallel__context_parallel_size": 2}, "parallel.context_parallel_size"),
+        ({"parallel__data_parallel_size": 3}, "parallel.data_parallel_size"),
+        ({"model": EXPERTS | {"num_experts": 5}}, "model.num_experts"),
+        ({"optimizer__name": "adamw_8bit"}, "optimizer.name"),
+        ({"runtime__compile": True}, "runtime.compile"),
+        ({"runtime__determinism": "bitwise-any-world"}, "runtime.determinism"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_expert_parallelism_does_not_support_is_refused(settings: dict[str, Any], key: str) -> None:
+    def named(**settings: Any) -> set[str]:
+        problems = find_problems(configuration(**{"model": EXPERTS, **settings}))
+        return {key for problem in problems if "expert_parallel_size" in problem.what for key in problem.keys}
+
+    assert {key, "parallel.expert_parallel_size"} <= named(**settings, parallel__expert_parallel_size=2)
+    assert named(**settings) == set()
+    assert named(parallel__expert_parallel_size=2) == set()
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_experts"):
+        load_config("quickstart", ["parallel.expert_parallel_size=2"])

@@ -5,11 +5,13 @@ The oracle is the same command with one process, as in ``test_torch_ranks.py``, 
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from ranks.processes import Runs, lines
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, lines, losses, second_process
 from ranks.test_torch_ranks import MODEL, assert_same_run
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -21,6 +23,8 @@ EXPERTS = [
 PLACEMENTS = {
     "replicas": (2, ["parallel.data_parallel_size=2"]),
     "FSDP2, three ranks, shards of unequal size": (3, ["parallel.fsdp_size=3", "train.activation_checkpointing=block"]),
+    "divided experts": (2, ["parallel.expert_parallel_size=2", "train.activation_checkpointing=block"]),
+    "divided experts of two replicas": (4, ["parallel.expert_parallel_size=2"]),
 }
 
 
@@ -45,9 +49,35 @@ def router_metrics(run: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_several_ranks_are_one(placement: str, runs: Runs, alone: Path) -> None:
     size, settings = PLACEMENTS[placement]
-    run = runs.train(placement.split(",")[0].replace(" ", "-"), [*settings, "--nproc", str(size)])[0]
+    run = runs.train(placement.replace(",", "").replace(" ", "-"), [*settings, "--nproc", str(size)])[0]
     assert_same_run(run, alone)
     expected = router_metrics(alone)
     assert all(len(values) == 5 for values in expected)
     for here, there in zip(router_metrics(run), expected, strict=True):
         assert here == pytest.approx(there, rel=1e-4)
+
+
+def test_muon_and_bf16_with_divided_experts(runs: Runs) -> None:
+    """Muon orthogonalises the experts of a rank; in bf16, losses agree within its precision."""
+    settings = ["optimizer.name=muon", "optimizer.muon_lr=5e-3", "precision.dtype=bf16"]
+    alone = runs.train("muon-alone", settings)[0]
+    run = runs.train("muon-divided", [*settings, "parallel.expert_parallel_size=2", "--nproc", "2"])[0]
+    assert losses(run) == pytest.approx(losses(alone), rel=5e-3)
+
+
+def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
+    """Divided experts that are killed, then one process, then divided again: the rows and losses of one process."""
+    runs = Runs(tmp_path, [*EXPERTS, "schedule.name=constant"])  # another train.num_steps changes no learning rate
+    alone, _ = runs.train("alone", [])
+    divided = "parallel.expert_parallel_size=2"
+    process = runs.start("killed", [divided, "--nproc", "2"], tmp_path / "hold")
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    (tmp_path / "hold").unlink()
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 2, 75), errors
+    run = runs.find("killed")
+    for size, steps in ((1, 10), (2, 12)):
+        sizes = [f"parallel.expert_parallel_size={size}", f"train.num_steps={steps}", "--nproc", str(size)]
+        runs.vorox(["train", "--resume", str(run), *sizes])
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)

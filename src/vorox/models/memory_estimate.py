@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from vorox.core.schema import RunConfig
 from vorox.models.cpu_memory import cpu_workspace
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.experts import split_expert
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
 from vorox.models.spec import ModelSpec
@@ -209,12 +210,17 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         if parallel.pipeline_parallel_size > 1:
             converted = min(converted, planned.parameter_bytes // FP32_BYTES)
         copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * converted // shards
+    share = 1 / shards
+    if parallel.expert_parallel_size > 1:
+        experts = sum(row.num_elements for row in spec.parameters if split_expert(row.name) is not None)
+        share = 1 - experts / spec.num_parameters * (1 - 1 / parallel.expert_parallel_size)
+        copies = round(copies * share)
     return replace(
         planned,
-        parameter_bytes=planned.parameter_bytes // shards,
-        gradient_bytes=planned.gradient_bytes // shards,
-        optimizer_bytes=planned.optimizer_bytes // shards,
-        snapshot_bytes=planned.snapshot_bytes // shards,
+        parameter_bytes=round(planned.parameter_bytes * share),
+        gradient_bytes=round(planned.gradient_bytes * share),
+        optimizer_bytes=round(planned.optimizer_bytes * share),
+        snapshot_bytes=round(planned.snapshot_bytes * share),
         copy_bytes=copies,
     )
 

@@ -354,8 +354,8 @@ def _loss_spikes(setup: TrainingSetup) -> LossSpikes:
 def _report_engine(workload: Workload, total_steps: int) -> None:
     facts, num_frozen = resume.environment(workload.engine), workload.spec.num_frozen_parameters
     determinism, frozen = str(facts["determinism"]), f" and {num_frozen:,} frozen ones" if num_frozen else ""
-    names = ("num_devices", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    layout = [f"{name} = {facts[name]}" for name in names if int(facts.get(name, 1)) > 1]
+    kinds = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "context", "expert"))
+    layout = [f"{name} = {facts[name]}" for name in ("num_devices", "fsdp_size", *kinds) if int(facts.get(name, 1)) > 1]
     setting = ", ".join([workload.config.backend, workload.config.precision.dtype, *layout])
     device = f"{facts.get('device', workload.engine.name)} ({setting})"
     workload.log.event(

@@ -137,6 +137,19 @@ def test_an_expert_without_tokens_computes_nothing_and_has_no_gradient() -> None
     assert [bool(part.any()) for part in down_EDF] == [True, True, False, True]
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "autograd"])
+def test_no_slots_at_all(direct: bool) -> None:
+    """With expert parallelism, a rank may get no token: empty output, gradients of zero."""
+    engine = make(EXPERTS)
+    grouped = (kernels.select(engine.compute) if direct else kernels.plain(engine.compute)).grouped
+    weight_RD, x_SD = nn.Parameter(torch.ones(2 * 5, 3)), torch.ones(0, 3, requires_grad=True)
+    y_SO = grouped(x_SD, weight_RD, torch.zeros(2, dtype=torch.int32))
+    assert y_SO.shape == (0, 5)
+    y_SO.sum().backward()
+    assert x_SD.grad is not None
+    assert weight_RD.grad is None or not weight_RD.grad.any()
+
+
 def test_metrics_are_those_of_the_loads() -> None:
     spec = cast("DecoderSpec", make(EXPERTS)._spec)
     metrics = RouterMetrics(spec, ROUTERS, Ranks())

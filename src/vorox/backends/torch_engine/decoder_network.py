@@ -32,6 +32,7 @@ from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, Teacher
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel, ExpertParallelParameters
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
@@ -109,16 +110,25 @@ class DecoderNetwork:
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
             model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
-        if self._ranks.fsdp_size == 1:
+        experts = ExpertParallel.of(spec, self._ranks)
+        if experts is not None:
+            inner = ExpertParallelParameters(spec, groups, experts, compute.device)
+            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        elif self._ranks.fsdp_size == 1:
             inner = FlatParameters(spec, groups, device=compute.device)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
+<<<<<<< HEAD
         model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+=======
+        model = Decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
+>>>>>>> d3e52b8 (Divide experts over ranks: parallel.expert_parallel_size in the torch engine)
         if isinstance(inner, ShardedParameters):
             inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
         self.parameters = inner
         if parallel is not None:
+            assert not isinstance(inner, ExpertParallelParameters)
             division = Division.of_decoder(self._spec)
             self.parameters = TensorParallelParameters(inner, self._spec, parallel, division)
         return model, model

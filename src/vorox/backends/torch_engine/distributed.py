@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from vorox.backends.torch_engine.store_channel import StoreChannel
 from vorox.core.batch import DataShard
 from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError, StalledError
@@ -99,47 +99,6 @@ def _rendezvous(found: Membership, timeout: timedelta) -> Iterator[tuple[Store, 
     return cast("Iterator[tuple[Store, int, int]]", rendezvous(url, timeout=timeout))
 
 
-class StoreChannel:
-    """``core.distributed_context.Channel`` over a store of PyTorch.
-
-    A client of the store serves one call at a time, so every thread has its own.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._clients = threading.local()
-
-    @property
-    def _client(self) -> Store:
-        if not hasattr(self._clients, "store"):
-            self._clients.store = cast("Any", self._store).clone()  # missing in the type stubs
-        return cast("Store", self._clients.store)
-
-    def put(self, key: str, value: bytes) -> None:
-        self._client.set(key, value.decode())
-
-    def get(self, key: str, timeout_seconds: float) -> bytes | None:
-        client = self._client
-        try:
-            if timeout_seconds <= 0:
-                return client.get(key) if client.check([key]) else None
-            client.wait([key], timedelta(seconds=timeout_seconds))
-        except dist.DistStoreError:
-            return None
-        return client.get(key)
-
-    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
-        client, keys = self._client, [f"{folder}/{name}" for name in names]
-        try:
-            client.wait(keys, timedelta(seconds=timeout_seconds))
-        except dist.DistStoreError:
-            return None
-        return client.multi_get(keys)
-
-    def remove(self, key: str) -> None:
-        self._client.delete_key(key)
-
-
 @dataclass(slots=True)
 class CollectiveTime:
     """Time that this host has spent in collectives, with waiting for other ranks; GPUs run theirs by themselves."""
@@ -176,6 +135,8 @@ class Ranks:
             or ``fsdp_size`` counts them as well.
         context_group: Those ranks; ``None`` without context parallelism.
         collective_time: Time spent in the sums below.
+        expert_parallel_size: Ranks that divide the experts of a replica and train on different rows. They are
+            ``replica_group``, and the axis ``ep`` of the mesh; ``data_parallel_size`` does not count them.
     """
 
     shard: DataShard = field(default_factory=DataShard)
@@ -190,6 +151,7 @@ class Ranks:
     context_parallel_size: int = 1
     context_group: ProcessGroup | None = None
     collective_time: CollectiveTime = field(default_factory=CollectiveTime, compare=False)
+    expert_parallel_size: int = 1
 
     @property
     def world_size(self) -> int:
@@ -198,7 +160,8 @@ class Ranks:
     @property
     def num_shards(self) -> int:
         """Ranks that share one replica."""
-        return self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        size = self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return size * self.expert_parallel_size
 
     @property
     def replica(self) -> int:
@@ -215,12 +178,19 @@ class Ranks:
         """Index of this rank's shard within its replica."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_index
+        if self.expert_parallel_size > 1:
+            return self.expert_index
         return self.fsdp_index * self.tensor_parallel_size + self.tensor_index
 
     @property
     def pipeline_index(self) -> int:
         """Index of this rank in its pipeline."""
         return 0 if self.mesh is None or self.pipeline_parallel_size == 1 else self.mesh.get_local_rank("pp")
+
+    @property
+    def expert_index(self) -> int:
+        """Index of this rank among those that divide the experts."""
+        return 0 if self.mesh is None or self.expert_parallel_size == 1 else self.mesh.get_local_rank("ep")
 
     @property
     def tensor_index(self) -> int:
@@ -233,6 +203,13 @@ class Ranks:
             with self.collective_time.measured():
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=self.row_group)
+
+    def sum_over_replicas(self, *tensors: Tensor) -> None:
+        """Add the tensors of the ranks that have the same part of a replica, in place."""
+        if self.mesh is not None and self.data_parallel_size > 1:
+            with self.collective_time.measured():
+                for tensor in tensors:
+                    dist.all_reduce(tensor, group=self.mesh.get_group("data"))
 
     @property
     def _value_group(self) -> ProcessGroup | None:
@@ -274,6 +251,7 @@ class Ranks:
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "context_parallel_size": self.context_parallel_size,
+            "expert_parallel_size": self.expert_parallel_size,
         }
         others = {name: size for name, size in sizes.items() if size > 1}
         fsdp_size = self.fsdp_size // self.context_parallel_size if self.fsdp_size > 1 else 1
@@ -324,13 +302,21 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
             hint=f"make the product {world_size}, or start {product} processes (--nproc {product})",
         )
     is_exact = config.runtime.determinism == "bitwise-any-world"
-    if world_size == 1:
+    if world_size == 1 and parallel.expert_parallel_size == 1:
         return Ranks(is_exact=is_exact)
     data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
     if pipeline > 1:
         return _pipelines(data, pipeline, context.rank, device)
     if positions > 1:
         return _context_groups(data, fsdp, positions, context.rank, device)
+    num_expert_parts = parallel.expert_parallel_size
+    if data % num_expert_parts:
+        raise ConfigError(
+            f"{data} replicas cannot be divided into groups of expert_parallel_size = {num_expert_parts}",
+            where="parallel.expert_parallel_size", hint=f"start a multiple of {num_expert_parts} processes",
+        )  # fmt: skip
+    if num_expert_parts > 1:
+        return _expert_groups(data, num_expert_parts, context.rank, device)
     if tensor == 1:
         mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
         return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
@@ -370,6 +356,14 @@ def _context_groups(data: int, fsdp: int, size: int, rank: int, device: torch.de
         DataShard(rank // size, data * fsdp), num_replicas, num_shards, mesh, context_parallel_size=size,
         context_group=group,
     )  # fmt: skip
+
+
+def _expert_groups(data: int, size: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of ``data`` ranks with different rows, of which ``size`` adjacent ones divide the experts."""
+    mesh = init_device_mesh(device.type, (data // size, size, 1), mesh_dim_names=("data", "ep", "fsdp"))
+    return Ranks(
+        DataShard(rank, data), data // size, 1, mesh, replica_group=mesh.get_group("ep"), expert_parallel_size=size
+    )
 
 
 def _subgroup(members: list[list[int]]) -> ProcessGroup:

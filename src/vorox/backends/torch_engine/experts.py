@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.kernels import Kernels, activation
+from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
 from vorox.core.schema import LossConfig
 from vorox.models.decoder_spec import DecoderSpec
 
@@ -56,7 +57,14 @@ class _Weight(nn.Module):
 class Experts(nn.Module):
     """Takes the place of the MLP in a block."""
 
-    def __init__(self, spec: DecoderSpec, parameters: Mapping[str, nn.Parameter], kernels: Kernels, layer: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        parameters: Mapping[str, nn.Parameter],
+        kernels: Kernels,
+        layer: int,
+        parallel: ExpertParallel | None = None,
+    ) -> None:
         super().__init__()
         name = f"blocks.{layer}.mlp"
         assert spec.num_experts is not None
@@ -65,6 +73,7 @@ class Experts(nn.Module):
         self._normalizes = spec.normalize_expert_weights
         self._gate, self._gate_kind, self._grouped = kernels.gate, spec.activation, kernels.grouped
         self._activate = None if spec.is_gated else activation(spec.activation)
+        self._parallel = parallel
         self._into = "gate_up" if spec.is_gated else "up"
         self.router = _Weight(parameters[f"{name}.router.weight"])
         self.experts = nn.ModuleDict(
@@ -78,7 +87,8 @@ class Experts(nn.Module):
         ids_E = torch.arange(self._num_experts, device=x_MD.device)
         ends_E = torch.searchsorted(experts_MK.flatten()[order_S], ids_E, right=True).int()
         x_SD = _Dispatch.apply(x_MD, order_S, inverse_S, self._num_chosen)
-        y_SD = self._compute(x_SD, ends_E)
+        parallel = self._parallel
+        y_SD = self._compute(x_SD, ends_E) if parallel is None else parallel.run(self._compute, x_SD, ends_E)
         y_MKD = _Combine.apply(y_SD, order_S, inverse_S).view(*experts_MK.shape, -1)
         return (y_MKD * weights_MK[..., None].to(y_MKD.dtype)).sum(1)
 

@@ -153,6 +153,8 @@ def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: i
 
 def _plain_grouped(x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     weight_EOD = weight_RD.to(dtype).view(len(ends_E), -1, weight_RD.shape[1])
+    if not len(x_SD):  # with expert parallelism, a rank may compute nothing
+        return F.linear(x_SD.to(dtype), weight_EOD[0])
     return F.grouped_mm(x_SD.to(dtype), weight_EOD.mT, offs=ends_E)
 
 
@@ -255,7 +257,8 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(x_SD)
         ctx.weight_RD, ctx.products = weight_RD, products
         ctx.segments = segments = _segments(ends_E, weight_RD.shape[0])
-        return torch.cat([products(x_SD[slots], weight_RD.detach()[rows]) for slots, rows in segments])
+        parts = [products(x_SD[slots], weight_RD.detach()[rows]) for slots, rows in segments]
+        return torch.cat(parts) if parts else x_SD.new_empty(0, weight_RD.shape[0] // len(ends_E))
 
     @staticmethod
     def backward(ctx: Any, d_y_SO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -266,7 +269,7 @@ class _Grouped(torch.autograd.Function):
                 ctx.products.add_to(gradient_RD[rows], d_y_SO[slots].t(), x_SD[slots].t())
         weight_RD = ctx.weight_RD.detach()
         parts = [ctx.products(d_y_SO[slots], weight_RD[rows].t()) for slots, rows in ctx.segments]
-        return torch.cat(parts), None, None, None
+        return torch.cat(parts) if parts else torch.zeros_like(x_SD), None, None, None
 
 
 def _segments(ends_E: Tensor, num_rows: int) -> list[tuple[slice, slice]]:

@@ -23,6 +23,11 @@ from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
+<<<<<<< HEAD
+=======
+from vorox.backends.torch_engine.module_table import parameters_on_meta
+from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
+>>>>>>> d3e52b8 (Divide experts over ranks: parallel.expert_parallel_size in the torch engine)
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.vision import ImageEncoder
@@ -46,6 +51,7 @@ class Parts:
     taps: Taps
     device: torch.device
     parallel: TensorParallel | None = None
+    experts: ExpertParallel | None = None
 
 
 class Embedding(nn.Module):
@@ -219,7 +225,7 @@ class Block(ResidualBlock):
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.has_experts = parts.spec.num_experts is not None
         if self.has_experts:
-            self.mlp = Experts(parts.spec, parts.parameters, parts.kernels, layer)
+            self.mlp = Experts(parts.spec, parts.parameters, parts.kernels, layer, parts.experts)
         else:
             self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from vorox.core.config.context_checks import context_problems, sequence_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
+from vorox.core.config.expert_checks import expert_parallel_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.model_checks import model_problems
 from vorox.core.config.pipeline_checks import pipeline_problems
@@ -360,6 +361,7 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
     deepspeed_problems,
+    expert_parallel_problems,
     pipeline_problems,
     vision_problems,
     context_problems,

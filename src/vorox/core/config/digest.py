@@ -89,7 +89,10 @@ DIGEST_OMITS_DEFAULT = (
     "train.ema_decay",
     "train.ema_warmup",
     *(f"parallel.{key}" for key in ("kind", "zero_stage", "zero_offload", "deepspeed_config")),
-    *(f"parallel.{key}" for key in ("pipeline_parallel_size", "pipeline_schedule", "context_parallel_size")),
+    *(
+        f"parallel.{key}"
+        for key in ("pipeline_parallel_size", "pipeline_schedule", "context_parallel_size", "expert_parallel_size")
+    ),
     "parallel.sequence_parallel",
     *(f"train.{key}" for key in ("spike_policy", "spike_deviations", "spike_window_steps", "max_spike_steps")),
     *(f"train.{key}" for key in ("spike_rollback_steps", "max_spike_rollbacks")),

@@ -95,6 +95,7 @@ _SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "atte
 _ROUTING = (
     *("model.experts_per_token", "model.normalize_expert_weights"),
     *("loss.load_balancing_weight", "loss.router_z_loss_weight"),
+    "parallel.expert_parallel_size",
 )
 DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),
@@ -286,7 +287,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"parallel.{key}", "backend", _is("torch"), "backend torch")
-        for key in ("pipeline_parallel_size", "context_parallel_size", "sequence_parallel")
+        for key in ("pipeline_parallel_size", "context_parallel_size", "sequence_parallel", "expert_parallel_size")
     ),
     Dependency(
         "parallel.sequence_parallel",

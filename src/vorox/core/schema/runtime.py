@@ -113,6 +113,12 @@ class ParallelConfig(Section):
         description="PyTorch, the native decoder: processes that each compute a part of the positions of every row, "
         "for rows that are too long for one device; in attention, each computes some of the heads for all positions.",
     )
+    expert_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="PyTorch, with model.num_experts: replicas that divide the experts of each block and exchange "
+        "tokens for them. They are among those of data_parallel_size and train on different rows.",
+    )
     reshard_after_forward: bool = Field(
         default=True,
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallelParameters
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -45,7 +46,9 @@ def accumulate(parameters: Parameters, ranks: Ranks, num_micro_batches: int) -> 
         return
     parameters.zero_gradients()
     yield from range(num_micro_batches)
-    if ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
+    if isinstance(parameters, ExpertParallelParameters):
+        parameters.sum_gradients(ranks)
+    elif ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
         ranks.sum(*(tensor for tensors in parameters.gradients.values() for tensor in tensors))
     parameters.finish_gradients()
 
