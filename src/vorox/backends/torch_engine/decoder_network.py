@@ -119,11 +119,7 @@ class DecoderNetwork:
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
-<<<<<<< HEAD
-        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
-=======
-        model = Decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
->>>>>>> d3e52b8 (Divide experts over ranks: parallel.expert_parallel_size in the torch engine)
+        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
         if isinstance(inner, ShardedParameters):
             inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
         self.parameters = inner

@@ -23,11 +23,7 @@ from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
-<<<<<<< HEAD
-=======
-from vorox.backends.torch_engine.module_table import parameters_on_meta
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
->>>>>>> d3e52b8 (Divide experts over ranks: parallel.expert_parallel_size in the torch engine)
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.vision import ImageEncoder
