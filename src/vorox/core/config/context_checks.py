@@ -51,7 +51,6 @@ def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]
         (model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
         (model.block is not None, "model.block", model.block, "the built-in blocks"),
         (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
-        (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
         (
             model.layer_pattern is not None,
             "model.layer_pattern",
