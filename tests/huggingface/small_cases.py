@@ -86,7 +86,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "nemotron-h": NEMOTRON_H,
     "nemotron-h-biases": NEMOTRON_H | {
         "use_bias": True, "mlp_bias": True, "use_conv_bias": False, "mlp_hidden_act": "silu", "n_groups": 3,
-        "head_dim": 16, "conv_kernel": 3, "time_step_min": 0.05,
+        "head_dim": 16, "conv_kernel": 3, "time_step_min": 0.0005,
     },
     "qwen3": QWEN3,
     "qwen3-windows": QWEN3 | {
