@@ -185,6 +185,7 @@ def attributes_read() -> dict[str, set[str]]:
 
 CLASSES = {
     "model": ("ModelConfig",),
+    "rope_scaling": ("RopeScalingConfig",),
     "data": ("DataConfig",),
     "sources": ("SourceConfig", "CorpusSource", "SourceCache", "Source"),
     "transforms": ("TransformConfig",),
