@@ -172,7 +172,7 @@ OPTIONS = [
         0,
         "not tokenizer.vocab_size=4,000|tokenizer.vocab_size=4000",
     ),
-    row("an unknown family", "train tiny.yaml model.family=mixtral", 2, "llama"),
+    row("an unknown family", "train tiny.yaml model.family=falcon", 2, "llama"),
     row("typo in a size", "train tiny.yaml model.preset=gpt2-124", 2, "gpt2-124m"),
     row("fp16 on a CPU", "train tiny.yaml precision.dtype=fp16", 0),
     row("bf16 by its long name", "train tiny.yaml precision.dtype=bfloat16 --dry-run", 2, "bf16"),

@@ -41,6 +41,9 @@ WITHOUT_UNIT = {
     "model.hidden_size": "as everybody calls it",
     "model.mup_base_hidden_size": "a hidden_size",
     "model.intermediate_size": "as everybody calls it",
+    "model.experts_per_token": "as everybody calls it",
+    "loss.load_balancing_weight": "a factor of a loss",
+    "loss.router_z_loss_weight": "a factor of a loss",
     "model.vision.hidden_size": "as everybody calls it",
     "model.vision.intermediate_size": "as everybody calls it",
     "model.vision.merge_size": "as Qwen2-VL calls it",
@@ -89,6 +92,7 @@ WITHOUT_UNIT = {
     "parallel.tensor_parallel_size": "devices, as everybody calls it",
     "parallel.pipeline_parallel_size": "devices, as everybody calls it",
     "parallel.context_parallel_size": "devices, as everybody calls it",
+    "parallel.expert_parallel_size": "devices, as everybody calls it",
     "run.seed": "a name, not a quantity",
     "data.transform_seed": "a name, not a quantity",
 }
