@@ -10,6 +10,7 @@ Invariant: packing and unpacking preserve every bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -125,7 +126,8 @@ class ParameterLayout:
             if leaf not in tree:
                 continue
             if leaf not in fetched:
-                fetched[leaf] = iter(to_host(tree[leaf]).reshape(-1, *parameter.shape))
+                array = to_host(tree[leaf])  # empty on ranks that do not write
+                fetched[leaf] = iter(array.reshape(-1, *parameter.shape)) if array.size else itertools.repeat(array)
             yield parameter.name, next(fetched[leaf])
             if parameter is self.leaves[leaf][-1]:
                 del fetched[leaf]

@@ -67,17 +67,19 @@ def _attend_document(query_1NLH: Tensor, key_1KLH: Tensor, value_1KLH: Tensor, s
     queries, keys, values = (x.split(window, dim=2) for x in (query_1NLH, key_1KLH, value_1KLH))
     position_W1, key_2W = torch.arange(window, 2 * window)[:, None], torch.arange(2 * window)
     is_visible_W2W = (key_2W <= position_W1) & (key_2W > position_W1 - window)
+    # A mask of numbers: each call would convert and keep one of truth values by itself.
+    mask_W2W = torch.zeros(window, 2 * window, dtype=query_1NLH.dtype).masked_fill_(~is_visible_W2W, -torch.inf)
     mixed = [_attend(queries[0], keys[0], values[0], None)]
     for index in range(1, len(queries)):
         size = queries[index].shape[2]
         near_keys, near_values = (torch.cat(x[index - 1 : index + 1], dim=2) for x in (keys, values))
-        mixed.append(_attend(queries[index], near_keys, near_values, is_visible_W2W[:size, : window + size]))
+        mixed.append(_attend(queries[index], near_keys, near_values, mask_W2W[:size, : window + size]))
     return torch.cat(mixed, dim=1)
 
 
-def _attend(query_1NQH: Tensor, key_1KSH: Tensor, value_1KSH: Tensor, is_visible_QS: Tensor | None) -> Tensor:
+def _attend(query_1NQH: Tensor, key_1KSH: Tensor, value_1KSH: Tensor, mask_QS: Tensor | None) -> Tensor:
     """Return ``[1, Q, N, H]``; causal without a mask."""
     return F.scaled_dot_product_attention(
-        query_1NQH, key_1KSH, value_1KSH, attn_mask=is_visible_QS, is_causal=is_visible_QS is None,
+        query_1NQH, key_1KSH, value_1KSH, attn_mask=mask_QS, is_causal=mask_QS is None,
         enable_gqa=query_1NQH.shape[1] != key_1KSH.shape[1],
     ).transpose(1, 2)  # fmt: skip
