@@ -33,7 +33,22 @@ def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
     )  # a product, and its place in the chunk before
     if isinstance(spec, DecoderSpec):
         elements += positions * _block_elements(spec, recomputes=config.train.activation_checkpointing == "block")
+        length, copies = config.data.sequence_length_tokens, window_copy_elements(spec)
+        num_sliding = sum(window is not None and window < length for window in spec.layer_windows)
+        elements += (
+            positions
+            * copies
+            * (num_sliding if config.train.activation_checkpointing == "none" else min(1, num_sliding))
+        )
     return _PROCESS_BYTES + _FP32_BYTES * elements
+
+
+def window_copy_elements(spec: DecoderSpec) -> int:
+    """Return elements per position that a layer with a sliding window saves for documents longer than the window.
+
+    The PyTorch engine attends window by window, each with copies of the keys and values of two windows.
+    """
+    return 4 * spec.num_kv_heads * spec.head_dim
 
 
 def _block_elements(spec: DecoderSpec, *, recomputes: bool) -> int:
