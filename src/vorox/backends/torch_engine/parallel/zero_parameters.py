@@ -85,7 +85,11 @@ class ZeroParameters(ShardedParameters):
             [{"params": parameters} for parameters in by_group.values()],
             lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, fused=True,
         )  # fmt: skip
-        self.engine, *_ = self._deepspeed.initialize(model=model, optimizer=self.optimizer, config=self.zero_config)
+        with warnings.catch_warnings():  # DeepSpeed imports a module of PyTorch that PyTorch calls deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.engine, *_ = self._deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=self.zero_config
+            )  # fmt: skip
         for name, buffer in buffers.items():  # converted to the precision of the parameters
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer
