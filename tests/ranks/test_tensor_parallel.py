@@ -104,7 +104,7 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode not in (0, 2, 75), errors
     run = runs.find("killed")
-    assert any("(num_devices = 2, tensor_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
+    assert any("num_devices = 2, tensor_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
     for size, steps in ((1, 10), (2, 12)):
         sizes = [f"parallel.tensor_parallel_size={size}", f"train.num_steps={steps}", "--nproc", str(size)]
         runs.vorox(["train", "--resume", str(run), *sizes])
