@@ -81,7 +81,7 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode not in (0, 2, 75), errors
     run, _ = runs.train("killed", positions)
-    assert any("(num_devices = 2, context_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
+    assert any("num_devices = 2, context_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
     for fsdp, size, steps in ((1, 1, 14), (2, 2, 16), (2, 1, 18)):
