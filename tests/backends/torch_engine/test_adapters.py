@@ -37,7 +37,7 @@ from vorox.models.flops import flops_per_token
 from vorox.models.memory_estimate import planned_memory
 from vorox.models.stored_spec import spec_from_json
 from vorox.models.weights_file import WeightsFile
-from vorox.training.export.adapter import peft_config
+from vorox.training.export.adapter import keep_layers_unpacked, peft_config
 
 pytestmark = [
     pytest.mark.torch,
@@ -84,6 +84,7 @@ def peft_model(directory: Path, engine: TorchEngine) -> Any:
         )  # fmt: skip
         options["device_map"] = "cpu"
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+    keep_layers_unpacked(base)
     settings = {key: value for key, value in peft_config(spec).items() if key not in ("peft_type", "inference_mode")}
     model = peft.get_peft_model(base, peft.LoraConfig(**settings))
     initial = {f"base_model.model.{name}": torch.from_numpy(array) for name, array in engine.export_weights()}

@@ -85,12 +85,20 @@ def load_peft(directory: Path, spec: AdapterSpec) -> Any:
         )  # fmt: skip
     try:
         base = transformers.AutoModelForCausalLM.from_pretrained(_location(spec), dtype="float32", **options)
+        keep_layers_unpacked(base)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft calls names that transformers renamed
             model = peft.PeftModel.from_pretrained(base, str(directory))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"Export cannot be loaded by peft: {error}", where=str(directory)) from error
     return model.eval()
+
+
+def keep_layers_unpacked(model: Any) -> None:
+    """Let layers of bitsandbytes compute as on every CPU: with AVX512-BF16 they repack weights of some shapes only."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _location(spec: AdapterSpec) -> str:
