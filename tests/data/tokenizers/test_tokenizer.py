@@ -195,7 +195,7 @@ class TestLongDocuments:
 
 class TestTraining:
     PROGRAM = (
-        "import sys, hashlib; from vorox.core.schema.data import *; from vorox.core.schema.tokenizer import *; from vorox.data.tokenizers.loading import train; "
+        "import sys, hashlib; from vorox.core.schema import *; from vorox.data.tokenizers.loading import train; "
         "from vorox.data.text.sources import list_source; from vorox.data.storage import local_path; "
         "listed = list_source(SourceConfig(name='s', format='python_stdlib', max_bytes=1 << 20)); "
         "tokenizer = train(TokenizerConfig(vocab_size=1500), (local_path(f.uri).read_text() for f in listed.stored)); "
