@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 
 class Rows(torch.utils.data.Dataset):
-    """The rows of all steps, in order. The model is told the next tokens, so that it does not shift the labels."""
+    """The rows of all steps, in order. Labels are the next tokens, and the model does not shift them."""
 
     def __init__(self, path: Path) -> None:
         arrays = np.load(path)

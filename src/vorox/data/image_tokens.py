@@ -2,7 +2,7 @@
 
 An image takes a fixed number of positions of a row. Its first ids are its address, the hash of its bytes in parts of 16
 bits; the others continue it. So a row names its images, packing and plans need no case for them, and the digest of a
-row covers the bytes of its images. A model sees one id for all of them, that of ``IMAGE_TOKEN``.
+row covers the bytes of its images. A model sees one id for all of them, that of ``core/schema/vision.py: IMAGE_TOKEN``.
 
 Invariant: a document with images is never divided, so a row holds whole images only.
 """
@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-IMAGE_TOKEN = "<|image|>"  # noqa: S105
-"""The special token that a model sees at the positions of an image."""
 
 FIRST_IMAGE_ID = 1 << 24
 """Larger than the ids of any vocabulary; the ids of images start here."""

@@ -17,11 +17,11 @@ from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
+from vorox.core.schema.vision import IMAGE_TOKEN
 from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
 from vorox.data.image_decoding import ImageInput
-from vorox.data.image_tokens import IMAGE_TOKEN
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.rows import RowReader

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
 from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig
+from vorox.core.schema.vision import IMAGE_TOKEN
 
 _LEAST_TOKENS_PER_IMAGE = 4
-_IMAGE_TOKEN = "<|image|>"  # noqa: S105
 
 
 def vision_problems(config: RunConfig) -> Iterator[Problem]:
@@ -60,9 +60,9 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
     parallel, train, is_one = config.parallel, config.train, "1; replicas are supported"
     transforms = [*config.data.transforms, *(t for source in config.data.sources for t in source.transforms or ())]
     needed = (
-        ("tokenizer.special_tokens", _IMAGE_TOKEN in config.tokenizer.special_tokens
+        ("tokenizer.special_tokens", IMAGE_TOKEN in config.tokenizer.special_tokens
             or config.tokenizer.kind in {"file", "huggingface"},
-            f"the token of images: tokenizer.special_tokens=['{_IMAGE_TOKEN}']"),
+            f"the token of images: tokenizer.special_tokens=['{IMAGE_TOKEN}']"),
         ("data.packing", config.data.packing == "best_fit", "data.packing=best_fit, which keeps an image in one row"),
         ("data.mode", config.data.mode == "cached", "data.mode=cached"),
         ("data.transforms", not transforms, "data without transforms"),

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from vorox.core.schema.section import Section
 
+IMAGE_TOKEN = "<|image|>"  # noqa: S105
+"""The special token that a model sees at the positions of an image."""
+
 
 class VisionConfig(Section):
     """A vision transformer whose patches take the place of tokens (Qwen2-VL, arXiv 2409.12191; SigLIP, 2303.15343)."""

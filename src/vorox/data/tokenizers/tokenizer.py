@@ -22,8 +22,9 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.schema.vision import IMAGE_TOKEN
 from vorox.data.chat_template import ChatTemplate
-from vorox.data.image_tokens import FIRST_IMAGE_ID, IMAGE_TOKEN, one_id_per_image
+from vorox.data.image_tokens import FIRST_IMAGE_ID, one_id_per_image
 from vorox.data.rows import TokenArray
 from vorox.data.tokenizers.encoders import (
     REPLACEMENT,
