@@ -182,11 +182,12 @@ def test_products_follow_from_the_processor(
 
 
 def test_a_resume_takes_over_the_choices_of_its_run() -> None:
-    """Runs of versions before these choices recorded neither and computed documents with dense masks."""
+    """Runs of versions before these choices recorded none, had dense masks and summed whole gradients."""
     engine = engine_of(configuration())
     new = dict(engine.environment())
-    assert new["document_attention"] == "slices"
-    old = {key: value for key, value in new.items() if key not in {"document_attention", "gradient_products"}}
+    assert (new["document_attention"], new["gradient_sums"]) == ("slices", "buckets")
+    choices = {"document_attention", "gradient_products", "gradient_sums"}
+    old = {key: value for key, value in new.items() if key not in choices}
     for recorded in (old, new):
         engine.adopt_environment(recorded)
         assert engine.environment() == recorded

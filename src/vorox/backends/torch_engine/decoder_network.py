@@ -163,6 +163,10 @@ class DecoderNetwork:
             self._routers.add(context.router)
         return sums
 
+    def is_single_pass(self, batch: Batch) -> bool:
+        del batch
+        return True
+
     def metrics(self, count: int) -> dict[str, Tensor]:
         return {} if self._routers is None else self._routers.take(count)
 

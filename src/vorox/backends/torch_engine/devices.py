@@ -32,6 +32,7 @@ from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]
 DocumentAttention = Literal["mask", "slices"]
+GradientSums = Literal["whole", "buckets"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
 
@@ -43,17 +44,23 @@ class Choices:
     Attributes:
         gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
         document_attention: How the native decoder separates the documents of packed rows on the CPU.
+        gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
     """
 
     gradient_products: Products = "blas"
     document_attention: DocumentAttention = "mask"
+    gradient_sums: GradientSums = "buckets"
 
     def adopt(self, recorded: Mapping[str, object], products: Products) -> None:
-        """Compute as a recorded run of this engine did. Older ones used ``products`` for gradients, and dense masks."""
+        """Compute as a recorded run of this engine did.
+
+        Older ones used ``products`` for gradients, dense masks, and sums of whole buffers.
+        """
         if recorded.get("engine") != "torch":
             return
         self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
         self.document_attention = "slices" if recorded.get("document_attention") == "slices" else "mask"
+        self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +317,8 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
             facts["gradient_products"] = compute.choices.gradient_products
         if compute.choices.document_attention == "slices":
             facts["document_attention"] = "slices"
+    if compute.choices.gradient_sums == "buckets":
+        facts["gradient_sums"] = "buckets"
     if compute.device.type == "cuda":
         facts |= {
             "cuda": torch.version.cuda or "",

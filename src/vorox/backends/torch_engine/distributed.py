@@ -204,6 +204,12 @@ class Ranks:
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=self.row_group)
 
+    def start_sum(self, tensor: Tensor) -> dist.Work:
+        """Start to add the tensors of all ranks that train on different rows, in place."""
+        work = dist.all_reduce(tensor, group=self.row_group, async_op=True)
+        assert work is not None
+        return work
+
     def sum_over_replicas(self, *tensors: Tensor) -> None:
         """Add the tensors of the ranks that have the same part of a replica, in place."""
         if self.mesh is not None and self.data_parallel_size > 1:

@@ -35,7 +35,7 @@ from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
-from vorox.backends.torch_engine.parallel import gradient_sums, pipeline_network
+from vorox.backends.torch_engine.parallel import gradient_buckets, gradient_sums, pipeline_network
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
@@ -119,6 +119,7 @@ class TorchEngine:
         checkpoint.set_parameters(self.parameters, self._network.initial_weights(config.run.seed), spec)
         self._reference = ReferenceModel(self._network) if config.loss.name == "dpo" else None
         self.optimizer = make_optimizer(config, spec, self.parameters, compute, self._ranks)
+        self._buckets = gradient_buckets.create(config, self.parameters, self._ranks, compute.choices)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -137,8 +138,7 @@ class TorchEngine:
             finally:
                 self.taps.measure(None)
             total = self._total([sums[index] for index in sorted(sums)])
-            loss = total.loss / count
-            bits = self._gradient_bits()
+            loss, bits = total.loss / count, self._gradient_bits()
             outcome = self.optimizer.step(lr=lr, weight_decay=weight_decay, loss=loss, max_loss=max_loss)
             return TorchStepResult(
                 {"loss": loss, "grad_norm": outcome.grad_norm, "finite": outcome.finite},
@@ -157,7 +157,7 @@ class TorchEngine:
         self, batch: Batch, count: int, references: list[Tensor] | None
     ) -> dict[int, LossSums | PairSums]:
         """Run forward and backward of all micro-batches; return their loss sums by index."""
-        num_micro_batches, sums = batch.tokens_ABT.shape[0], dict[int, LossSums | PairSums]()
+        num_passes, sums = len(batch.tokens_ABT), dict[int, LossSums | PairSums]()
         if isinstance(self._network, PipelineNetwork):
             for _ in gradient_sums.accumulate(self.parameters, self._ranks, 1):
                 sums |= self._network.train_all(
@@ -165,7 +165,8 @@ class TorchEngine:
                     enter=partial(self._micro_batch, batch),
                 )  # fmt: skip
             return sums
-        for index in gradient_sums.accumulate(self.parameters, self._ranks, num_micro_batches):
+        overlaps = self._user_step is None and self._network.is_single_pass(batch)
+        for index in gradient_sums.accumulate(self.parameters, self._ranks, num_passes, self._buckets, overlaps):
             sums[index] = self._train_micro_batch(batch, index, count, references)
         return sums
 

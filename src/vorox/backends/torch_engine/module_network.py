@@ -184,6 +184,9 @@ class ModuleNetwork(ABC):
         assert total is not None
         return total
 
+    def is_single_pass(self, batch: Batch) -> bool:
+        return batch.segment_ids_ABT is None or self.separates_documents
+
     def metrics(self, count: int) -> dict[str, Tensor]:
         del count
         return {}

@@ -62,6 +62,10 @@ class Network(Protocol):
         """
         ...
 
+    def is_single_pass(self, batch: Batch) -> bool:
+        """Whether ``train`` runs one backward pass."""
+        ...
+
     def evaluate(self, batch: Batch, index: int) -> LossSums:
         """Return the loss sums of a micro-batch, without gradients and dropout."""
         ...

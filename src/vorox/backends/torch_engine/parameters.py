@@ -158,6 +158,7 @@ class FlatParameters:
 
     Attributes:
         slices: Canonical name to its range, in table order.
+        starts: Name in the modules to group and start in its buffer, in table order.
     """
 
     gradient_divisor = 1
@@ -188,6 +189,7 @@ class FlatParameters:
             group: [torch.zeros(sizes[group], device=device)] for group in self.groups
         }
         self.gradients = self.new_buffers([group for group in self.groups if not group.is_frozen])
+        self.starts = {name: (group, start) for name, (group, start, _) in shapes.items()}
         self.modules: dict[str, nn.Parameter] = {}
         self._gradient_views: dict[str, Tensor] = {}
         for name, (group, start, shape) in shapes.items():

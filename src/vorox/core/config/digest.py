@@ -94,6 +94,7 @@ DIGEST_OMITS_DEFAULT = (
         for key in ("pipeline_parallel_size", "pipeline_schedule", "context_parallel_size", "expert_parallel_size")
     ),
     "parallel.sequence_parallel",
+    "parallel.gradient_bucket_bytes",
     *(f"train.{key}" for key in ("spike_policy", "spike_deviations", "spike_window_steps", "max_spike_steps")),
     *(f"train.{key}" for key in ("spike_rollback_steps", "max_spike_rollbacks")),
     *(f"{sources}.*.{key}" for sources in SOURCE_LISTS for key in ("chat_fields", "preference_pairs", "images_field")),

@@ -277,18 +277,17 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     *(
         Dependency(f"parallel.{key}", "parallel.kind", _is("native"), "parallel.kind native")
-        for key in (
-            "fsdp_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "context_parallel_size",
-            "reshard_after_forward",
-        )
+        for key in ("fsdp_size", "gradient_bucket_bytes", "reshard_after_forward")
+    ),
+    *(
+        Dependency(f"parallel.{key}_parallel_size", "parallel.kind", _is("native"), "parallel.kind native")
+        for key in ("tensor", "pipeline", "context")
     ),
     *(
         Dependency(f"parallel.{key}", "backend", _is("torch"), "backend torch")
         for key in ("pipeline_parallel_size", "context_parallel_size", "sequence_parallel", "expert_parallel_size")
     ),
+    Dependency("parallel.gradient_bucket_bytes", "backend", _is("torch"), "backend torch"),
     Dependency(
         "parallel.sequence_parallel",
         "parallel.tensor_parallel_size",

@@ -119,6 +119,12 @@ class ParallelConfig(Section):
         description="PyTorch, with model.num_experts: replicas that divide the experts of each block and exchange "
         "tokens for them. They are among those of data_parallel_size and train on different rows.",
     )
+    gradient_bucket_bytes: int = Field(
+        default=25 * 2**20,
+        ge=0,
+        description="PyTorch, replicas of whole models: size of the parts in which gradients are summed over ranks "
+        "while the backward pass computes the rest. 0: whole, after the last backward pass.",
+    )
     reshard_after_forward: bool = Field(
         default=True,
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "

@@ -2,8 +2,9 @@
 
 In: gradients of one micro-batch at a time, in the gradient buffers. Out: their sum over all ranks, in the same buffers.
 Usually every micro-batch adds to the buffers, and the ranks add theirs, so the order of additions depends on the
-layout: replicas by all-reduce here, FSDP2 in its backward pass (``sharded_parameters.py``), ZeRO in DeepSpeed
-(``zero_parameters.py``). Ranks that divide tensors or blocks add what they share in ``finish_gradients``. With
+layout: replicas by all-reduce, in buckets during the last backward pass (``gradient_buckets.py``), FSDP2 in its
+backward pass (``sharded_parameters.py``), ZeRO in DeepSpeed (``zero_parameters.py``). Ranks that divide tensors or
+blocks add what they share in ``finish_gradients``. With
 ``determinism=bitwise-any-world`` the order is a binary tree over the indices of the micro-batches in the global batch:
 the root adds the sums of even and odd indices, and so on down, which pairs indices that differ in their highest bit
 first. Rank ``r`` of ``W`` has the indices ``r + W a``, which is a subtree if ``W`` is a power of two.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallelParameters
+from vorox.backends.torch_engine.parallel.gradient_buckets import GradientBuckets
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -30,10 +32,23 @@ PIECE_ELEMENTS = 1 << 22
 """Elements per exchange between ranks, which bounds its memory."""
 
 
-def accumulate(parameters: Parameters, ranks: Ranks, num_micro_batches: int) -> Iterator[int]:
+def accumulate(
+    parameters: Parameters,
+    ranks: Ranks,
+    num_micro_batches: int,
+    buckets: GradientBuckets | None = None,
+    overlaps: bool = False,
+) -> Iterator[int]:
     """Yield this rank's micro-batches in the order in which to run them; at the end, gradients are sums over all ranks.
 
     The caller adds the gradients of a micro-batch to the buffers before it asks for the next one.
+
+    Args:
+        parameters: Parameters and gradients.
+        ranks: The ranks of the run.
+        num_micro_batches: Micro-batches of this rank.
+        buckets: Parts in which replicas add their gradients; ``None`` for whole buffers.
+        overlaps: Whether the sums of buckets start within the last micro-batch, which must have one backward pass.
     """
     if ranks.is_exact:
         gradients = [tensor for tensors in parameters.gradients.values() for tensor in tensors]
@@ -45,8 +60,14 @@ def accumulate(parameters: Parameters, ranks: Ranks, num_micro_batches: int) -> 
                 sum_over_ranks(gradient, ranks)
         return
     parameters.zero_gradients()
-    yield from range(num_micro_batches)
-    if isinstance(parameters, ExpertParallelParameters):
+    yield from range(num_micro_batches - 1)
+    if buckets is not None and buckets.is_chosen:
+        buckets.open(overlaps=overlaps)
+    yield num_micro_batches - 1
+    if buckets is not None and buckets.is_chosen:
+        with ranks.collective_time.measured():
+            buckets.finish()
+    elif isinstance(parameters, ExpertParallelParameters):
         parameters.sum_gradients(ranks)
     elif ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
         ranks.sum(*(tensor for tensors in parameters.gradients.values() for tensor in tensors))
