@@ -19,6 +19,24 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.torch
+def test_step_products(tmp_path: Path) -> None:
+    """Six operations per position and weight of a matrix, three products per matrix, and attention in both directions."""
+    script = [sys.executable, BENCHMARKS / "step_products.py", "--sizes", "demo", "--seconds", "0", "--threads", "1"]
+    done = subprocess.run(
+        [*script, "--results", tmp_path], capture_output=True, text=True, check=False, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads((tmp_path / "step_products.json").read_text())["results"]
+    layers, width, vocabulary, positions = 4, 128, 65, 12 * 64
+    assert found["num_flops"] == 6 * positions * (layers * 12 * width**2 + vocabulary * width)
+    assert found["num_calls"] == layers * (4 * 3 + 2) + 3
+    assert len(found["step"]) == len(found["products"]) == 3
+    assert all(0 < value < 60 for name in ("step", "products") for value in found[name])
+    assert "| demo, 4 x 128, 12 rows of 64 | 1 | " in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.torch
 @pytest.mark.skipif(sys.platform == "win32", reason="it needs pseudo-terminals")
 def test_display_cost(tmp_path: Path) -> None:
     sizes = ["--rounds", "1", "--steps", "23", "--warmup-steps", "2", "--hidden-size", "32"]
