@@ -20,7 +20,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.slow
 @pytest.mark.torch
 def test_step_products(tmp_path: Path) -> None:
-    """Six operations per position and weight of a matrix, three products per matrix, and attention in both directions."""
+    """Three products and six operations per position for each weight of a matrix; attention in both directions."""
     script = [sys.executable, BENCHMARKS / "step_products.py", "--sizes", "demo", "--seconds", "0", "--threads", "1"]
     done = subprocess.run(
         [*script, "--results", tmp_path], capture_output=True, text=True, check=False, timeout=120
