@@ -38,7 +38,9 @@ DOCS = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- train_programs: begin -->", "<!-- train_programs: end -->"
 VOROX = "vorox"
 TEXT_CHARACTERS = 1_115_394  # as many as the text of nanoGPT's published demo has
-OWN_BUSINESS = re.compile(r"(OMP|MKL|KMP|GOMP|OPENBLAS|MALLOC|VOROX|XLA|TORCH|TOKENIZERS)_")
+OWN_BUSINESS = re.compile(
+    r"(OMP|MKL|KMP|GOMP|OPENBLAS|MALLOC|VOROX|XLA|TORCH|TOKENIZERS|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 """Variables that a program sets for itself: what this process has of them is not passed on."""
 
 

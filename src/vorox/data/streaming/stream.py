@@ -31,7 +31,7 @@ from vorox.data.rows import RowBlock
 from vorox.data.storage.stalls import track_stall
 from vorox.data.streaming.leading_process import LeadingProcess
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
-from vorox.data.streaming.read_windows import ReadWindow, UnitRange
+from vorox.data.streaming.read_windows import UnitRange
 from vorox.data.streaming.stream_queue import StreamQueue
 from vorox.data.streaming.unit_list import UnitList
 
@@ -85,7 +85,6 @@ class Stream:
         self._queue = StreamQueue(directory, units, rule, budget, prefetch_segments)
         self._scheduler = BuildScheduler(directory, builder, units.units, self._queue, residency=self)
         self._readers: weakref.WeakSet[ChunkHolder] = weakref.WeakSet()
-        self._window, self._peers = ReadWindow(directory), list[UnitRange]()
         self._is_started = False
         self._leader = None if leads else LeadingProcess(directory)
         budget.join(self)
@@ -141,14 +140,18 @@ class Stream:
 
     def _wait_for_leader(self, unit: int) -> bool:
         """Wait until the leading process has built a unit; return whether it has."""
-        while self._leader is not None and not self._is_started and not self._queue.closed:
-            self._queue.refresh()
-            if self.is_resident(self.manifest, unit):
-                return True
-            if not self._leader.is_expected():
-                return False
-            self._queue.wait(_LEADER_POLL_SECONDS)
-        return False
+        try:
+            while self._leader is not None and not self._is_started and not self._queue.closed:
+                self._queue.refresh()
+                if self.is_resident(self.manifest, unit):
+                    return True
+                if not self._leader.is_expected():
+                    return False
+                self._publish_awaited((unit, unit + 1))
+                self._queue.wait(_LEADER_POLL_SECONDS)
+            return False
+        finally:
+            self._publish_awaited(None)
 
     def mark_lost(self, unit: int) -> None:
         """Report that the chunks of a unit are not on disk: another process evicted them."""
@@ -176,7 +179,10 @@ class Stream:
         Raises:
             DataError: One of these units cannot be built.
         """
-        if self._queue.await_units(awaited_units) and (self._leader is None or not self._leader.is_expected()):
+        missing = self._queue.await_units(awaited_units)
+        if self._leader is not None:
+            self._publish_awaited(None if missing is None or self._is_started else (missing, missing + 1))
+        if missing is not None and (self._leader is None or not self._leader.is_expected()):
             self._start()
         return self.manifest
 
@@ -188,7 +194,7 @@ class Stream:
         """Stop the build, and wait a few seconds for its thread. Idempotent."""
         self._scheduler.close(timeout_seconds=_CLOSE_SECONDS)
         self._units.close()
-        self._window.close()
+        self._queue.window.close()
 
     def _start(self) -> None:
         with self.budget.changed:
@@ -200,7 +206,11 @@ class Stream:
     def _publish_window(self) -> None:
         with self.budget.changed:
             if window := self._queue.schedule.window():
-                self._window.publish(window)
+                self._queue.window.publish(window)
+
+    def _publish_awaited(self, units: UnitRange | None) -> None:
+        with self.budget.changed:
+            self._queue.window.publish_awaited(units)
 
     def _drop_evicted(self) -> None:
         """Close the chunk files that other processes have evicted, which keep their disk space while they are open."""
@@ -231,11 +241,10 @@ class Stream:
     # Called by the disk budget: see ``cache.residency``.
 
     def poll_peers(self) -> bool:
-        self._peers = self._window.peers()
-        return bool(self._peers)
+        return self._queue.poll_peers()
 
     def eviction_priority(self, unit: int, /) -> int:
-        return self._queue.eviction_priority(unit, self._peers)
+        return self._queue.eviction_priority(unit)
 
     def mark_evicted(self, unit: int, /) -> None:
         self._queue.mark_lost(unit)

@@ -1,6 +1,7 @@
 """The build queue of a stream: which units to build next, and when to split more of the source.
 
-Reads and waits go in; batches of units for the build scheduler come out. A unit that is on disk is *done*.
+Reads and waits go in, those of other processes too (``poll_peers``); batches of units for the build scheduler come out.
+A unit that is on disk is *done*.
 Invariant: an error is raised in the readers that wait for its unit or segment; a failed unit without a waiting reader
 is retried when a reader waits for it.
 """
@@ -15,9 +16,11 @@ from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.residency import DiskBudget, resident_units
 from vorox.data.cache.scheduler import cache_write_error
 from vorox.data.streaming.prefetch_scheduler import PrefetchScheduler, SegmentRule
-from vorox.data.streaming.read_windows import UnitRange
+from vorox.data.streaming.read_windows import PeerReads, ReadWindow, UnitRange
 from vorox.data.streaming.unit_list import UnitList
 
+_IDLE_SECONDS = 0.2
+"""Poll interval for the needs of peers while nothing is to be built."""
 _PEER_SECONDS = 0.1
 """Poll interval for units recorded by a peer that is splitting the source."""
 
@@ -44,6 +47,7 @@ class StreamQueue(BuildQueue):
         self.manifest = Manifest.open(directory)
         self._directory, self._units, self._rule, self._budget = directory, units, rule, budget
         self._ahead = prefetch_segments + 1
+        self.window, self._peers = ReadWindow(directory), PeerReads()
         self.schedule = PrefetchScheduler(self._segments(), prefetch_segments)
 
     def touch(self, units: Sequence[int]) -> bool:
@@ -69,8 +73,8 @@ class StreamQueue(BuildQueue):
                 self.schedule.set_segments(self._segments())
             self._clear_awaited()
 
-    def await_units(self, num_units: int) -> bool:
-        """Request the first segment with a missing unit below ``num_units``; return whether there is one.
+    def await_units(self, num_units: int) -> int | None:
+        """Request the first segment with a missing unit below ``num_units``; return that unit.
 
         Raises:
             DataError: A unit of that segment cannot be built. The next call tries again.
@@ -83,7 +87,7 @@ class StreamQueue(BuildQueue):
             if not missing and not self.manifest.units_final and self.manifest.planned_units < num_units:
                 missing = [self.manifest.planned_units]
             if not missing:
-                return False
+                return None
             awaited = self.schedule.segment_of(missing[0])
             first, last = self.schedule.segments[awaited]
             for unit in sorted(self._errors.keys() & set(range(first, last))):
@@ -93,11 +97,17 @@ class StreamQueue(BuildQueue):
                 self.schedule.awaited = awaited
                 self._postponed.difference_update(range(first, last))
                 self.changed.notify_all()
-            return True
+            return missing[0]
 
-    def eviction_priority(self, unit: int, peers: Sequence[UnitRange]) -> int:
-        """Return the eviction priority of a unit: 0 if it is needed now."""
-        return 0 if unit in self._awaited else self.schedule.eviction_priority(unit, peers)
+    def poll_peers(self) -> bool:
+        """Find out what other processes need; return whether they need anything. The lock is held."""
+        self._peers = self.window.peers()
+        return any(self._peers)
+
+    def eviction_priority(self, unit: int) -> int:
+        """Return the eviction priority of a unit: 0 if it is needed now, by this process or another one."""
+        is_awaited = unit in self._awaited or any(first <= unit < last for first, last in self._peers.awaited)
+        return 0 if is_awaited else self.schedule.eviction_priority(unit, self._peers.windows)
 
     def gives_way(self, unit: int) -> bool:
         """Return whether a unit that does not fit into the budget should yield to an awaited one."""
@@ -113,17 +123,20 @@ class StreamQueue(BuildQueue):
                 if self.closed:
                     return None
                 self.refresh()
+                self.poll_peers()
                 self._units.update_from(self.manifest)
                 self._done = self._find_on_disk()
                 self.changed.notify_all()
                 batch, num_units = self.schedule.next_units(
-                    self._awaited, set(self.manifest.units["unit"].tolist()),
+                    self._awaited.keys() | self._awaited_by_peers(), set(self.manifest.units["unit"].tolist()),
                     self._done | self._postponed | self._errors.keys(), self._known_units,
                 )  # fmt: skip
                 if batch:
                     return batch
+                if not num_units and self._peers_await_split():
+                    num_units = self.manifest.planned_units + 1
                 if not num_units:
-                    self.changed.wait()
+                    self.changed.wait(_IDLE_SECONDS)
                     continue
             self._split(num_units)
 
@@ -180,16 +193,29 @@ class StreamQueue(BuildQueue):
         if not len(self.manifest.missing_units(*self.schedule.segments[awaited])):
             self.schedule.clear_awaited()
 
+    def _awaited_by_peers(self) -> set[int]:
+        """Return the known units that processes of this machine wait for."""
+        known = self.manifest.planned_units
+        return {unit for first, last in self._peers.awaited for unit in range(first, min(last, known))}
+
+    def _peers_await_split(self) -> bool:
+        """Return whether a process of this machine waits for units that have yet to be split from the source."""
+        known = self._known_units
+        if known is None or known in self._postponed | self._errors.keys():
+            return False
+        return any(last > known for _, last in self._peers.awaited)
+
     def _urgent(self) -> set[int]:
         """Return the units that readers wait for."""
-        urgent = set(self._awaited)
+        urgent = set(self._awaited) | (self._awaited_by_peers() - self._postponed)
         if self.schedule.awaited is not None:
             urgent.update(self.manifest.missing_units(*self.schedule.segments[self.schedule.awaited]).tolist())
         return urgent - self._done - self._errors.keys()
 
     def _awaits_split(self) -> bool:
         """Return whether a reader waits for units that have yet to be split from the source."""
-        return self.manifest.planned_units not in self._errors and self.schedule.awaits_more(self._known_units)
+        awaits_more = self._peers_await_split() or self.schedule.awaits_more(self._known_units)
+        return awaits_more and self.manifest.planned_units not in self._errors
 
     def _segments(self) -> list[UnitRange]:
         return self._rule.ranges(self.manifest.planned_units, is_complete=self.manifest.units_final, ahead=self._ahead)
