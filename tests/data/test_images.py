@@ -22,6 +22,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus, prepare
 from vorox.data.documents import Document, PlacedImage, SourceFile, UnreadableRecord
 from vorox.data.image_decoding import ImageInput, decode_image
+from vorox.data.image_layout import ImageLayout
 from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images, image_ids, one_id_per_image
 from vorox.data.images import load_images, place_images, read_images
 from vorox.data.inspection import verify
@@ -93,7 +94,7 @@ class TestRecords:
     def test_a_path_leads_to_no_other_store(self, path: str) -> None:
         document = Document(0, 0, 0, 0, "", images=(PlacedImage(path),))
         with pytest.raises(UnreadableRecord, match="another store"):
-            load_images(document, [SourceFile("/data/captions.jsonl", 1, "v")])
+            load_images(document, [SourceFile("/data/captions.jsonl", 1, "v")], ImageLayout(4))
 
 
 class TestRows:

@@ -16,6 +16,7 @@ from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
 from vorox.data import provenance_queries
 from vorox.data.corpus import Corpus, prepare
+from vorox.data.image_layout import image_layout
 from vorox.data.loader import open_batches
 from vorox.data.provenance_queries import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
@@ -126,7 +127,7 @@ class Run:
             DataError: A cache is missing or damaged.
         """
         refused = "preference pairs" if self.config.loss.name == "dpo" else ""
-        refused = "images" if self.config.model.vision.num_layers else refused
+        refused = "images" if image_layout(self.config.model) is not None else refused
         if refused:
             what = f"Losses of single documents are not computed for a run on {refused}"
             raise ConfigError(what, where=str(RunLayout(self.directory).config))

@@ -101,6 +101,7 @@ def _check_source(config: RunConfig, plan: Plan, index: int, source: Source, tok
     from vorox.data.cache.recipe import RECIPE_NAME
     from vorox.data.cache_location import cache_directory, cache_root, find_location
     from vorox.data.cache_opener import recipe_for
+    from vorox.data.image_layout import image_layout
 
     def check(path: Path) -> None:
         reader = CacheReader.open(path, recipe)
@@ -108,7 +109,7 @@ def _check_source(config: RunConfig, plan: Plan, index: int, source: Source, tok
 
     root, recipe = (
         cache_root(config.data),
-        recipe_for(config.data, source, "train", tokenizer, tokens_per_image=config.model.vision.tokens_per_image),
+        recipe_for(config.data, source, "train", tokenizer, images=image_layout(config.model)),
     )
     exact = cache_directory(root, source, "train", recipe)
     if (exact / RECIPE_NAME).exists():

@@ -232,10 +232,11 @@ def _open_ready(
     from vorox.data.cache.recipe import RECIPE_NAME
     from vorox.data.cache_location import find_location
     from vorox.data.cache_opener import recipe_for
+    from vorox.data.image_layout import image_layout
 
     if tokenizer is None:
         return None
-    recipe = recipe_for(config.data, source, split, tokenizer, tokens_per_image=config.model.vision.tokens_per_image)
+    recipe = recipe_for(config.data, source, split, tokenizer, images=image_layout(config.model))
     directory = find_location(root, source, split, recipe, grow=config.data.cache.grow).directory
     if not (directory / RECIPE_NAME).exists():
         return None

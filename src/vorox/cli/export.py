@@ -102,4 +102,4 @@ def _print_export(done: Export, to: str) -> None:
     if to == "peft":
         typer.echo(f'Load it with: peft.AutoPeftModelForCausalLM.from_pretrained("{done.path}")')
         return
-    typer.echo(f'Load it with: transformers.AutoModelForCausalLM.from_pretrained("{done.path}")')
+    typer.echo(f'Load it with: transformers.{done.auto_class}.from_pretrained("{done.path}")')

@@ -102,6 +102,38 @@ class BatchImages:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPatches:
+    """The images of a micro-batch as patches, in the order of their positions, for models that read images of any size.
+
+    Attributes:
+        patches_PCSS: Patches of all images, uint8 RGB ``[patches, 3, side, side]``; the patches that become one token
+            follow each other.
+        grids_I2: Rows and columns of patches of each image, int64.
+        rows_I: Row of each image in the micro-batch.
+        token_id: The id at their positions.
+    """
+
+    patches_PCSS: npt.NDArray[np.uint8]
+    grids_I2: npt.NDArray[np.int64]
+    rows_I: npt.NDArray[np.int64]
+    token_id: int
+
+    def of_rows(self, rows: npt.NDArray[np.int64]) -> BatchPatches:
+        """Return the images of some rows, for a batch that has these rows in this order."""
+        chosen = [np.flatnonzero(self.rows_I == row) for row in rows.tolist()]
+        index = np.concatenate([np.zeros(0, np.int64), *chosen])
+        ends = np.cumsum(self.grids_I2.prod(axis=1))
+        starts = ends - self.grids_I2.prod(axis=1)
+        parts = [self.patches_PCSS[starts[image] : ends[image]] for image in index.tolist()]
+        patches = [self.patches_PCSS[:0], *parts]
+        rows_I = np.repeat(np.arange(len(rows)), list(map(len, chosen)))
+        return BatchPatches(np.concatenate(patches), self.grids_I2[index], rows_I, self.token_id)
+
+
+AnyImages = BatchImages | BatchPatches
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """All micro-batches of one step, for this rank.
 
@@ -115,7 +147,7 @@ class Batch:
         row_digests_AB: 64-bit hash of each row's tokens and segments, uint64: the row's identity in the replay chain.
         num_target_tokens: Labels of this rank that are trained on.
         cursor_after: The data state after this batch.
-        images_A: Images of each micro-batch; ``None`` for a model without an image encoder.
+        images_A: Images of each micro-batch; ``None`` for a model that reads text only.
     """
 
     step: int
@@ -126,7 +158,7 @@ class Batch:
     row_digests_AB: npt.NDArray[np.uint64]
     num_target_tokens: int
     cursor_after: DataCursor
-    images_A: tuple[BatchImages, ...] | None = None
+    images_A: tuple[AnyImages, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

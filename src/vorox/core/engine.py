@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.batch import Batch, BatchImages, DataShard, Int32Array
+from vorox.core.batch import AnyImages, Batch, DataShard, Int32Array
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import StagedDirectory, StagedPart
@@ -230,7 +230,7 @@ class Engine(Protocol):
         """Return the logits of whole sequences in evaluation mode, fp32 ``[B, T, V]``."""
         ...
 
-    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> Decoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens; the first ones have the images."""
         ...
 

@@ -28,6 +28,7 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache_location import CacheLocation, all_units, cache_directory, find_location
 from vorox.data.documents import Unit
+from vorox.data.image_layout import ImageLayout
 from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
@@ -42,7 +43,7 @@ _POLL_SECONDS = 0.1
 
 
 def recipe_for(
-    data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer, *, tokens_per_image: int = 0
+    data: DataConfig, source: Source, split: Split, tokenizer: Tokenizer, *, images: ImageLayout | None = None
 ) -> Recipe:
     """Return the recipe of a split of a source: everything besides its files that determines the rows."""
     rule = source.holdout
@@ -60,7 +61,7 @@ def recipe_for(
         packing=data.packing,
         chunk_rows=data.cache.chunk_rows,
         transforms=recipe_of(transforms, data.transform_seed),
-        tokens_per_image=tokens_per_image,
+        images=images,
     )
 
 
@@ -75,7 +76,7 @@ class CacheOpener:
         report: Called with the progress.
         options: How missing units are built.
         streams: The streams of the training text under ``data.mode: streaming``; else ``None``.
-        tokens_per_image: Positions that an image takes; 0 without images.
+        images: How images are placed in rows; ``None`` without images.
         backgrounds: Builds that continue after opening; the corpus closes them.
     """
 
@@ -85,7 +86,7 @@ class CacheOpener:
     report: PrepareProgress
     options: BuildOptions
     streams: StreamGroup | None
-    tokens_per_image: int = 0
+    images: ImageLayout | None = None
     backgrounds: list[BuildScheduler] = field(default_factory=list[BuildScheduler])
 
     def open(self, source: Source, split: Split) -> tuple[CacheReader, BuildReport]:
@@ -143,7 +144,7 @@ class CacheOpener:
         return (train_reader, reports[0]), (validation_reader, reports[1])
 
     def _recipe(self, source: Source, split: Split) -> Recipe:
-        return recipe_for(self.data, source, split, self.tokenizer, tokens_per_image=self.tokens_per_image)
+        return recipe_for(self.data, source, split, self.tokenizer, images=self.images)
 
     @property
     def _waits_for_all(self) -> bool:

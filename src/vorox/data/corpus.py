@@ -26,6 +26,7 @@ from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache_location import cache_root
 from vorox.data.cache_opener import CacheOpener
 from vorox.data.difficulty_buckets import measure_buckets
+from vorox.data.image_layout import image_layout
 from vorox.data.plan import Plan
 from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
 from vorox.data.source_listing import list_sources
@@ -183,7 +184,7 @@ def prepare(
         assert listed.tokenizer is not None, "only a dry run has no tokenizer"
         tokenizer = listed.tokenizer
         streams = StreamGroup(data, leads=options.leads) if data.mode == "streaming" else None
-        opener = CacheOpener(data, tokenizer, root, report, options, streams, config.model.vision.tokens_per_image)
+        opener = CacheOpener(data, tokenizer, root, report, options, streams, image_layout(config.model))
         try:
             opened = tuple(_open_source(opener, source) for source in listed.train)
             validated = tuple(

@@ -111,11 +111,13 @@ class PlacedImage:
         content: Its encoded bytes, or its path until they are read; empty once the cache has them.
         character: The character of the text before which it belongs.
         digest: The xxh3-64 of its bytes, once they are read.
+        num_tokens: Positions of a row that it takes, once they are read.
     """
 
     content: bytes | str
     character: int = 0
     digest: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Images in rows of tokens: the ids of an image, and how to find them again.
 
-An image takes a fixed number of positions of a row. Its first ids are its address, the hash of its bytes in parts of 16
-bits; the others continue it. So a row names its images, packing and plans need no case for them, and the digest of a
-row covers the bytes of its images. A model sees one id for all of them, that of ``core/schema/vision.py: IMAGE_TOKEN``.
+An image takes consecutive positions of a row (``image_layout.py``). Its first ids are its address, the hash of its
+bytes in parts of 16 bits; the others continue it. So a row names its images, packing and plans need no case for them,
+and the digest of a row covers the bytes of its images. A model sees one id for all of them, that of its image token.
 
 Invariant: a document with images is never divided, so a row holds whole images only.
 """
@@ -26,14 +26,14 @@ END_OF_IMAGE_IDS = _CONTINUATION_ID + 1
 _SHIFTS = np.arange(ADDRESS_IDS, dtype=np.uint64) * np.uint64(16)
 
 
-def image_ids(digest: int, tokens_per_image: int) -> npt.NDArray[np.uint32]:
+def image_ids(digest: int, num_tokens: int) -> npt.NDArray[np.uint32]:
     """Return the ids of an image.
 
     Args:
         digest: The xxh3-64 of its bytes.
-        tokens_per_image: Positions that it takes.
+        num_tokens: Positions that it takes.
     """
-    ids = np.full(tokens_per_image, _CONTINUATION_ID, np.uint32)
+    ids = np.full(num_tokens, _CONTINUATION_ID, np.uint32)
     ids[:ADDRESS_IDS] = ((np.uint64(digest) >> _SHIFTS) & np.uint64(0xFFFF)) + np.uint64(FIRST_IMAGE_ID)
     return ids
 

@@ -21,7 +21,8 @@ import xxhash
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.documents import BadRecord, Document, PlacedImage, Record, SourceFile, UnreadableRecord
-from vorox.data.image_decoding import decode_image
+from vorox.data.image_decoding import measure_image
+from vorox.data.image_layout import ImageLayout
 from vorox.data.image_tokens import find_images
 from vorox.data.storage import list_files, open_range, scheme_of
 
@@ -107,8 +108,8 @@ def _bad(document: Document, error: Exception) -> BadRecord:
     return BadRecord(*place, None, str(error))
 
 
-def load_images(document: Document, files: Sequence[SourceFile]) -> Document:
-    """Return the document with the bytes and the hash of its images.
+def load_images(document: Document, files: Sequence[SourceFile], layout: ImageLayout) -> Document:
+    """Return the document with the bytes, the hash and the number of tokens of its images.
 
     Raises:
         UnreadableRecord: An image cannot be found or decoded.
@@ -122,10 +123,15 @@ def load_images(document: Document, files: Sequence[SourceFile]) -> Document:
             name = f"the image {content!r}"
             content = _read_file(content, files[document.file_index].uri)
         try:
-            decode_image(content, 1)
+            size = measure_image(content)
         except ValueError as error:
             raise UnreadableRecord(f"{name} cannot be decoded: {error}") from error
-        loaded.append(replace(image, content=content, digest=xxhash.xxh3_64_intdigest(content)))
+        try:
+            num_tokens = layout.num_tokens(size)
+        except ValueError as error:
+            raise UnreadableRecord(f"{name} does not fit the model: {error}") from error
+        digest = xxhash.xxh3_64_intdigest(content)
+        loaded.append(replace(image, content=content, digest=digest, num_tokens=num_tokens))
     return replace(document, images=tuple(loaded))
 
 
@@ -165,10 +171,11 @@ class ImageStore:
 
     Args:
         directory: The cache.
+        layout: How images are placed in its rows.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory / DIRECTORY_NAME
+    def __init__(self, directory: Path, layout: ImageLayout) -> None:
+        self._directory, self._layout = directory / DIRECTORY_NAME, layout
 
     def keep(self, documents: Sequence[Any], files: Sequence[SourceFile]) -> tuple[list[Any], list[BadRecord]]:
         """Store the images of documents; return the documents with their hashes, and the unreadable ones."""
@@ -177,7 +184,7 @@ class ImageStore:
         for document in documents:
             if isinstance(document, Document) and document.images:
                 try:
-                    document = load_images(document, files)
+                    document = load_images(document, files, self._layout)
                 except UnreadableRecord as error:
                     bad.append(_bad(document, error))
                     continue

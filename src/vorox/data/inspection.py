@@ -258,10 +258,10 @@ def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
             if isinstance(record, BadRecord):
                 raise DataError(f"The record of row {row} is bad: {record.reason}", where=place)
             first, stored = document.document_token_offset, tokens[start:end].tolist()
-            if isinstance(record, Document) and record.images:
-                record = load_images(record, reader.files)
-            per_image = reader.recipe.tokens_per_image
-            encode_one = partial(encode, files=reader.files, encoder=tokenizer, tokens_per_image=per_image)
+            images = reader.recipe.images
+            if isinstance(record, Document) and record.images and images is not None:
+                record = load_images(record, reader.files, images)
+            encode_one = partial(encode, files=reader.files, encoder=tokenizer, images=images)
             made = applier.token_sequences(record, lambda made, encode=encode_one: encode(made)[1])
             ended = ([*ids.tolist(), tokenizer.end_of_text_id] for ids in made)
             if not any(ids[first : first + document.length] == stored for ids in ended):

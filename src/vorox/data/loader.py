@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.growth import PlanGrower
-from vorox.data.image_decoding import ImageInput
+from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.plan import Plan, Readers
 from vorox.data.prefetch import Prefetcher
 from vorox.data.row_source import LocatedRows, RowSource, read_rows
@@ -61,7 +61,7 @@ def open_batches(
     prefetch_batches: int = 4,
     grower: PlanGrower | None = None,
     stop: Callable[[], bool] | None = None,
-    image_input: ImageInput | None = None,
+    image_input: ImageInput | PatchInput | None = None,
 ) -> BatchStream:
     """Open the batches from ``cursor`` on, up to the last step that the plan covers.
 
@@ -153,7 +153,7 @@ def validation_batches(
     micro_batch_sequences: int,
     document_mask: bool,
     shard: DataShard | None = None,
-    image_input: ImageInput | None = None,
+    image_input: ImageInput | PatchInput | None = None,
 ) -> Iterator[Batch]:
     """Yield the fixed validation set: evenly spaced rows of the caches, in a fixed order, as batches ``[1, B, T]``.
 
@@ -192,7 +192,7 @@ class _BatchReader:
         slots_AB: Int64Array,
         document_mask: bool,
         cursor: DataCursor,
-        image_input: ImageInput | None,
+        image_input: ImageInput | PatchInput | None,
     ) -> None:
         self._image_input = image_input
         self._source, self._plan, self._document_mask, self._cursor = source, source.plan, document_mask, cursor

@@ -119,10 +119,10 @@ class TextFinder:
             ids, text = [], record.text
             if xxhash.xxh3_64_intdigest(text.encode()) != document.text_xxh3:
                 raise _ChangedError("the file has changed since it was packed, or a transform changed the text")
-            if record.images:
-                record = load_images(record, [SourceFile(document.uri, 0, "")])
-            per_image = self._run_data.readers[row.source_index].recipe.tokens_per_image
-            ids = encode([record], (), self._tokenizer, tokens_per_image=per_image)[1][0].tolist()
+            images = self._run_data.readers[row.source_index].recipe.images
+            if record.images and images is not None:
+                record = load_images(record, [SourceFile(document.uri, 0, "")], images)
+            ids = encode([record], (), self._tokenizer, images=images)[1][0].tolist()
         ids.append(self._run_data.readers[row.source_index].recipe.end_of_text_id)
         first = document.first_token
         if ids[first : first + document.num_tokens] != tokens:

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, DataCursor, Int32Array
+from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataCursor, Int32Array
 from vorox.data.cache.recipe import Recipe
-from vorox.data.image_decoding import ImageInput, decode_image
+from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -132,7 +132,7 @@ def assemble(
     num_micro_batches: int = 1,
     padding_rows: int = 0,
     row_pieces: int = 1,
-    image_input: ImageInput | None = None,
+    image_input: ImageInput | PatchInput | None = None,
 ) -> Batch:
     """Build the batch of a block of rows.
 
@@ -179,18 +179,16 @@ def assemble(
 
 
 def _images(
-    block: RowBlock, image_input: ImageInput, num_micro_batches: int, padding_rows: int
-) -> tuple[BatchImages, ...]:
-    """Decode the images of each micro-batch; one that occurs twice is decoded once."""
+    block: RowBlock, image_input: ImageInput | PatchInput, num_micro_batches: int, padding_rows: int
+) -> tuple[AnyImages, ...]:
+    """Decode the images of each micro-batch."""
     rows_I, digests = find_images(block.tokens_NC)
-    size = image_input.size_pixels
-    decoded = {digest: decode_image(block.images[digest], size) for digest in dict.fromkeys(digests)}
-    pixels = np.zeros((len(digests), size, size, 3), np.uint8)
-    for index, digest in enumerate(digests):
-        pixels[index] = decoded[digest]
     batch_rows = (block.num_rows + padding_rows) // num_micro_batches
     parts = [np.flatnonzero(rows_I // batch_rows == number) for number in range(num_micro_batches)]
-    return tuple(BatchImages(pixels[part], rows_I[part] % batch_rows, image_input.token_id) for part in parts)
+    contents = [[block.images[digests[index]] for index in part] for part in parts]
+    return tuple(
+        image_input.read(found, rows_I[part] % batch_rows) for found, part in zip(contents, parts, strict=True)
+    )
 
 
 def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> int:

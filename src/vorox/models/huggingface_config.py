@@ -28,6 +28,13 @@ from vorox.models.spec import ModelSpec
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+PREPROCESSOR_NAME = "preprocessor_config.json"
+
+FIXED_IMAGE_VALUES: Mapping[str, Any] = {
+    "do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3,
+    "rescale_factor": 1 / 255,
+}  # fmt: skip
+"""Values of an image processor that are implemented, where only one is."""
 
 _ONLY_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,), "auto_map": (None, {}), "is_encoder_decoder": (False, None),
@@ -103,6 +110,25 @@ def huggingface_files(spec: ModelSpec, *, end_of_text_id: int | None) -> dict[st
         CONFIG_NAME: pretty_json(huggingface_config(spec, end_of_text_id=end_of_text_id)),
         GENERATION_CONFIG_NAME: pretty_json(generation_config(end_of_text_id=end_of_text_id)),
     }
+
+
+def image_processor_files(model: ModelConfig) -> dict[str, bytes]:
+    """Return the file of the image processor of a model; empty if it reads text only."""
+    processor = model.image_processor
+    if processor.patch_size_pixels is None:
+        return {}
+    values = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": processor.patch_size_pixels,
+        "temporal_patch_size": processor.temporal_patch_size,
+        "merge_size": processor.merge_size,
+        "size": {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels},
+        "image_mean": list(processor.mean),
+        "image_std": list(processor.std),
+        **FIXED_IMAGE_VALUES,
+    }
+    return {PREPROCESSOR_NAME: pretty_json(values)}
 
 
 def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:

@@ -13,6 +13,8 @@ from vorox.models.module_spec import ModuleSpec
 KIND = "huggingface"
 VOLATILE_KEYS = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
 """Keys of ``config.json`` that do not describe the network."""
+IMAGE_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""Architectures that read images beside text (``model.image_processor``)."""
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,8 @@ class HuggingFaceSpec(ModuleSpec):
     @property
     def label(self) -> str:
         return self.config["model_type"]
+
+
+def auto_class(model_type: object) -> str:
+    """Return the class of transformers that loads models of an architecture."""
+    return "AutoModelForImageTextToText" if model_type in IMAGE_MODELS else "AutoModelForCausalLM"

@@ -21,7 +21,8 @@ from vorox.core.schema.vision import IMAGE_TOKEN
 from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
-from vorox.data.image_decoding import ImageInput
+from vorox.data.image_decoding import ImageInput, PatchInput
+from vorox.data.image_layout import image_layout
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.rows import RowReader
@@ -84,14 +85,17 @@ def training_batches(
     )
 
 
-def image_input(config: RunConfig, tokenizer: Tokenizer) -> ImageInput | None:
-    """Return how the model reads images; ``None`` without an image encoder.
+def image_input(config: RunConfig, tokenizer: Tokenizer) -> ImageInput | PatchInput | None:
+    """Return how the model reads images; ``None`` if it reads text only.
 
     Raises:
         ConfigError: The tokenizer has no image token.
     """
-    if not config.model.vision.num_layers:
+    layout = image_layout(config.model)
+    if layout is None:
         return None
+    if layout.grid is not None:
+        return PatchInput(layout.grid, config.model.image_processor.image_token_id)
     token_id = tokenizer.special_id(IMAGE_TOKEN)
     if token_id is None:
         raise ConfigError(
@@ -143,7 +147,7 @@ def validation_sets_by_source(config: RunConfig, corpus: Corpus) -> dict[str, Ca
 
 
 def _batches_of(
-    readers: Sequence[RowReader], num_rows: int, config: RunConfig, images: ImageInput | None
+    readers: Sequence[RowReader], num_rows: int, config: RunConfig, images: ImageInput | PatchInput | None
 ) -> Callable[[], Iterator[Batch]]:
     return lambda: validation_batches(
         readers,

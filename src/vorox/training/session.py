@@ -28,7 +28,7 @@ from vorox.data.plan_events import SkipEvent
 from vorox.data.storage.stalls import observe_stalls, waiting_for_data
 from vorox.experiments.tracking import Tracker
 from vorox.experiments.webhook import end_notice, posting_events
-from vorox.models.huggingface_config import huggingface_files
+from vorox.models.huggingface_config import huggingface_files, image_processor_files
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training import resume, resume_settings, user_functions
 from vorox.training.checkpoints.writer import CheckpointWriter, SavedCheckpoint
@@ -370,19 +370,16 @@ def _checkpoint_writer(setup: TrainingSetup, evaluations: Evaluations) -> Checkp
     workload, run, step = setup.workload, setup.run, setup.state.progress.step
     tokenizer = workload.corpus.tokenizer
     return CheckpointWriter(
-        run.directory,
-        workload.config.checkpoint,
-        setup.state.horizon,
-        describe=_description(workload),
+        run.directory, workload.config.checkpoint, setup.state.horizon, describe=_description(workload),
         companions={
             **huggingface_files(workload.spec, end_of_text_id=tokenizer.end_of_text_id),
+            **image_processor_files(workload.config.model),
             **tokenizer.files(workload.spec.max_positions_tokens),
         },
         eval_losses=evaluations.losses,
         saved_step=step if run.layout.checkpoint(step).exists() else None,
-        log=workload.log,
-        distributed=workload.distributed,
-    )
+        log=workload.log, distributed=workload.distributed,
+    )  # fmt: skip
 
 
 def _description(workload: Workload) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from vorox.data.cache.recipe import (
     write_recipe,
 )
 from vorox.data.documents import SourceFile, Unit, UnitSpan
+from vorox.data.image_layout import ImageLayout
 
 RECIPE = recipe_for(ByteTokenizer())
 
@@ -76,7 +77,7 @@ def test_a_recipe_round_trips_and_its_digest_covers_every_value(tmp_path):
     changes = {
         "tokenizer": "other", "vocab_size": 300, "end_of_text_id": 7, "row_tokens": 65, "source": {"name": "x"},
         "split": {"name": "validation"}, "packing": "concat", "chunk_rows": 4096,
-        "transforms": ({"function": "a:b", "version": 1, "args": {"least": 3}},), "tokens_per_image": 64,
+        "transforms": ({"function": "a:b", "version": 1, "args": {"least": 3}},), "images": ImageLayout(64),
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Recipe)}
     digests = {RECIPE.digest, *(dataclasses.replace(RECIPE, **{name: v}).digest for name, v in changes.items())}
@@ -84,7 +85,7 @@ def test_a_recipe_round_trips_and_its_digest_covers_every_value(tmp_path):
     transformed = dataclasses.replace(RECIPE, transforms=changes["transforms"])
     write_recipe(tmp_path, transformed)
     assert read_recipe(tmp_path) == transformed
-    pictured = dataclasses.replace(RECIPE, tokens_per_image=64)
+    pictured = dataclasses.replace(RECIPE, images=ImageLayout(64))
     write_recipe(tmp_path, pictured)
     assert read_recipe(tmp_path) == pictured
     with pytest.raises(DataError, match=r"transforms: .*a:b.* here, null expected"):

@@ -35,7 +35,7 @@ from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.profiler import JaxRecording
 from vorox.backends.jax_engine.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.taps import Taps
-from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, DataShard, Int32Array
+from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
@@ -278,7 +278,7 @@ class JaxEngine:
         head_VD = self._decoder.head(params)[1].astype(hidden.dtype)
         return jnp.einsum("...d,vd->...v", hidden, head_VD, preferred_element_type=jnp.float32)
 
-    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> JaxDecoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> JaxDecoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         assert images is None, "refused with the configuration"
         check_length(max_tokens, spec := self._spec)

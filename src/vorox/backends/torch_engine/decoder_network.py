@@ -42,7 +42,7 @@ from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import POINTS, Taps
 from vorox.backends.torch_engine.user_block import UserBlock, block_values
 from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
-from vorox.core.batch import Batch, BatchImages, Int32Array
+from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.preference_pairs import find_pairs
 from vorox.core.schema import RunConfig
@@ -214,7 +214,7 @@ class DecoderNetwork:
         return self._logits(tokens_M, context, self._head_logits, tokens_BT.size).view(*tokens_BT.shape, -1)
 
     def decoder(
-        self, batch_size: int, max_tokens: int, images: BatchImages | None = None
+        self, batch_size: int, max_tokens: int, images: AnyImages | None = None
     ) -> TorchDecoder | PrefixDecoder:
         if self._spec.block is not None:  # it has no key/value cache
             return PrefixDecoder(torch.no_grad()(self.logits), batch_size, max_tokens)
@@ -222,7 +222,7 @@ class DecoderNetwork:
         return TorchDecoder(cache, max_tokens, partial(self._decode, images))
 
     @torch.no_grad()
-    def _decode(self, images: BatchImages | None, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
+    def _decode(self, images: AnyImages | None, tokens_BT: Int32Array, cache: KeyValueCache) -> Tensor:
         device = self._compute.device
         first = None if images is None or cache.num_tokens else images_to_device(images, tokens_BT, device)
         attention_mask = attention.decoding_mask(cache.num_tokens, tokens_BT.shape[1], self._compute.device)

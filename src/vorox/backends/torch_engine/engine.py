@@ -44,7 +44,7 @@ from vorox.backends.torch_engine.taps import ActivationStatistics
 from vorox.backends.torch_engine.teacher import Teacher
 from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
-from vorox.core.batch import Batch, BatchImages, Int32Array
+from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.preference_pairs import count_pairs
@@ -287,7 +287,7 @@ class TorchEngine:
         check_length(tokens_BT.shape[1], self._spec)
         return self._network.logits(tokens_BT)
 
-    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> Decoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens; the first ones have the images."""
         check_length(max_tokens, self._spec)
         with devices.memory_errors(SAMPLING, self._memory):

@@ -22,7 +22,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
-from vorox.models.huggingface_spec import VOLATILE_KEYS, HuggingFaceSpec
+from vorox.models.huggingface_spec import IMAGE_MODELS, VOLATILE_KEYS, HuggingFaceSpec, auto_class
 from vorox.models.weights_file import open_directory
 
 _WITHOUT_LIMIT = 1 << 20
@@ -83,7 +83,7 @@ def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with parameters_on_meta():
-            module = transformers.AutoModelForCausalLM.from_config(
+            module = _auto_class(transformers, values).from_config(
                 config, dtype=torch.float32, trust_remote_code=False, **chosen
             )
     except Exception as error:  # transformers raises many types
@@ -101,7 +101,7 @@ def random_weights(spec: HuggingFaceSpec, seed: int) -> Iterator[NamedArray]:
     transformers = _transformers()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key)
-        module = transformers.AutoModelForCausalLM.from_config(
+        module = _auto_class(transformers, spec.config).from_config(
             _configuration(transformers, spec.config), dtype=torch.float32, trust_remote_code=False
         )
     yield from _arrays(spec, named_tensors(module))
@@ -124,13 +124,13 @@ def pretrained_weights(spec: HuggingFaceSpec, directory: Path) -> Iterator[Named
         read = ((name, torch.from_numpy(stored[found[name]].read(found[name]))) for name in _names(spec))
         yield from _arrays(spec, read)
         return
-    yield from _arrays(spec, named_tensors(_load(directory)))
+    yield from _arrays(spec, named_tensors(_load(spec, directory)))
 
 
-def _load(directory: Path) -> Any:
+def _load(spec: HuggingFaceSpec, directory: Path) -> Any:
     transformers = _transformers()
     try:
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        module, report = _auto_class(transformers, spec.config).from_pretrained(
             str(directory), dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
@@ -177,9 +177,13 @@ def _configuration(transformers: Any, values: Mapping[str, Any]) -> Any:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(_decoded(values))
     except Exception as error:  # transformers raises many types
         raise ConfigError(f"config.json is not valid: {_line(error)}", where=_KEY) from error
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and model_type not in IMAGE_MODELS:
         raise ConfigError(f"transformers has no causal language model for {model_type!r}", where=_KEY)
     return config
+
+
+def _auto_class(transformers: Any, values: Mapping[str, Any]) -> Any:
+    return getattr(transformers, auto_class(values.get("model_type")))
 
 
 def _decoded(value: Any) -> Any:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import huggingface_model
-from vorox.backends.torch_engine.inputs import add_noise
+from vorox.backends.torch_engine.decoder import PrefixDecoder
+from vorox.backends.torch_engine.huggingface_images import image_inputs
+from vorox.backends.torch_engine.inputs import add_noise, to_device
+from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
+from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface_spec import IMAGE_MODELS, HuggingFaceSpec
 
 ATTENTION = {"auto": None, "sdpa": "sdpa", "reference": "eager"}
 """``model.attention_kernel`` to the name in transformers; ``None`` for its choice."""
@@ -52,13 +57,50 @@ class HuggingFaceNetwork(ModuleNetwork):
     def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return "position_ids" in inspect.signature(self.module.forward).parameters
 
+    @property
+    def _reads_images(self) -> bool:
+        return self._spec.config["model_type"] in IMAGE_MODELS
+
     @cached_property
     def _auxiliary_weight(self) -> float:
         text: Any = self.module.config.get_text_config()
         return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
 
-    def _call(self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        given = {"input_ids": tokens, "attention_mask": is_token, "position_ids": positions}
+    def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
+        if batch.images_A is None:
+            yield from super()._forward_passes(batch, index)
+            return
+        ((inputs, labels),) = super()._forward_passes(batch, index)
+        positions = None if batch.position_ids_ABT is None else batch.position_ids_ABT[index]
+        yield inputs | self._image_inputs(batch.images_A[index], batch.tokens_ABT[index], positions), labels
+
+    def _image_inputs(
+        self, images: AnyImages, tokens_BT: Int32Array, positions_BT: Int32Array | None
+    ) -> dict[str, Tensor]:
+        if positions_BT is None:
+            positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+        processor = self._config.model.image_processor
+        return image_inputs(images, tokens_BT, positions_BT, processor, self._compute.device)
+
+    @torch.no_grad()
+    def _logits_with_images(self, images: AnyImages, tokens_BT: Int32Array) -> Tensor:
+        self.module.eval()
+        inputs = self._image_inputs(images, tokens_BT, None)
+        logits_MV, _ = self._forward(to_device(tokens_BT, self._compute.device), **inputs)
+        self.parameters.release()
+        return logits_MV.view(*tokens_BT.shape, -1)
+
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> PrefixDecoder:
+        if images is None:
+            return super().decoder(batch_size, max_tokens)
+        return PrefixDecoder(partial(self._logits_with_images, images), batch_size, max_tokens)
+
+    def _call(
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._reads_images and positions is not None and positions.ndim == 2:
+            positions = positions.expand(4, *positions.shape)  # in the document, time, height, width
+        given = {"input_ids": tokens, "attention_mask": is_token, "position_ids": positions, **images}
         inputs = {name: value for name, value in given.items() if value is not None}
         output = self._run(**inputs, use_cache=False)
         auxiliary = output.get("aux_loss")

@@ -43,7 +43,7 @@ from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Divi
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
 from vorox.backends.torch_engine.taps import Taps
-from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, Int32Array
+from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.preference_pairs import find_pairs
@@ -98,13 +98,16 @@ class ModuleNetwork(ABC):
         """Whether the model accepts the position of every token."""
 
     @abstractmethod
-    def _call(self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _call(
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the model.
 
         Args:
             tokens: Token ids, ``[B, T]``.
             positions: Position of each token in its document, ``[B, T]``; ``None`` for consecutive ones.
             is_token: Whether there is a token, ``[B, T]``; padding is at the end of rows. ``None`` without padding.
+            images: Inputs of a model that reads images.
 
         Returns:
             Logits ``[B, T, V]``, and the auxiliary loss per target, if the model has one.
@@ -247,16 +250,16 @@ class ModuleNetwork(ABC):
         self.parameters.release()
         return logits_MV.view(*tokens_BT.shape, -1)
 
-    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> PrefixDecoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> PrefixDecoder:
         assert images is None, "refused with the configuration"
         return PrefixDecoder(self.logits, batch_size, max_tokens)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor | None = None, is_token: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor | None = None, is_token: Tensor | None = None, **images: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits in fp32, ``[M, V]``, and the auxiliary loss of the model, if it has one."""
         with self._compute.autocast():
-            logits, auxiliary = self._call(tokens.long(), positions, is_token)
+            logits, auxiliary = self._call(tokens.long(), positions, is_token, **images)
         return logits.float().flatten(0, 1), auxiliary
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:

@@ -11,7 +11,7 @@ from vorox.backends.torch_engine.dpo_loss import PairSums
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
-from vorox.core.batch import Batch, BatchImages, Int32Array
+from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import Decoder, NamedArray
 
 
@@ -85,6 +85,6 @@ class Network(Protocol):
         """Return the logits of whole sequences, fp32 ``[B, T, V]``."""
         ...
 
-    def decoder(self, batch_size: int, max_tokens: int, images: BatchImages | None = None) -> Decoder:
+    def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         ...

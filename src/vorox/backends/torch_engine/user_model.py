@@ -124,7 +124,10 @@ class UserNetwork(ModuleNetwork):
     def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return "position_ids" in inspect.signature(self.module.forward).parameters
 
-    def _call(self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _call(
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        assert not images, "refused with the configuration"
         del is_token  # the model is causal and padding is at the end
         output = self._run(tokens) if positions is None else self._run(tokens, position_ids=positions)
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)

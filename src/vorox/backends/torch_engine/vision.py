@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.inputs import to_device
 from vorox.backends.torch_engine.kernels import Kernels
-from vorox.core.batch import BatchImages, Int32Array
+from vorox.core.batch import AnyImages, BatchImages, Int32Array
 from vorox.core.errors import DataError
 from vorox.models.vision_spec import NUM_CHANNELS, VisionSpec
 
@@ -36,8 +36,9 @@ class ImageInputs:
     positions_K: Tensor
 
 
-def images_to_device(images: BatchImages, tokens_BT: Int32Array, device: torch.device) -> ImageInputs | None:
+def images_to_device(images: AnyImages, tokens_BT: Int32Array, device: torch.device) -> ImageInputs | None:
     """Copy the images of a micro-batch to the device; ``None`` if it has none."""
+    assert isinstance(images, BatchImages), "the encoder reads images of one size"
     positions_K = np.flatnonzero(tokens_BT.reshape(-1) == images.token_id)
     if not len(images.pixels_ISSC) and not positions_K.size:
         return None

@@ -74,6 +74,7 @@ DIGEST_OMITS_DEFAULT = (
     "model.mlp",
     "model.block",
     "model.vision",
+    "model.image_processor",
     "model.mup_base_hidden_size",
     *(f"model.{key}" for key in ("num_experts", "experts_per_token", "normalize_expert_weights")),
     *(f"loss.{key}" for key in ("load_balancing_weight", "router_z_loss_weight")),

@@ -17,6 +17,7 @@ from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.model import MAMBA_KEYS, ModelConfig
 from vorox.core.schema.vision import VisionConfig
 
@@ -89,7 +90,10 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-_SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision"}
+_SHARED = {
+    "kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision",
+    "image_processor",
+}  # fmt: skip
 """Settings of the section ``model`` that do not describe the native decoder."""
 
 _ROUTING = (
@@ -112,6 +116,10 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key in VisionConfig.model_fields.keys() - {"num_layers"}
     ),
     Dependency("model.vision.num_layers", "backend", _is("torch"), "backend torch"),
+    *(
+        Dependency(f"model.image_processor.{key}", "model.kind", _is("huggingface"), "model.kind huggingface")
+        for key in ImageProcessorConfig.model_fields
+    ),
     Dependency("model.block", "model.kind", _is("decoder"), "model.kind decoder"),
     *(
         Dependency(f"model.{key}", "model.block", lambda value: value is None, "the built-in blocks (no model.block)")

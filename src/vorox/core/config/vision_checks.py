@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
 from vorox.core.config.tree import Problem
-from vorox.core.schema import RunConfig
+from vorox.core.schema import RunConfig, SourceConfig
+from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.vision import IMAGE_TOKEN
 
 _LEAST_TOKENS_PER_IMAGE = 4
@@ -17,6 +18,14 @@ def vision_problems(config: RunConfig) -> Iterator[Problem]:
     vision, switch = config.model.vision, "model.vision.num_layers"
     lists = zip(SOURCE_LISTS, (config.data.sources, config.data.validation.sources), strict=True)
     sources = [(f"{name}.{index}", source) for name, found in lists for index, source in enumerate(found)]
+    if config.model.kind == "huggingface":
+        if any(source.images_field is not None for _, source in sources):
+            yield from _image_processor(config)
+            yield from _pairs(sources)
+        elif config.model.image_processor != ImageProcessorConfig():
+            key = "model.image_processor"
+            yield Problem(f"{key} has no effect: no source has images_field; remove the section", keys=(key,))
+        return
     if not vision.num_layers:
         for key, source in sources:
             if source.images_field is not None:
@@ -48,19 +57,49 @@ def vision_problems(config: RunConfig) -> Iterator[Problem]:
             f"{vision.num_heads}",
             keys=("model.vision.hidden_size", "model.vision.num_heads"),
         )
-    yield from _unsupported(config)
+    yield from _unsupported(config, "An image encoder (model.vision)", switch)
+    yield from _pairs(sources)
+
+
+def _pairs(sources: Sequence[tuple[str, SourceConfig]]) -> Iterator[Problem]:
     for key, source in sources:
         if source.preference_pairs and source.images_field is not None:
             keys = (f"{key}.preference_pairs", f"{key}.images_field")
             yield Problem(f"{key} ({source.name}) has preference pairs, which cannot have images", keys=keys)
 
 
-def _unsupported(config: RunConfig) -> Iterator[Problem]:
-    switch, wanted = "model.vision.num_layers", "An image encoder (model.vision) needs"
+def _image_processor(config: RunConfig) -> Iterator[Problem]:
+    """Yield the contradictions of images with a model of transformers, whose settings may not be adopted yet."""
+    processor, name = config.model.image_processor, "model.image_processor"
+    yield from _unsupported(config, "A source with images (images_field)", "data.sources")
+    area, length = processor.unit_pixels**2, config.data.sequence_length_tokens
+    if not area:
+        return
+    if processor.min_pixels > processor.max_pixels:
+        keys = (f"{name}.min_pixels", f"{name}.max_pixels")
+        yield Problem(f"{keys[0]}={processor.min_pixels} is more than {keys[1]}={processor.max_pixels}", keys=keys)
+    if processor.min_pixels < _LEAST_TOKENS_PER_IMAGE * area:
+        yield Problem(
+            f"{name}.min_pixels={processor.min_pixels} allows images of fewer than {_LEAST_TOKENS_PER_IMAGE} tokens; "
+            f"set it to at least {_LEAST_TOKENS_PER_IMAGE * area}",
+            keys=(f"{name}.min_pixels",),
+        )
+    least = processor.min_pixels // area + 4  # the ids around it, and some text
+    if least > length:
+        yield Problem(
+            f"An image takes at least {least} tokens, which a row of {length} cannot hold; increase "
+            f"data.sequence_length_tokens, or reduce {name}.min_pixels",
+            keys=("data.sequence_length_tokens", f"{name}.min_pixels"),
+        )
+
+
+def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]:
+    wanted = f"{what} needs"
+    is_native = config.model.kind != "huggingface"
     parallel, train, is_one = config.parallel, config.train, "1; replicas are supported"
     transforms = [*config.data.transforms, *(t for source in config.data.sources for t in source.transforms or ())]
     needed = (
-        ("tokenizer.special_tokens", IMAGE_TOKEN in config.tokenizer.special_tokens
+        ("tokenizer.special_tokens", not is_native or IMAGE_TOKEN in config.tokenizer.special_tokens
             or config.tokenizer.kind in {"file", "huggingface"},
             f"the token of images: tokenizer.special_tokens=['{IMAGE_TOKEN}']"),
         ("data.packing", config.data.packing == "best_fit", "data.packing=best_fit, which keeps an image in one row"),
@@ -74,6 +113,7 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
             f"parallel.context_parallel_size={is_one}"),
         ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size == 1,
             f"parallel.pipeline_parallel_size={is_one}"),
+        ("adapter.kind", config.adapter.kind == "none", "adapter.kind=none"),
         ("loss.name", config.loss.name != "dpo", "another loss than dpo"),
         ("train.forward_backward", train.forward_backward is None, "train.forward_backward=null"),
         ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),

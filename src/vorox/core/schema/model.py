@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.section import ImportPath, Section
 from vorox.core.schema.vision import VisionConfig
 
@@ -223,6 +224,10 @@ class ModelConfig(Section):
     )
     vision: VisionConfig = Field(
         default=VisionConfig(), description="torch: an image encoder before the decoder (data.sources.N.images_field)."
+    )
+    image_processor: ImageProcessorConfig = Field(
+        default=ImageProcessorConfig(),
+        description="huggingface: how the model reads images (data.sources.N.images_field).",
     )
     mup_base_hidden_size: int | None = Field(
         default=None,

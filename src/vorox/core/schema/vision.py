@@ -9,6 +9,9 @@ from vorox.core.schema.section import Section
 IMAGE_TOKEN = "<|image|>"  # noqa: S105
 """The special token that a model sees at the positions of an image."""
 
+QWEN_IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105
+"""The same in Qwen-VL models of transformers."""
+
 
 class VisionConfig(Section):
     """A vision transformer whose patches take the place of tokens (Qwen2-VL, arXiv 2409.12191; SigLIP, 2303.15343)."""

@@ -52,7 +52,7 @@ def _fault(document: Document, num_tokens: int, row_tokens: int) -> str:
     if document.images and num_tokens > row_tokens:
         return (
             f"the document has {num_tokens:,} tokens with its images, more than the {row_tokens:,} of a row: increase "
-            "data.sequence_length_tokens"
+            "data.sequence_length_tokens, or reduce the images (model.image_processor.max_pixels, model.vision)"
         )
     if not is_pair(document):
         return ""

@@ -242,7 +242,9 @@ class CacheReader:
             segment_lengths=segments_3S[2],
             segment_document_offsets=segments_3S[1],
             loss_mask_NC=loss_mask_NC,
-            images=ImageStore(self.directory).read_all(tokens_NC) if self.recipe.tokens_per_image else {},
+            images={}
+            if self.recipe.images is None
+            else ImageStore(self.directory, self.recipe.images).read_all(tokens_NC),
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:

@@ -22,6 +22,7 @@ from vorox.core.atomic import canonical_json, pretty_json, write_file
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
 from vorox.data.documents import SourceFile, Unit, UnitSpan
+from vorox.data.image_layout import ImageLayout
 from vorox.data.image_tokens import END_OF_IMAGE_IDS
 from vorox.data.packing import PackingMethod
 
@@ -48,7 +49,7 @@ class Recipe:
         packing: How documents are packed into rows.
         chunk_rows: Rows of a full chunk: part of every row's address.
         transforms: The transforms applied to documents before packing, JSON values only; absent if there are none.
-        tokens_per_image: Positions that an image takes; 0, and absent, for rows without images.
+        images: How images are placed in rows; ``None``, and absent, for rows without images.
     """
 
     tokenizer: str
@@ -60,12 +61,12 @@ class Recipe:
     packing: PackingMethod = "best_fit"
     chunk_rows: int = DEFAULT_CHUNK_ROWS
     transforms: Sequence[Mapping[str, Any]] = ()
-    tokens_per_image: int = 0
+    images: ImageLayout | None = None
 
     @property
     def num_ids(self) -> int:
         """All ids are below: the vocabulary, and those of images (``data/image_tokens.py``)."""
-        return END_OF_IMAGE_IDS if self.tokens_per_image else self.vocab_size
+        return self.vocab_size if self.images is None else END_OF_IMAGE_IDS
 
     @property
     def token_bytes(self) -> int:
@@ -93,12 +94,12 @@ class Recipe:
             "source": dict(self.source),
             "split": dict(self.split),
             **({"transforms": [dict(transform) for transform in self.transforms]} if self.transforms else {}),
-            **({"tokens_per_image": self.tokens_per_image} if self.tokens_per_image else {}),
+            **({} if self.images is None else self.images.to_json()),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Recipe:
-        value = {"tokens_per_image": 0, **value, "transforms": tuple(value.get("transforms", ()))}
+        value = {**value, "transforms": tuple(value.get("transforms", ())), "images": ImageLayout.from_json(value)}
         return cls(**{field.name: value[field.name] for field in fields(cls)})
 
 

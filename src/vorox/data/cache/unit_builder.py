@@ -220,10 +220,10 @@ class UnitBuilder:
         return stages if on_documents is None else replace(stages, on_documents=on_documents)
 
     def _image_store(self) -> ImageStore | None:
-        if not self.recipe.tokens_per_image:
+        if self.recipe.images is None:
             return None
         assert self.directory is not None, "call UnitBuilder.with_directory first"
-        return ImageStore(self.directory)
+        return ImageStore(self.directory, self.recipe.images)
 
     def origins(self, unit: Unit, num_parts: int) -> list[ChunkOrigin]:
         """Return the origin recorded in the header of each chunk of a unit."""

@@ -26,7 +26,7 @@ from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.pair_rows import Int64Array, is_pair, split_pairs
 from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import Document, Ranges, SourceFile, TokenDocument
-from vorox.data.image_tokens import image_ids
+from vorox.data.image_layout import ImageLayout
 from vorox.data.packing import Packing, pack
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.rows import TokenArray
@@ -67,7 +67,11 @@ class ConversationEncoder(Encoder, Protocol):
 
 
 def encode(
-    documents: Sequence[AnyDocument], files: Sequence[SourceFile], encoder: Encoder, *, tokens_per_image: int = 0
+    documents: Sequence[AnyDocument],
+    files: Sequence[SourceFile],
+    encoder: Encoder,
+    *,
+    images: ImageLayout | None = None,
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]]]:
     """Return the documents and their token ids, without end-of-text ids; token documents keep theirs.
 
@@ -91,7 +95,7 @@ def encode(
         if len(documents) == 1:
             raise DataError(error.what, where=place_of(documents[0], files), hint=error.hint) from error
         # Encode one by one, to find the document that fails.
-        parts = [encode([document], files, encoder, tokens_per_image=tokens_per_image) for document in documents]
+        parts = [encode([document], files, encoder, images=images) for document in documents]
         return [part[0][0] for part in parts], [part[1][0] for part in parts]
     kept: list[AnyDocument] = []
     tokens: list[npt.NDArray[Any]] = []
@@ -100,7 +104,7 @@ def encode(
             ids = document.tokens
         elif document.images:
             own = marked if document.answers else ((ids, None) for ids in encoded)
-            document, ids = _with_images(document, own, encoder.end_of_text_id, tokens_per_image)
+            document, ids = _with_images(document, own, encoder.end_of_text_id, images)
         elif document.answers:
             document, ids = _with_targets(document, marked, encoder.end_of_text_id)
         else:
@@ -130,13 +134,14 @@ def _with_images(
     document: Document,
     encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64] | None]],
     end_of_text_id: int,
-    tokens_per_image: int,
+    layout: ImageLayout | None,
 ) -> tuple[Document, npt.NDArray[np.integer]]:
     """Return a document with its ids, images included, and the tokens to train on: text, or answers."""
     ids: list[npt.NDArray[np.integer]] = []
     targets: list[tuple[int, int]] = []
     first_character = first_token = 0
     images = document.images or ()
+    assert layout is not None, "the source has images"
     for number, text in enumerate(_parts(document)):
         part, ranges_N2 = next(encoded)
         if ranges_N2 is None:
@@ -148,7 +153,7 @@ def _with_images(
         is_ended = number == len(images) and len(part) and int(part[-1]) == end_of_text_id
         ids.append(part[:-1] if is_ended and ranges_N2 is not None else part)
         if number < len(images):
-            ids.append(image_ids(images[number].digest, tokens_per_image))
+            ids.append(layout.ids(images[number].digest, images[number].num_tokens))
         first_token = sum(map(len, ids))
     if not document.answers:
         targets.append((first_token, first_token + 1))  # the end of text
@@ -216,7 +221,7 @@ def _loss_mask(
     documents: Sequence[AnyDocument], lengths: Sequence[int], recipe: Recipe
 ) -> npt.NDArray[np.bool_] | None:
     is_partial = any(isinstance(document, Document) and document.answers for document in documents)
-    if not is_partial and not recipe.tokens_per_image:
+    if not is_partial and recipe.images is None:
         return None
     mask = np.zeros(sum(lengths), np.bool_)
     start = 0

@@ -278,7 +278,7 @@ class UnitStages:
         if self.images is not None:
             found, bad = self.images.keep(batch.documents, self.files)
         batch = replace(batch, bad_records=(*batch.bad_records, *bad)) if bad else batch
-        documents, tokens = encode(found, self.files, self.tokenizer, tokens_per_image=self.recipe.tokens_per_image)
+        documents, tokens = encode(found, self.files, self.tokenizer, images=self.recipe.images)
         if self._transforms_tokens:
             batch = replace(batch, documents=documents)
             return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))

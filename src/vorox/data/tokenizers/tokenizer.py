@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.vision import IMAGE_TOKEN
+from vorox.core.schema.vision import IMAGE_TOKEN, QWEN_IMAGE_TOKEN
 from vorox.data.chat_template import ChatTemplate
 from vorox.data.image_tokens import FIRST_IMAGE_ID, one_id_per_image
 from vorox.data.rows import TokenArray
@@ -209,8 +209,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """Decode ids; invalid UTF-8 and ids outside the vocabulary become U+FFFD, an image becomes one token."""
         if len(ids) and int(np.max(ids)) >= FIRST_IMAGE_ID:
-            image_token_id = self.special_id(IMAGE_TOKEN)
-            ids = one_id_per_image(np.asarray(ids), self.vocab_size if image_token_id is None else image_token_id)
+            found = [self.special_id(token) for token in (IMAGE_TOKEN, QWEN_IMAGE_TOKEN)]
+            image_token_id = next((token_id for token_id in found if token_id is not None), self.vocab_size)
+            ids = one_id_per_image(np.asarray(ids), image_token_id)
         table = self._token_bytes
         numbers = [int(token) for token in ids]
         if self._by_table:

@@ -75,7 +75,7 @@ def export_tokens(
     """
     if to == "npy" and shard_tokens is not None:
         raise ConfigError("npy has no shards", where="--shard-tokens", hint="omit it, or export to bin or mds")
-    pictures = [cache.source.config.name for cache in corpus.caches if cache.reader.recipe.tokens_per_image]
+    pictures = [cache.source.config.name for cache in corpus.caches if cache.reader.recipe.images is not None]
     if pictures:
         raise ConfigError(
             f"Source {pictures[0]!r} has rows with images, which these formats cannot hold", where="model.vision",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.batch import BatchImages
+from vorox.core.batch import AnyImages
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -52,7 +52,7 @@ class SamplingSettings:
 
 
 def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings, images: BatchImages | None = None
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: SamplingSettings, images: AnyImages | None = None
 ) -> list[list[int]]:
     """Continue every prompt; equal prompts get different completions unless the temperature is 0.
 
@@ -74,7 +74,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     settings: SamplingSettings,
     stopped: Collection[int] = (),
-    images: BatchImages | None = None,
+    images: AnyImages | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield each sampled token of ``generate`` with the index of its prompt; an end-of-text id is the last of a prompt.
 
@@ -98,7 +98,7 @@ def _sample(
     prompts: Sequence[Sequence[int]],
     settings: SamplingSettings,
     stopped: Collection[int],
-    images: BatchImages | None,
+    images: AnyImages | None,
 ) -> Iterator[tuple[int, int]]:
     keys = [_key(settings.seed, prompt, list(prompts[:i]).count(prompt)) for i, prompt in enumerate(prompts)]
     sequences = [list(prompt) for prompt in prompts]

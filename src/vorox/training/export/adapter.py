@@ -18,6 +18,7 @@ from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.adapter_spec import AdapterSpec
+from vorox.models.huggingface_spec import auto_class
 from vorox.models.stored_weights import stored_entries
 from vorox.models.weights_file import write_weights
 
@@ -84,7 +85,9 @@ def load_peft(directory: Path, spec: AdapterSpec) -> Any:
             bnb_4bit_compute_dtype="float32",
         )  # fmt: skip
     try:
-        base = transformers.AutoModelForCausalLM.from_pretrained(_location(spec), dtype="float32", **options)
+        base = getattr(transformers, auto_class(spec.config["model_type"])).from_pretrained(
+            _location(spec), dtype="float32", **options
+        )
         keep_layers_unpacked(base)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft calls names that transformers renamed

@@ -29,11 +29,12 @@ from vorox.models.gguf_tensors import require_gguf
 from vorox.models.huggingface_config import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
+    PREPROCESSOR_NAME,
     huggingface_files,
     spec_from_huggingface,
 )
 from vorox.models.huggingface_families import require_family
-from vorox.models.huggingface_spec import KIND
+from vorox.models.huggingface_spec import KIND, HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_spec import spec_from_json
 from vorox.models.stored_weights import stored_entries
@@ -67,6 +68,7 @@ class Export:
     Attributes:
         existed: Whether the same export already existed.
         has_tokenizer: Whether it has a tokenizer for transformers; a run on token ids has none.
+        auto_class: The class of transformers that loads it.
     """
 
     path: Path
@@ -76,6 +78,7 @@ class Export:
     size_bytes: int
     existed: bool
     has_tokenizer: bool
+    auto_class: str
     comparison: Comparison | None
 
 
@@ -145,8 +148,9 @@ def export(
     size_bytes = sum(path.stat().st_size for path in sorted(target.iterdir()))
     written = spec.base if isinstance(spec, AdapterSpec) and to == "hf" else spec
     has_tokenizer = not (checkpoint.path / IDS_NAME).exists()
+    kind = auto_class(spec.config["model_type"] if isinstance(spec, HuggingFaceSpec) else None)
     return Export(
-        target, checkpoint.step, dtype, written.num_parameters, size_bytes, existed, has_tokenizer, comparison
+        target, checkpoint.step, dtype, written.num_parameters, size_bytes, existed, has_tokenizer, kind, comparison
     )
 
 
@@ -238,6 +242,8 @@ def _write(
 
 
 def _write_tokenizer(directory: StagedDirectory, checkpoint: Path, spec: ModelSpec) -> Tokenizer:
+    if (checkpoint / PREPROCESSOR_NAME).exists():
+        directory.write(PREPROCESSOR_NAME, (checkpoint / PREPROCESSOR_NAME).read_bytes())
     tokenizer = tokenizers.load(checkpoint)  # earlier versions wrote fewer files
     for name, content in tokenizer.files(spec.max_positions_tokens).items():
         is_copied = name == tokenizers.TOKENIZER_NAME

@@ -23,6 +23,7 @@ from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.engine_state import read_average, read_weights
 from vorox.models.gguf_tensors import require_gguf
+from vorox.models.huggingface_spec import HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_weights import from_stored, stored_entries, to_stored
 from vorox.models.weights_file import TensorEntry, WeightsFile
@@ -253,7 +254,8 @@ def _load(transformers: Any, directory: Path, checkpoint: Path, spec: ModelSpec,
             is_gguf and isinstance(spec, DecoderSpec) and require_gguf(spec) in ("gpt2", "qwen3")
         ):  # transformers does not read all of their keys
             options["config"] = transformers.AutoConfig.from_pretrained(str(checkpoint), local_files_only=True)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = auto_class(spec.config["model_type"] if isinstance(spec, HuggingFaceSpec) else None)
+        model, report = getattr(transformers, kind).from_pretrained(
             str(directory), dtype="float32", local_files_only=True, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -19,11 +19,17 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.tokenizers.huggingface import download_repository, hub_place
-from vorox.models.huggingface_config import CONFIG_NAME
+from vorox.models.huggingface_config import CONFIG_NAME, PREPROCESSOR_NAME
 from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.stored_spec import spec_from_json
 from vorox.models.weights_file import WEIGHTS_INDEX_FILE, open_directory
 from vorox.training.checkpoints.store import step_directories
+from vorox.training.inference.image_processor_source import (
+    FREE_KEYS,
+    PROCESSOR_NAME,
+    has_images,
+    read_image_processor,
+)
 
 _KEY = "model.name_or_path"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -39,12 +45,14 @@ class ModelSource:
         commit: Commit on the hub; ``None`` for a directory.
         values: Content of ``config.json``.
         tokenizer: Settings of the section ``tokenizer`` that load its tokenizer; empty if it has none.
+        image_processor: Settings of ``model.image_processor``; empty if no source of the run has images.
     """
 
     name: str
     commit: str | None
     values: dict[str, Any]
     tokenizer: dict[str, str]
+    image_processor: dict[str, Any]
 
     @property
     def location(self) -> str:
@@ -67,7 +75,7 @@ def find_model(config: RunConfig) -> ModelSource:
         DataError: The repository or revision does not exist, or cannot be reached.
     """
     name, revision = _place(config)
-    folder, commit = _folder(name, revision, (CONFIG_NAME, "tokenizer_config.json"))
+    folder, commit = _folder(name, revision, (CONFIG_NAME, "tokenizer_config.json", PREPROCESSOR_NAME, PROCESSOR_NAME))
     try:
         values: Any = json.loads((folder / CONFIG_NAME).read_bytes())
     except (OSError, ValueError) as error:
@@ -81,7 +89,9 @@ def find_model(config: RunConfig) -> ModelSource:
         tokenizer = {"kind": "huggingface", "path": name, "revision": commit}
     elif any((folder / file).is_file() for file in _TOKENIZER_FILES):
         tokenizer = {"kind": "huggingface", "path": name}
-    return ModelSource(name, commit, cast("dict[str, Any]", values), tokenizer)
+    values = cast("dict[str, Any]", values)
+    images = read_image_processor(folder, values) if has_images(config) else {}
+    return ModelSource(name, commit, values, tokenizer, images)
 
 
 def load_model_config(resolved: ResolvedConfig, source: ConfigSource | None, overrides: Sequence[str]) -> RunConfig:
@@ -108,10 +118,31 @@ def load_model_config(resolved: ResolvedConfig, source: ConfigSource | None, ove
                 where=resolved.origin(length), hint=f"set it to at most {longest}",
             )  # fmt: skip
         adopted.append(f"{length}={longest}")
+    adopted += _image_settings(resolved, found)
     pinned = [f"{_KEY}={write_inline(found.name)}"]
     if found.commit is not None:
         pinned.append(f"model.revision={found.commit}")
     return resolve_config(source, [*adopted, *overrides, *pinned]).config
+
+
+def _image_settings(resolved: ResolvedConfig, found: ModelSource) -> list[str]:
+    """Return the settings of the image processor that the configuration adopts.
+
+    Raises:
+        ConfigError: The configuration sets one that contradicts the model.
+    """
+    adopted: list[str] = []
+    for name, value in found.image_processor.items():
+        key = f"model.image_processor.{name}"
+        if not _is_explicit(resolved, key):
+            adopted.append(f"{key}={write_inline(value)}")
+            continue
+        here = resolved.config.model.image_processor.model_dump(mode="json")[name]
+        if name not in FREE_KEYS and here != value:
+            raise ConfigError(
+                f"{key}={here} differs from the model's {value}", where=resolved.origin(key), hint="remove the setting"
+            )
+    return adopted
 
 
 def weights_directory(config: RunConfig) -> Path:
