@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pictures import caption, picture
 from vorox.core.schema import RunConfig
@@ -58,6 +57,7 @@ def write_tokenizer(directory: Path) -> dict[str, int]:
 
 def write_image_model(directory: Path, name: str) -> Path:
     """Write a model with weights far from their initial values, its tokenizer and its image processor."""
+    import torch
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -144,6 +144,7 @@ def _plain_readers(model: Path) -> tuple[Any, Any]:
 
 def plain_inputs(model: Path, text: str, images: Sequence[bytes]) -> dict[str, Any]:
     """The inputs of one document as transformers makes them: its image processor, its tokenizer, its token types."""
+    import torch
     from PIL import Image
 
     tokenizer, processor = _plain_readers(model)

@@ -29,4 +29,5 @@ def test_replicas_equal_one_process(tmp_path: Path) -> None:
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-5)
     mine, theirs = (stored_arrays(path / "checkpoints" / "step-00000012") for path in (pair, alone))
     for key, array in theirs.items():
-        np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=2e-5, err_msg=key)
+        atol = 1e-3 if key.endswith("qkv.bias") else 2e-5  # softmax cancels the bias of keys: its gradient is rounding
+        np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=atol, err_msg=key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,6 @@ from image_text_models import image_configuration, image_settings
 from pictures import picture
 from tiny_runs import Killed
 from vorox.api.model import load_model
-from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.cli import main
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError, DataError
@@ -30,9 +29,11 @@ def test_a_killed_run_resumes_with_the_same_bits_generates_and_is_exported(
 ) -> None:
     config = image_configuration(tmp_path)
     straight = train(config, argv=["test"])
+    from vorox.backends.torch_engine.engine import TorchEngine
+
     original = TorchEngine.train_step
 
-    def killed_at_step_7(self: TorchEngine, batch: Batch, **arguments: float | None) -> TorchStepResult:
+    def killed_at_step_7(self: Any, batch: Batch, **arguments: float | None) -> Any:
         if batch.step == 6:
             raise Killed
         return original(self, batch, **arguments)

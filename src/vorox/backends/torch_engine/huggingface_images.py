@@ -1,7 +1,8 @@
-"""Images of a model of transformers: patches, their grids, and multimodal positions (Qwen2-VL, arXiv 2409.12191).
+"""Images of a model of transformers: patches, grids and multimodal positions (Qwen2-VL).
 
-A token of text has equal positions in time, height and width. The tokens of an image have one time, and their row and
-column; the text after it continues behind the largest position of the image. Positions start again in each document.
+See arXiv 2409.12191. A token of text has equal positions in time, height and width. The tokens of an image have one
+time, and their row and column; the text after it continues behind the largest position of the image. Positions start
+again in each document.
 
 Shape legend: B rows, T positions, I images, P patches, C colours, S side of a patch, F frames of a patch.
 """

@@ -17,8 +17,7 @@ from vorox.core.config.tree import ConfigTree, Problem
 from vorox.core.config.yaml_reader import Json
 from vorox.core.extensions import is_extension
 from vorox.core.schema.data import SourceConfig
-from vorox.core.schema.image_processor import ImageProcessorConfig
-from vorox.core.schema.model import MAMBA_KEYS, ModelConfig
+from vorox.core.schema.model import IMAGE_PROCESSOR_KEYS, MAMBA_KEYS, ModelConfig
 from vorox.core.schema.vision import VisionConfig
 
 
@@ -90,10 +89,8 @@ def source_conflicts(source: SourceConfig) -> Iterator[tuple[str, str]]:
             yield key, remedy
 
 
-_SHARED = {
-    "kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision",
-    "image_processor",
-}  # fmt: skip
+_SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "attention_kernel", "rope_scaling", "vision",
+           "image_processor"}  # fmt: skip
 """Settings of the section ``model`` that do not describe the native decoder."""
 
 _ROUTING = (
@@ -105,7 +102,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),
     *(
         Dependency(f"model.{key}", "model.kind", _is("huggingface"), "model.kind huggingface")
-        for key in ("name_or_path", "revision", "pretrained")
+        for key in ("name_or_path", "revision", "pretrained", *IMAGE_PROCESSOR_KEYS)
     ),
     *(
         Dependency(f"model.{key}", "model.kind", _is_or_function("decoder"), "model.kind decoder")
@@ -116,10 +113,6 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key in VisionConfig.model_fields.keys() - {"num_layers"}
     ),
     Dependency("model.vision.num_layers", "backend", _is("torch"), "backend torch"),
-    *(
-        Dependency(f"model.image_processor.{key}", "model.kind", _is("huggingface"), "model.kind huggingface")
-        for key in ImageProcessorConfig.model_fields
-    ),
     Dependency("model.block", "model.kind", _is("decoder"), "model.kind decoder"),
     *(
         Dependency(f"model.{key}", "model.block", lambda value: value is None, "the built-in blocks (no model.block)")

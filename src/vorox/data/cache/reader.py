@@ -29,7 +29,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
-from vorox.data.images import ImageStore
+from vorox.data.images import images_of_rows
 from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
@@ -242,9 +242,7 @@ class CacheReader:
             segment_lengths=segments_3S[2],
             segment_document_offsets=segments_3S[1],
             loss_mask_NC=loss_mask_NC,
-            images={}
-            if self.recipe.images is None
-            else ImageStore(self.directory, self.recipe.images).read_all(tokens_NC),
+            images=images_of_rows(self.directory, self.recipe.images, tokens_NC),
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:

@@ -1,4 +1,7 @@
-"""Read the image processor of a model of transformers: its files in, settings of ``model.image_processor`` out."""
+"""Read the image processor of a model of transformers.
+
+In: its files. Out: settings of ``model.image_processor``.
+"""
 
 from __future__ import annotations
 
