@@ -64,6 +64,8 @@ def _muon_elements(spec: ModelSpec, config: RunConfig) -> int:
     if config.optimizer.name != "muon":
         return 0
     shapes = [row.shape for row in spec.parameters if row.kind == "matrix"]
+    if config.optimizer.in_backward:  # one parameter of the modules at a time: at most two of these
+        shapes = 2 * [max(shapes, key=prod, default=())]
     by_shape = Counter[tuple[int, ...]]()
     for shape in shapes:
         by_shape[shape] += prod(shape)

@@ -18,6 +18,7 @@ from vorox.models.experts import split_expert
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
 from vorox.models.spec import ModelSpec
+from vorox.models.transient_gradients import gradient_elements
 
 FP32_BYTES = 4
 CPU_CHUNK_BYTES = 4 << 20
@@ -44,7 +45,8 @@ class MemoryEstimate:
 
     Attributes:
         parameter_bytes: Parameters, with the frozen model under an adapter, or the reference of DPO.
-        gradient_bytes: Gradients, with the partial sums of ``determinism=bitwise-any-world``.
+        gradient_bytes: Gradients, with the partial sums of ``determinism=bitwise-any-world``; with
+            ``optimizer.in_backward``, those that exist at a time.
         optimizer_bytes: Optimizer moments.
         activation_bytes: Activations saved for the backward pass.
         logits_bytes: Logits of a chunk, or of the micro-batch, and their gradient.
@@ -107,6 +109,7 @@ def planned_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda"
 
 def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
     """Estimate ``planned_memory`` without a pipeline; checkpoints have the state of all its devices."""
+    frozen = {name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen}
     step = training_memory(
         spec,
         micro_batch_sequences=config.train.micro_batch_sequences,
@@ -116,11 +119,13 @@ def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cud
         recompute_blocks=config.train.activation_checkpointing == "block",
         loss_chunk_tokens=loss_chunk_positions(config.loss.chunk_tokens, spec.vocab_size, device_kind),
         dense_masks=_dense_masks(spec, config),
-        frozen={name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen},
+        frozen=frozen,
         has_average=config.train.ema_decay is not None,
         position_parts=config.parallel.context_parallel_size,
         stream_parts=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
     )
+    if config.optimizer.in_backward:
+        step = replace(step, gradient_bytes=FP32_BYTES * gradient_elements(spec, frozen))
     saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
     reference = config.loss.name == "dpo" and config.adapter.kind == "none"
     if device_kind == "cpu":

@@ -31,6 +31,7 @@ from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
+from vorox.backends.torch_engine.optimizer_in_backward import flat_parameters
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel, ExpertParallelParameters
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
@@ -38,7 +39,7 @@ from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import POINTS, Taps
 from vorox.backends.torch_engine.user_block import UserBlock, block_values
 from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
@@ -115,7 +116,7 @@ class DecoderNetwork:
             inner = ExpertParallelParameters(spec, groups, experts, compute.device)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         elif self._ranks.fsdp_size == 1:
-            inner = FlatParameters(spec, groups, device=compute.device)
+            inner = flat_parameters(config, spec, groups, device=compute.device)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)

@@ -133,6 +133,7 @@ class TorchEngine:
             (num_examples,) = self._ranks.sum_counts(self._num_examples(batch))
             count = max(1, int(num_examples) // self._ranks.context_parallel_size)  # ranks of a group count the same
             references = self._reference.answer_log_probs(batch) if self._reference is not None else None
+            self.optimizer.begin_step(lr=lr, weight_decay=weight_decay, max_loss=max_loss)
             try:
                 sums = self._train_micro_batches(batch, count, references)
             finally:
@@ -197,8 +198,7 @@ class TorchEngine:
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         """Repeat forward and backward, uncompiled and without an update, and return the first non-finite place."""
-        kept, self._statistics = self._statistics, ActivationStatistics()
-        count = max(1, self._num_examples(batch))
+        kept, self._statistics, count = self._statistics, ActivationStatistics(), max(1, self._num_examples(batch))
         try:
             with devices.memory_errors("locating non-finite values", self._memory):
                 references = self._reference.answer_log_probs(batch) if self._reference is not None else None

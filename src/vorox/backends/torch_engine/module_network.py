@@ -36,12 +36,13 @@ from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import named_tensors
+from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters
 from vorox.backends.torch_engine.parallel.module_tensor_parallel import divide, local_spec
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
 from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
@@ -83,6 +84,7 @@ class ModuleNetwork(ABC):
             self._recompute_blocks()
         self._loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
         self.separates_documents = self._probe()
+        check_passes(config, self.separates_documents)
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -128,7 +130,7 @@ class ModuleNetwork(ABC):
             division = divide(module, parallel)
             spec = local_spec(spec, division, parallel)
         if self._ranks.fsdp_size == 1 and not is_zero:
-            self.parameters = self._shared(FlatParameters(spec, groups, device=self._compute.device), division)
+            self.parameters = self._shared(flat_parameters(config, spec, groups, device=self._compute.device), division)
             _replace(module, self.parameters.modules)
             _move_buffers(module, self._compute.device)
             return

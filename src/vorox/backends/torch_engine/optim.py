@@ -117,6 +117,9 @@ class Optimizer:
             if name in counters:
                 value.fill_(counters[name])
 
+    def begin_step(self, *, lr: float, weight_decay: float, max_loss: float | None = None) -> None:
+        """Announce the step whose backward pass follows; the arguments are those of ``step``."""
+
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, loss: Tensor, max_loss: float | None = None) -> Outcome:
         """Update from the accumulated gradients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.optim import Optimizer
+from vorox.backends.torch_engine.optimizer_in_backward import InBackwardOptimizer, TransientGradients
 from vorox.backends.torch_engine.parallel.zero_optimizer import ZeroOptimizer
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Parameters
@@ -29,6 +30,8 @@ def make_optimizer(
     kind = QuantizedAdamW if config.optimizer.name == "adamw_8bit" else Optimizer
     if is_extension(config.optimizer.name):
         kind = UserOptimizer
+    if isinstance(parameters, TransientGradients):
+        return InBackwardOptimizer(config, parameters, compute, ranks)
     optimizer = kind(config, parameters, compute, ranks)
     if config.train.keep_zeros:
         optimizer.keep_zeros(matrix.name for matrix in pruned_matrices(spec))

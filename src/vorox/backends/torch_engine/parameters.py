@@ -188,17 +188,26 @@ class FlatParameters:
         self.values: dict[Group, list[Tensor]] = {
             group: [torch.zeros(sizes[group], device=device)] for group in self.groups
         }
-        self.gradients = self.new_buffers([group for group in self.groups if not group.is_frozen])
         self.starts = {name: (group, start) for name, (group, start, _) in shapes.items()}
         self.modules: dict[str, nn.Parameter] = {}
-        self._gradient_views: dict[str, Tensor] = {}
         for name, (group, start, shape) in shapes.items():
-            end = start + prod(shape)
-            is_trainable = not group.is_frozen
-            parameter = nn.Parameter(self.values[group][0][start:end].view(shape), requires_grad=is_trainable)
-            if is_trainable:
-                parameter.grad = self._gradient_views[name] = self.gradients[group][0][start:end].view(shape)
-            self.modules[name] = parameter
+            view = self.values[group][0][start : start + prod(shape)].view(shape)
+            self.modules[name] = nn.Parameter(view, requires_grad=not group.is_frozen)
+        self._gradients: dict[Group, list[Tensor]] = {}
+        self._gradient_views: dict[str, Tensor] = {}
+        self._place_gradients(shapes)
+
+    def _place_gradients(self, shapes: Mapping[str, tuple[Group, int, tuple[int, ...]]]) -> None:
+        """Create the gradient buffers; ``shapes`` are group, start and shape of each parameter of the modules."""
+        self._gradients = self.new_buffers([group for group in self.groups if not group.is_frozen])
+        for name, (group, start, shape) in shapes.items():
+            if not group.is_frozen:
+                view = self._gradients[group][0][start : start + prod(shape)].view(shape)
+                self.modules[name].grad = self._gradient_views[name] = view
+
+    @property
+    def gradients(self) -> Buffers:
+        return self._gradients
 
     @property
     def local(self) -> FlatParameters:
@@ -208,14 +217,14 @@ class FlatParameters:
         return {group: [torch.zeros_like(self.values[group][0])] for group in groups if group in self.values}
 
     def zero_gradients(self) -> None:
-        for (buffer,) in self.gradients.values():
+        for (buffer,) in self._gradients.values():
             buffer.zero_()
         for name, view in self._gradient_views.items():  # other optimizers set them to None
             self.modules[name].grad = view
 
     def drop_gradients(self) -> None:
         """Free the gradients of a model that is not trained."""
-        self.gradients.clear()
+        self._gradients.clear()
         self._gradient_views.clear()
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from vorox.core.config.context_checks import context_problems, sequence_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
 from vorox.core.config.expert_checks import expert_parallel_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
+from vorox.core.config.in_backward_checks import in_backward_problems
 from vorox.core.config.model_checks import model_problems
 from vorox.core.config.pipeline_checks import pipeline_problems
 from vorox.core.config.preference_checks import preference_problems
@@ -361,6 +362,7 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
     deepspeed_problems,
+    in_backward_problems,
     expert_parallel_problems,
     pipeline_problems,
     vision_problems,

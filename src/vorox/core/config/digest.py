@@ -84,6 +84,7 @@ DIGEST_OMITS_DEFAULT = (
     "train.forward_backward",
     "optimizer.groups",
     "optimizer.layer_lr_decay",
+    "optimizer.in_backward",
     "train.keep_zeros",
     "train.distillation",
     "train.embedding_noise",

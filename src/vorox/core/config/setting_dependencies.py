@@ -52,6 +52,11 @@ _FILES = ("txt", "jsonl", "csv", "parquet", "arrow", "mds", "bin")
 _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
 _CHATS = ("jsonl", "csv", "parquet", "arrow")
 _TOKENS = ("bin", "mds")
+_TORCH = (
+    "model.vision.num_layers", "train.distillation.teacher", "optimizer.in_backward", "parallel.pipeline_parallel_size",
+    "parallel.context_parallel_size", "parallel.sequence_parallel", "parallel.expert_parallel_size",
+    "parallel.gradient_bucket_bytes",
+)  # fmt: skip
 _FILE_FORMAT = "a format other than python_stdlib"
 
 SOURCE_LISTS = ("data.sources", "data.validation.sources")
@@ -112,7 +117,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(f"model.vision.{key}", "model.vision.num_layers", bool, "an image encoder (model.vision.num_layers)")
         for key in VisionConfig.model_fields.keys() - {"num_layers"}
     ),
-    Dependency("model.vision.num_layers", "backend", _is("torch"), "backend torch"),
+    *(Dependency(key, "backend", _is("torch"), "backend torch") for key in _TORCH),
     Dependency("model.block", "model.kind", _is("decoder"), "model.kind decoder"),
     *(
         Dependency(f"model.{key}", "model.block", lambda value: value is None, "the built-in blocks (no model.block)")
@@ -132,7 +137,6 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
         for key in ("temperature", "weight")
     ),
-    Dependency("train.distillation.teacher", "backend", _is("torch"), "backend torch"),
     Dependency("train.distillation.teacher", "loss.name", _is("cross_entropy"), "loss cross_entropy"),
     Dependency("train.distillation.teacher", "model.kind", _is("decoder"), "model.kind decoder"),
     Dependency("train.distillation.teacher", "parallel.kind", _is("native"), "parallel.kind native"),
@@ -284,11 +288,6 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(f"parallel.{key}_parallel_size", "parallel.kind", _is("native"), "parallel.kind native")
         for key in ("tensor", "pipeline", "context")
     ),
-    *(
-        Dependency(f"parallel.{key}", "backend", _is("torch"), "backend torch")
-        for key in ("pipeline_parallel_size", "context_parallel_size", "sequence_parallel", "expert_parallel_size")
-    ),
-    Dependency("parallel.gradient_bucket_bytes", "backend", _is("torch"), "backend torch"),
     Dependency(
         "parallel.sequence_parallel",
         "parallel.tensor_parallel_size",

@@ -39,6 +39,12 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="Clip the global gradient norm to this value. None: no clipping."
     )
+    in_backward: bool = Field(
+        default=False,
+        description="torch, one device: update each parameter in the backward pass as soon as its gradient is "
+        "complete, and free the gradient, so that the gradients never exist together. Needs one micro-batch per step, "
+        "clip_norm=null and train.max_nonfinite_steps=0.",
+    )
     muon_lr: float = Field(default=0.02, gt=0, description="Peak learning rate of the matrices that muon updates.")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum of muon.")
     groups: tuple[ParameterGroup, ...] = Field(
