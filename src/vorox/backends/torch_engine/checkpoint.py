@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.host_copy import host_copy
 from vorox.backends.torch_engine.optim import Optimizer
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
 from vorox.core.engine import NamedArray
@@ -79,7 +80,7 @@ def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = Fals
 
 
 def _to_host(buffers: Buffers) -> Buffers:
-    return {group: [tensor.detach().to("cpu", copy=True) for tensor in tensors] for group, tensors in buffers.items()}
+    return {group: [host_copy(tensor) for tensor in tensors] for group, tensors in buffers.items()}
 
 
 def snapshot(
@@ -96,7 +97,7 @@ def snapshot(
     for kind, buffers in kinds.items():
         for piece in parameters.whole_rows(buffers):
             if len(piece.view):
-                view = piece.view.detach().to("cpu", copy=True) if copies else piece.view
+                view = host_copy(piece.view) if copies else piece.view
                 rows.append(
                     ShardRows(f"{kind}.{piece.name}", piece.first_row, tuple(view.shape), partial(_on_host, view))
                 )
