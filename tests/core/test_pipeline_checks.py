@@ -25,18 +25,22 @@ def named_keys(config: RunConfig) -> set[str]:
 
 def test_a_pipeline_that_fits_has_no_problem() -> None:
     assert "parallel.pipeline_parallel_size" not in named_keys(config_of())
-    assert "parallel.pipeline_parallel_size" not in named_keys(config_of(parallel__pipeline_schedule="interleaved"))
+    for schedule in ("interleaved", "zero_bubble"):
+        assert "parallel.pipeline_parallel_size" not in named_keys(config_of(parallel__pipeline_schedule=schedule))
+    sharded = config_of(train__micro_batch_sequences=1, parallel__fsdp_size=2)
+    assert "parallel.pipeline_parallel_size" not in named_keys(sharded)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(parallel__fsdp_size=2), config_of(parallel__tensor_parallel_size=2),
+        config_of(parallel__fsdp_size=2, parallel__pipeline_schedule="zero_bubble"),
+        config_of(parallel__tensor_parallel_size=2),
         config_of(runtime__compile=True), config_of(optimizer__name="adamw_8bit"),
         config_of(train__forward_backward="step.py:run"), config_of(runtime__determinism="bitwise-any-world"),
         config_of({"dropout_fraction": 0.1}), config_of({"block": "block.py:Block"}), config_of({"num_experts": 4}),
     ],
-    ids=["fsdp", "tensor", "compile", "8-bit", "step", "any world", "dropout", "block", "experts"],
+    ids=["zero bubble with fsdp", "tensor", "compile", "8-bit", "step", "any world", "dropout", "block", "experts"],
 )  # fmt: skip
 def test_what_a_pipeline_does_not_support_is_refused(config: RunConfig) -> None:
     assert "parallel.pipeline_parallel_size" in named_keys(config)

@@ -1,8 +1,8 @@
-"""One rank of PyTorch that trains divided decoders, started by the tests of tensor, pipeline and context parallelism.
+"""One rank of PyTorch that trains divided decoders, started by ``layouts.py`` for every kind of parallelism.
 
-Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP``, of which the last ones
-may be left out; SP is 1 with sequence parallelism. The rank is in the environment, as for every command. Every rank
-writes what it computed. Each layout loads what the one before it saved.
+Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP,EP``, of which the last
+ones may be left out; SP is 1 with sequence parallelism. The rank is in the environment, as for every command. Every
+rank writes what it computed. Each layout loads what the one before it saved.
 
 Shape legend: A micro-batches.
 """
@@ -46,6 +46,15 @@ CASES: dict[str, dict[str, Any]] = {
         "model": GPT2 | {"dropout_fraction": 0.1}, "data__document_mask": True, "train__embedding_noise": 5.0,
         "train__activation_checkpointing": "block", "log__activation_statistics": True,
     },
+    "zero bubble": {
+        "model": GPT2 | {"num_layers": 5, "tie_embeddings": False}, "data__document_mask": True,
+        "train__activation_checkpointing": "dots", "parallel__pipeline_schedule": "zero_bubble",
+    },
+    "experts": {
+        "model": MODELS["mixtral"], "loss": {"load_balancing_weight": 0.1, "router_z_loss_weight": 0.01},
+        "data__document_mask": True,
+    },
+    "experts, muon": {"model": MODELS["mixtral"], "optimizer__name": "muon"},
     "multi-query": {
         "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,
     },
@@ -56,24 +65,41 @@ def cases_of(layout: str) -> list[str]:
     """The cases that a layout trains: all alone, one of them with other divisions."""
     by_layout = {
         "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,2,1,1,1": ["gemma3", "gpt2"],
-        "1,1,1,2": ["llama", "gemma3", "documents"], "2,1,1,2": ["documents"], "1,2,1": [],
+        "1,1,1,2": ["llama", "gemma3", "documents", "zero bubble"], "2,1,1,2": ["documents"],
+        "1,2,1,2": ["gemma3", "documents"], "1,2,1": [],
         "1,1,1,1,2": ["gemma3", "noise"], "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"],
-        "1,2,1,1,2": ["gemma3"],
+        "1,2,1,1,2": ["gemma3"], "2,1,1,1,1,0,2": ["experts"], "4,1,1,1,1,0,2": ["experts"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 
 
+def state_case(layout: str) -> str:
+    """The case whose state moves through a layout."""
+    return "experts, muon" if layout.count(",") == 6 else "gemma3"
+
+
 def config_of(
-    case: str, data: int = 1, fsdp: int = 1, tensor: int = 1, pipeline: int = 1, positions: int = 1, sequence: int = 0
+    case: str,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    positions: int = 1,
+    sequence: int = 0,
+    experts: int = 1,
 ) -> RunConfig:
-    sections = {key: value for key, value in CASES[case].items() if key != "parallel__pipeline_schedule"}
+    own, only = "parallel__", {"pipeline_schedule": pipeline > 1}
     parallel = {
         "data_parallel_size": data, "fsdp_size": fsdp, "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline, "context_parallel_size": positions,
-        "sequence_parallel": bool(sequence),
+        "sequence_parallel": bool(sequence), "expert_parallel_size": experts,
     }  # fmt: skip
-    if pipeline > 1 and len(sections) < len(CASES[case]):
-        parallel["pipeline_schedule"] = CASES[case]["parallel__pipeline_schedule"]
+    sections: dict[str, Any] = {}
+    for key, value in CASES[case].items():
+        if not key.startswith(own):
+            sections[key] = value
+        elif only[key.removeprefix(own)]:
+            parallel[key.removeprefix(own)] = value
     return configuration(**sections, train__micro_batch_sequences=2, log__parameter_norms=True, parallel=parallel)
 
 
@@ -115,7 +141,8 @@ def train(engine: Any, seed: int) -> dict[str, Any]:
         batch = rows_of_step(engine._config, seed, step)
         result = engine.train_step(part_of(batch, engine.data_shard), lr=LR, weight_decay=0.1).fetch()
         found["values"].append([result.loss, result.grad_norm, result.extra["parameter_norm"]])
-        found["statistics"].append([value for name, value in sorted(result.extra.items()) if "activation" in name])
+        shown = ("activation", "router")
+        found["statistics"].append([value for name, value in sorted(result.extra.items()) if name.startswith(shown)])
         if step == 0:
             gradients = engine.parameters.whole(engine.parameters.gradients)
             found |= {f"gradient.{name}": gradient.detach().numpy().copy() for name, gradient in gradients}
@@ -134,8 +161,8 @@ def replicated_bits(engine: Any) -> str:
     if engine._ranks.pipeline_parallel_size > 1:
         if not engine._spec.tie_embeddings:
             return ""
-        tied = engine.parameters._inner.slices["embedding.weight"].view(engine.parameters.values)
-        return hashlib.sha256(tied.numpy().tobytes()).hexdigest()
+        tied = dict(engine.parameters._inner.whole(engine.parameters.values))["embedding.weight"]
+        return hashlib.sha256(tied.detach().numpy().tobytes()).hexdigest()
     shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
     found = hashlib.sha256()
     inner = getattr(engine.parameters, "_inner", engine.parameters)
@@ -173,7 +200,7 @@ def main() -> None:
             engine = engine_of(config_of(case, *map(int, layout.split(","))), dist)
             found = train(engine, seed)
             np.savez(folder / f"{layout}-{case}-{dist.rank}.npz", bits=replicated_bits(engine), **found)
-        engine = engine_of(config_of("gemma3", *map(int, layout.split(","))), dist)
+        engine = engine_of(config_of(state_case(layout), *map(int, layout.split(","))), dist)
         recorded = read_manifest(source)["metadata"]["fingerprint"]
         engine.load(source)
         assert engine.fingerprint(recorded) == recorded

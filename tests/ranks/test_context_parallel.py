@@ -1,6 +1,6 @@
 """Context parallelism with PyTorch: the numbers of one process, on every rank, for random rows of a fresh seed.
 
-Tolerances are those of ``test_tensor_parallel.py``. Documents of a packed row cross the borders between ranks. Sliding
+Tolerances are those of ``layouts.py``. Documents of a packed row cross the borders between ranks. Sliding
 windows, learned and rotary positions, QK-norms, dropout, noise, activation statistics, checkpointing and Muon are among
 the cases; four ranks share one key/value head.
 """
@@ -9,29 +9,15 @@ from __future__ import annotations
 
 import os
 import signal
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from ranks.divided_decoders import cases_of, config_of, engine_of, train
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process, stored_arrays
-from ranks.test_sharded_checkpoints import on_ranks, recorded
-from ranks.test_tensor_parallel import SEED, alone, check_case
+from ranks.layouts import check_layouts, save_one_device
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
 from ranks.test_torch_ranks import MODEL
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.staged_directory import verify_directory
-
-__all__ = ["alone"]  # a fixture
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-
-
-@cache
-def on_one_device(case: str) -> dict[str, Any]:
-    return train(engine_of(config_of(case), DistributedContext()), SEED)
 
 
 @pytest.mark.parametrize(
@@ -39,28 +25,9 @@ def on_one_device(case: str) -> dict[str, Any]:
     [(["1,1,1,1,2", "1,2,1"], 2), (["1,1,1,1,4", "2,1,1,1,2", "1,2,1,1,2"], 4)],
     ids=["alone, then FSDP2", "four, with replicas, and with FSDP2"],
 )
-def test_every_rank_computes_what_one_process_computes(
-    alone: Path, layouts: list[str], count: int, tmp_path: Path
-) -> None:
+def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""
-    on_ranks("ranks.divided_decoders", count, SEED, alone, tmp_path, *layouts)
-    expected_state = stored_arrays(alone)
-    for layout in layouts:
-        for case in cases_of(layout):
-            start = dict(engine_of(config_of(case), DistributedContext()).export_weights())
-            ranks = [dict(np.load(tmp_path / f"{layout}-{case}-{rank}.npz")) for rank in range(count)]
-            assert len({str(found["bits"]) for found in ranks}) == 1, "parameters have the same bits on every rank"
-            for rank, found in enumerate(ranks):
-                check_case(found, on_one_device(case), start, f"seed {SEED}, {layout}, {case}, rank {rank}")
-        saved = tmp_path / f"saved-{layout}"
-        verify_directory(saved)
-        found_state = stored_arrays(saved)
-        assert found_state.keys() == expected_state.keys()
-        for key, array in expected_state.items():
-            np.testing.assert_array_equal(found_state[key], array, err_msg=f"{layout}, {key}")
-        engine = engine_of(config_of("gemma3"), DistributedContext())
-        engine.load(saved)
-        assert engine.fingerprint() == recorded(alone)
+    check_layouts(save_one_device(tmp_path), layouts, count, tmp_path)
 
 
 def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks.layouts import EXPERTS_SEED, check_layouts, save_one_device
 from ranks.processes import PATIENCE_SECONDS, Runs, entries, lines, losses, second_process
 from ranks.test_torch_ranks import MODEL, assert_same_run
 
@@ -55,6 +56,13 @@ def test_several_ranks_are_one(placement: str, runs: Runs, alone: Path) -> None:
     assert all(len(values) == 5 for values in expected)
     for here, there in zip(router_metrics(run), expected, strict=True):
         assert here == pytest.approx(there, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["2,1,1,1,1,0,2", "4,1,1,1,1,0,2"])
+def test_divided_experts_compute_what_one_process_computes(layout: str, tmp_path: Path) -> None:
+    """20 steps on every rank; parameters and optimizer state move to divided experts and back without a change."""
+    alone = save_one_device(tmp_path, "experts, muon")
+    check_layouts(alone, [layout], int(layout[0]), tmp_path, EXPERTS_SEED)
 
 
 def test_muon_and_bf16_with_divided_experts(runs: Runs) -> None:

@@ -143,8 +143,9 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
     """Return the memory of a device of a pipeline.
 
     It keeps the activations of the micro-batches whose backward pass has not come: as many as there are devices from
-    this one on. Interleaved stages keep more (Narayanan et al., arXiv 2104.04473). It also has a buffer for every
-    micro-batch, for what it receives from other stages.
+    this one on. Interleaved stages keep more (Narayanan et al., arXiv 2104.04473), and with a zero-bubble schedule also
+    what gradients of weights wait for. It also has a buffer for every micro-batch, for what it receives from other
+    stages.
 
     Args:
         spec: The model.
@@ -162,7 +163,8 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
     )
     kept = min(count, size - index)  # micro-batches, or passes through one stage
     if per_device > 1:
-        kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1)
+        waiting = index if parallel.pipeline_schedule == "zero_bubble" else 0
+        kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1 + waiting)
     layers = max(len(stage.layers) for stage in stages)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
     row = spec.saved_activations(length, dtype_bytes)
@@ -208,6 +210,9 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         tensor = parallel.tensor_parallel_size
         blocks = sum(row.num_elements for row in spec.parameters if _is_in_a_block(row.name)) // tensor
         block, rest = blocks // max(1, spec.num_layers), spec.num_parameters // tensor - blocks
+        if parallel.pipeline_parallel_size > 1:  # the blocks of this device; it has the embedding or the head at most
+            blocks = min(blocks, planned.parameter_bytes // FP32_BYTES)
+            rest = min(rest, planned.parameter_bytes // FP32_BYTES)
         gathered = (2 * block if parallel.reshard_after_forward else blocks) + rest
         copies = dtype_bytes * gathered + FP32_BYTES * max(block, rest)
     else:

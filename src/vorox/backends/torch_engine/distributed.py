@@ -2,7 +2,8 @@
 
 Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp x tp``: replicas of the model,
 each sharded over ``fsdp`` ranks, each of which is ``tp`` ranks that share every matrix product and read the same rows.
-Or as ``pp x data``: the ranks of a pipeline each hold some blocks of a replica and read the same rows.
+Or as ``pp x data x fsdp``: the ranks of a pipeline each hold some blocks of a replica, or shards of them, and read the
+same rows.
 Or as ``data x fsdp x cp``: ``cp`` ranks read the same rows and compute parts of their positions; they are replicas, or
 share the shards of FSDP.
 Tensors on GPUs travel by NCCL, everything else by gloo.
@@ -131,6 +132,7 @@ class Ranks:
         replica_group: With tensor parallelism or a pipeline, the ranks of one replica; ``None`` for those of the axis
             ``fsdp``.
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
+        pipeline_group: Those ranks, which read the same rows; ``None`` without a pipeline.
         context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
             or ``fsdp_size`` counts them as well.
         context_group: Those ranks; ``None`` without context parallelism.
@@ -152,6 +154,7 @@ class Ranks:
     context_group: ProcessGroup | None = None
     collective_time: CollectiveTime = field(default_factory=CollectiveTime, compare=False)
     expert_parallel_size: int = 1
+    pipeline_group: ProcessGroup | None = None
 
     @property
     def world_size(self) -> int:
@@ -177,7 +180,7 @@ class Ranks:
     def shard_index(self) -> int:
         """Index of this rank's shard within its replica."""
         if self.pipeline_parallel_size > 1:
-            return self.pipeline_index
+            return self.pipeline_index * self.fsdp_size + self.fsdp_index
         if self.expert_parallel_size > 1:
             return self.expert_index
         return self.fsdp_index * self.tensor_parallel_size + self.tensor_index
@@ -312,7 +315,7 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
         return Ranks(is_exact=is_exact)
     data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
     if pipeline > 1:
-        return _pipelines(data, pipeline, context.rank, device)
+        return _pipelines(data, fsdp, pipeline, context.rank, device)
     if positions > 1:
         return _context_groups(data, fsdp, positions, context.rank, device)
     num_expert_parts = parallel.expert_parallel_size
@@ -335,17 +338,21 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     return Ranks(shard, data, fsdp, mesh, is_exact, tensor, *groups)
 
 
-def _pipelines(data: int, size: int, rank: int, device: torch.device) -> Ranks:
-    """Return the layout of ``data`` pipelines of ``size`` ranks each.
+def _pipelines(data: int, fsdp: int, size: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of ``data x fsdp`` pipelines of ``size`` ranks each; ``fsdp`` of them share one replica.
 
     Ranks of one stage are adjacent: they exchange gradients of all parameters, stages only activations.
     """
-    mesh = init_device_mesh(device.type, (size, data, 1), mesh_dim_names=("pp", "data", "fsdp"))
-    same_stage = _subgroup([list(range(first, first + data)) for first in range(0, size * data, data)])
-    pipeline = _subgroup([list(range(first, size * data, data)) for first in range(data)])
+    mesh = init_device_mesh(device.type, (size, data, fsdp), mesh_dim_names=("pp", "data", "fsdp"))
+    parts, world_size = data * fsdp, size * data * fsdp
+    same_stage = _subgroup([list(range(first, first + parts)) for first in range(0, world_size, parts)])
+    pipeline = replica = _subgroup([list(range(first, world_size, parts)) for first in range(parts)])
+    if fsdp > 1:
+        of_replica = [[part for part in range(world_size) if part % parts // fsdp == index] for index in range(data)]
+        replica = _subgroup(of_replica)
     return Ranks(
-        DataShard(rank % data, data), data, 1, mesh, row_group=same_stage, replica_group=pipeline,
-        pipeline_parallel_size=size,
+        DataShard(rank % parts, parts), data, fsdp, mesh, row_group=same_stage, replica_group=replica,
+        pipeline_parallel_size=size, pipeline_group=pipeline,
     )  # fmt: skip
 
 

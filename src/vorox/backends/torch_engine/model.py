@@ -251,6 +251,7 @@ class Decoder(nn.Module):
         spec = parts.spec
         layers = range(spec.num_layers) if stage is None else stage.layers
         has_first, has_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
+        self._has_first = has_first
         has_embedding = has_first or (has_last and spec.tie_embeddings)
         self.embedding = Embedding(parts, "embedding", has_part=True) if has_embedding else None
         self._embedding_scale = spec.embedding_scale
@@ -271,20 +272,22 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens_M: Tensor,
+        x: Tensor,
         context: ForwardContext,
         finish: Callable[[Tensor], Any],
         run_block: RunBlock | None = None,
     ) -> Any:
-        """Return ``finish`` of the final hidden state ``[M, D]``.
+        """Return ``finish`` of the final hidden state ``[M, D]``, or of a stage that is not the last its stream.
 
         Args:
-            tokens_M: Token ids.
+            x: Token ids ``[M]``; of a stage that is not the first the residual stream ``[M, D]`` of the one before it.
             context: All other inputs.
             finish: Applies the head; called inside the forward pass, where a sharded head is gathered.
             run_block: Runs a block, for example compiled; ``call_block`` by default.
         """
-        return finish(self.norm(self.run_blocks(self.embed(tokens_M, context), context, run_block)))
+        x_MD = self.embed(x, context) if self._has_first else x
+        x_MD = self.run_blocks(x_MD, context, run_block)
+        return x_MD if self.final_norm is None else finish(self.norm(x_MD))
 
     def embed(self, tokens_M: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream before the first block, ``[M, D]``."""

@@ -172,7 +172,7 @@ class Optimizer:
                     weight_decay=weight_decay,
                     momentum=self._config.muon_momentum,
                 )  # fmt: skip
-            else:
+            elif tensors:  # a stage of a pipeline may have none of a group
                 decay = weight_decay if group.rule == DECAYED.rule else 0.0
                 self._adamw(group, tensors, divisor, finite, lr=lr * group.lr_scale, weight_decay=decay)
 

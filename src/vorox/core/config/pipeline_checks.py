@@ -4,78 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vorox.core.config.parallel_refusals import Refusal, unsupported
 from vorox.core.config.tree import Problem
-from vorox.core.extensions import is_extension
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 
 SIZE = "parallel.pipeline_parallel_size"
+_REFUSED = (
+    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
+    "parallel.tensor_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
+    "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
+)  # fmt: skip
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the settings that a pipeline does not support, and sizes that do not fit it."""
     if config.parallel.pipeline_parallel_size == 1:
         return
-    for is_refused, key, value, remedy in _unsupported(config):
-        if is_refused:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield Problem(f"{key}={shown} is not supported with {SIZE} above 1; it needs {remedy}", keys=(key, SIZE))
+    parallel = config.parallel
+    yield from unsupported(
+        config,
+        SIZE,
+        _REFUSED,
+        Refusal(
+            parallel.fsdp_size > 1 and parallel.pipeline_schedule == "zero_bubble",
+            "parallel.fsdp_size",
+            parallel.fsdp_size,
+            "another parallel.pipeline_schedule than zero_bubble, or parallel.fsdp_size=1",
+        ),
+    )
     fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
     if fault:
         yield Problem(fault, keys=("model.num_layers", SIZE))
     fault = micro_batches_fault(config, config.parallel.num_row_parts)
     if fault:
         yield Problem(fault, keys=("train.micro_batch_sequences", "train.global_batch_sequences", SIZE))
-
-
-def _unsupported(config: RunConfig) -> tuple[tuple[bool, str, object, str], ...]:
-    model, parallel, runtime, train = config.model, config.parallel, config.runtime, config.train
-    return (
-        (model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
-        (model.block is not None, "model.block", model.block, "the built-in blocks"),
-        (model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
-        (
-            model.layer_pattern is not None,
-            "model.layer_pattern",
-            model.layer_pattern,
-            "attention and MLP in every block; with a pattern, use parallel.data_parallel_size or parallel.fsdp_size",
-        ),
-        (model.dropout_fraction > 0, "model.dropout_fraction", model.dropout_fraction, "model.dropout_fraction=0"),
-        (parallel.fsdp_size > 1, "parallel.fsdp_size", parallel.fsdp_size, "parallel.fsdp_size=1, or replicas"),
-        (
-            parallel.tensor_parallel_size > 1,
-            "parallel.tensor_parallel_size",
-            parallel.tensor_parallel_size,
-            "parallel.tensor_parallel_size=1, or replicas",
-        ),
-        (config.adapter.kind != "none", "adapter.kind", config.adapter.kind, "adapter.kind=none"),
-        (config.loss.name == "dpo", "loss.name", "dpo", "another loss"),
-        (
-            train.distillation.teacher is not None,
-            "train.distillation.teacher",
-            train.distillation.teacher,
-            "no teacher",
-        ),
-        (
-            train.forward_backward is not None,
-            "train.forward_backward",
-            train.forward_backward,
-            "train.forward_backward=null",
-        ),
-        (
-            is_extension(config.optimizer.name) or config.optimizer.name == "adamw_8bit",
-            "optimizer.name",
-            config.optimizer.name,
-            "optimizer.name=adamw or muon",
-        ),
-        (runtime.compile, "runtime.compile", True, "runtime.compile=false"),
-        (
-            runtime.determinism == "bitwise-any-world",
-            "runtime.determinism",
-            runtime.determinism,
-            "runtime.determinism=bitwise",
-        ),
-    )
 
 
 def layers_fault(config: RunConfig, num_layers: int) -> str:
@@ -104,7 +67,7 @@ def micro_batches_fault(config: RunConfig, num_row_parts: int) -> str:
     count = parallel.num_micro_batches(limit, rows, num_row_parts)
     if parallel.fills_pipeline(count):
         return ""
-    needed = f"a multiple of {size}" if parallel.pipeline_schedule == "interleaved" else f"at least {size}"
+    needed = f"at least {size}" if parallel.pipeline_schedule == "1f1b" else f"a multiple of {size}"
     parts = [part for part in range(1, share + 1) if share % part == 0 and parallel.fills_pipeline(share // part)]
     if parts:
         advice = f"set train.micro_batch_sequences={max(parts)}"

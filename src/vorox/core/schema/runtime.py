@@ -102,10 +102,11 @@ class ParallelConfig(Section):
         description="PyTorch, the native decoder: processes that each hold some of its blocks; the micro-batches of a "
         "step pass through them in turn.",
     )
-    pipeline_schedule: Literal["1f1b", "interleaved"] = Field(
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         default="1f1b",
         description="Order of the forward and backward passes of a pipeline. 1f1b: one stage of consecutive blocks for "
-        "each process; interleaved: two, so processes idle less and communicate more.",
+        "each process; interleaved: two, so processes idle less and communicate more; zero_bubble: two, and gradients "
+        "of weights are computed when a process would idle.",
     )
     context_parallel_size: int = Field(
         default=1,
@@ -186,7 +187,7 @@ class ParallelConfig(Section):
     @property
     def pipeline_stages_per_device(self) -> int:
         """Stages of consecutive blocks that a device of a pipeline holds."""
-        return 2 if self.pipeline_schedule == "interleaved" else 1
+        return 1 if self.pipeline_schedule == "1f1b" else 2
 
     def micro_batch_sequences(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
         """Return the rows of a micro-batch: ``limit``, or under ``auto`` the largest divisor of a rank's rows below it.

@@ -26,6 +26,7 @@ from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, RunBlock
+from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.core.batch import Batch
 from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
@@ -64,6 +65,11 @@ class _StageModule(nn.Module):
         return self._run(x, int(index))
 
 
+def _pass_on(objective: Tensor, _: Tensor) -> Tensor:
+    """The loss of the schedule: the last stage has computed it already, where its head is gathered."""
+    return objective
+
+
 class PipelineNetwork(DecoderNetwork):
     """See ``network.Network``; ``train_all`` replaces ``train``."""
 
@@ -72,13 +78,21 @@ class PipelineNetwork(DecoderNetwork):
         groups = optimizer_groups(spec, config.optimizer)
         per_device = config.parallel.pipeline_stages_per_device
         self.parameters = placed = PipelineParameters(spec, groups, ranks, per_device, compute.device)
-        chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        chosen = kernels.plain(compute)
+        if ranks.fsdp_size == 1:
+            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        self._deferred: DeferredGradients | None = None
+        if config.parallel.pipeline_schedule == "zero_bubble":
+            self._deferred = DeferredGradients(kernels.products(compute))
+            chosen = self._deferred.defer(chosen)
         attend = attention.attention_kernel(config.model.attention_kernel)
         parts = Parts(spec, placed.modules, chosen, attend, self.taps, compute.device)
         self._stages: list[tuple[Stage, Decoder]] = [(stage, Decoder(parts, stage)) for stage in placed.stages]
+        decoders = [decoder for _, decoder in self._stages]
+        placed.shard(decoders, compute.dtype, reshard=config.parallel.reshard_after_forward)
         self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
         self._step: _Step | None = None
-        return nn.ModuleList(decoder for _, decoder in self._stages), self._forward
+        return nn.ModuleList(decoders), self._forward
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -105,14 +119,14 @@ class PipelineNetwork(DecoderNetwork):
         return {index: step.sums.get(index, self._no_sums()) for index in range(num_micro_batches)}
 
     def _run_stage(self, stage: Stage, decoder: Decoder, x: Tensor, index: int) -> Tensor:
-        """Return the residual stream after a stage, or the final hidden state; ``x`` is unused by the first stage."""
+        """Return the residual stream after a stage, or the objective; ``x`` is unused by the first stage."""
         step = self._step
         assert step is not None
         with step.enter(index), self._compute.autocast():
             tokens_M, context = self._inputs(step.batch, index, is_training=True)
-            x_MD = decoder.embed(tokens_M, context) if stage.is_first else x
-            x_MD = decoder.run_blocks(x_MD, context, self._block_of(index))
-            return decoder.norm(x_MD) if stage.is_last else x_MD
+            x = tokens_M if stage.is_first else x
+            found = decoder(x, context, partial(self._objective, decoder, index), self._block_of(index))
+            return found if stage.is_last else found.float()  # FSDP gathers embeddings in the compute precision
 
     def _block_of(self, index: int) -> RunBlock | None:
         """Return what runs a block; with activation checkpointing, blocks run again after those of later ones."""
@@ -126,28 +140,36 @@ class PipelineNetwork(DecoderNetwork):
 
         return run
 
-    def _objective(self, hidden_MD: Tensor, index: Tensor) -> Tensor:
+    def _objective(self, decoder: Decoder, index: int, hidden_MD: Tensor) -> Tensor:
         """Return the scaled objective of a micro-batch on the last stage."""
         step = self._step
         assert step is not None
-        labels = labels_to_device(step.batch.labels_ABT[int(index)], self._compute.device)
-        head_VD = self._stages[-1][1].head_weight
-        objective, step.sums[int(index)] = self._loss.train(hidden_MD, head_VD, labels, step.scale, step.loss_scale)
+        labels = labels_to_device(step.batch.labels_ABT[index], self._compute.device)
+        with self._compute.no_autocast():
+            objective, step.sums[index] = self._loss.train(
+                hidden_MD, decoder.head_weight, labels, step.scale, step.loss_scale
+            )
         return objective
 
     def _schedule(self, shape_ABT: tuple[int, ...]) -> _PipelineSchedule:
         """Return the schedule for batches of a shape."""
         if shape_ABT not in self._schedules:
             # Takes more than a second to import, and one device needs none of it.
-            from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+            from torch.distributed.pipelining import (
+                Schedule1F1B,
+                ScheduleInterleaved1F1B,
+                ScheduleInterleavedZeroBubble,
+            )
 
             num_micro_batches, num_rows, num_positions = shape_ABT
             stages = [self._pipeline_stage(stage, decoder, num_rows * num_positions) for stage, decoder in self._stages]
-            options: dict[str, Any] = {"loss_fn": self._objective, "scale_grads": False}
-            if self._config.parallel.pipeline_schedule == "interleaved":
-                made: _PipelineSchedule = ScheduleInterleaved1F1B(list(stages), num_micro_batches, **options)
+            options: dict[str, Any] = {"loss_fn": _pass_on, "scale_grads": False}
+            name = self._config.parallel.pipeline_schedule
+            if name == "1f1b":
+                made: _PipelineSchedule = Schedule1F1B(stages[0], num_micro_batches, **options)
             else:
-                made = Schedule1F1B(stages[0], num_micro_batches, **options)
+                multiple = ScheduleInterleaved1F1B if name == "interleaved" else ScheduleInterleavedZeroBubble
+                made = multiple(list(stages), num_micro_batches, **options)
             self._schedules[shape_ABT] = made
         return self._schedules[shape_ABT]
 
@@ -158,7 +180,8 @@ class PipelineNetwork(DecoderNetwork):
         index = torch.empty(1, dtype=torch.int64, device="meta")
         return PipelineStage(
             _StageModule(partial(self._run_stage, stage, decoder)), stage.index, stage.count, self._compute.device,
-            input_args=index if stage.is_first else stream_MD, output_args=stream_MD, group=self._ranks.replica_group,
+            input_args=index if stage.is_first else stream_MD, output_args=stream_MD, group=self._ranks.pipeline_group,
+            dw_builder=None if self._deferred is None else self._deferred.take,
         )  # fmt: skip
 
     def _add_other_layers(self, num_micro_batches: int) -> None:
@@ -185,19 +208,24 @@ class PipelineNetwork(DecoderNetwork):
         run_block: RunBlock | None = None,
     ) -> Any:
         """Return ``finish(hidden_MD, head_VD)`` on the rank of the last stage, else ``None``. Without gradients."""
+
+        def apply(decoder: Decoder, hidden_MD: Tensor) -> Any:
+            with self._compute.no_autocast():
+                return finish(hidden_MD, decoder.head_weight)
+
+        found: Any = None
         for stage, decoder in self._stages:
+            x = tokens_M
+            if not stage.is_first:
+                x = torch.empty(len(tokens_M), self._spec.hidden_size, device=self._compute.device)
+                dist.recv(x, self._rank(stage.index - 1), self._ranks.pipeline_group)
             with self._compute.autocast():
-                if stage.is_first:
-                    x_MD = decoder.embed(tokens_M, context)
-                else:
-                    x_MD = torch.empty(len(tokens_M), self._spec.hidden_size, device=self._compute.device)
-                    dist.recv(x_MD, self._rank(stage.index - 1), self._ranks.replica_group)
-                x_MD = decoder.run_blocks(x_MD, context, run_block)
-                if stage.is_last:
-                    with self._compute.no_autocast():
-                        return finish(decoder.norm(x_MD), decoder.head_weight)
-            dist.send(x_MD.contiguous(), self._rank(stage.index + 1), self._ranks.replica_group)
-        return None
+                found = decoder(x, context, partial(apply, decoder), run_block)
+            if not stage.is_last:
+                dist.send(found.float().contiguous(), self._rank(stage.index + 1), self._ranks.pipeline_group)
+                found = None
+        self.parameters.release()
+        return found
 
     def _logits(
         self, tokens_M: Tensor, context: ForwardContext, finish: Callable[[Tensor, Tensor], Tensor], num_rows: int
@@ -207,12 +235,12 @@ class PipelineNetwork(DecoderNetwork):
         if found is None:
             found = torch.empty(num_rows, self._spec.vocab_size, device=self._compute.device)
         found = found.contiguous()
-        dist.broadcast(found, self._rank(self._ranks.pipeline_parallel_size - 1), self._ranks.replica_group)
+        dist.broadcast(found, self._rank(self._ranks.pipeline_parallel_size - 1), self._ranks.pipeline_group)
         return found
 
     def _rank(self, stage_index: int) -> int:
         """Return the global rank that has a stage."""
-        pipeline = self._ranks.replica_group
+        pipeline = self._ranks.pipeline_group
         assert pipeline is not None
         return dist.get_global_rank(pipeline, stage_index % self._ranks.pipeline_parallel_size)
 

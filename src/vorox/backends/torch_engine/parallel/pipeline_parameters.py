@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Piece
+from vorox.backends.torch_engine.model import Decoder
+from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Parameters, Piece
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import Group
 from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device
@@ -27,7 +29,7 @@ class PipelineParameters:
     Args:
         spec: The whole decoder.
         groups: The optimizer group of every parameter.
-        ranks: The layout; its ``replica_group`` is the pipeline.
+        ranks: The layout.
         per_device: Stages of each rank.
         device: Where the buffers are.
 
@@ -40,8 +42,8 @@ class PipelineParameters:
     def __init__(
         self, spec: DecoderSpec, groups: Mapping[str, Group], ranks: Ranks, per_device: int, device: torch.device
     ) -> None:
-        assert ranks.replica_group is not None
-        self._spec, self._group_of, self._pipeline = spec, groups, ranks.replica_group
+        assert ranks.pipeline_group is not None
+        self._spec, self._group_of, self._pipeline = spec, groups, ranks.pipeline_group
         self._index, self._size, self._device = ranks.pipeline_index, ranks.pipeline_parallel_size, device
         tables: list[set[str]] = []
         for index in range(self._size):
@@ -50,14 +52,25 @@ class PipelineParameters:
             tables.append({parameter.name for parameter in table})
             if index == self._index:
                 self.stages: tuple[Stage, ...] = stages
-                self._inner = FlatParameters(spec, groups, device=device, table=table)
+                self._inner: FlatParameters | ShardedParameters
+                if ranks.fsdp_size == 1:
+                    self._inner = FlatParameters(spec, groups, device=device, table=table)
+                else:
+                    self._inner = ShardedParameters(spec, groups, ranks=ranks, table=table)
+        self._names = tables[self._index]
         self._owner = {
             parameter.name: next(index for index, names in enumerate(tables) if parameter.name in names)
             for parameter in spec.parameters
         }
 
+    def shard(self, decoders: Sequence[Decoder], dtype: torch.dtype, *, reshard: bool) -> None:
+        """Shard the stages of this rank by FSDP2, if several ranks have them; see ``ShardedParameters``."""
+        if isinstance(self._inner, ShardedParameters):
+            blocks = [block for decoder in decoders for block in decoder.blocks]
+            self._inner.shard(nn.ModuleList(decoders), blocks, dtype, reshard=reshard, roots=decoders)
+
     @property
-    def local(self) -> FlatParameters:
+    def local(self) -> Parameters:
         return self._inner
 
     @property
@@ -100,14 +113,17 @@ class PipelineParameters:
         """Add the gradients of the embedding as an input and as a tied head."""
         if not self._spec.tie_embeddings or self._group_of[TIED].is_frozen:
             return
+        if self._index not in (0, self._size - 1):
+            return
+        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == TIED)
+        if not gradient.numel():  # FSDP has fewer rows than ranks
+            return
         if self._index == 0:
-            gradient = self._inner.slices[TIED].view(self._inner.gradients)
             other = torch.empty_like(gradient)
             dist.recv(other, self._rank(self._size - 1), self._pipeline)
             gradient.add_(other)
             dist.send(gradient, self._rank(self._size - 1), self._pipeline)
-        elif self._has_copy:
-            gradient = self._inner.slices[TIED].view(self._inner.gradients)
+        else:
             dist.send(gradient, self._rank(0), self._pipeline)
             dist.recv(gradient, self._rank(0), self._pipeline)
 
@@ -121,29 +137,25 @@ class PipelineParameters:
 
     def pieces(self, buffers: Buffers) -> Iterator[Piece]:
         """Yield all parameters; those of other ranks have no rows."""
-        here = self._inner.slices
+        here = {piece.name: piece for piece in self._inner.pieces(buffers)}
         for parameter in self._spec.parameters:
-            if self._group_of[parameter.name] not in buffers:
-                continue
-            if parameter.name in here:
-                yield Piece(parameter.name, 0, here[parameter.name].view(buffers))
-            else:
-                yield Piece(parameter.name, 0, torch.empty(0, *parameter.shape[1:], device=self._device))
+            if self._group_of[parameter.name] in buffers:
+                empty = Piece(parameter.name, 0, torch.empty(0, *parameter.shape[1:], device=self._device))
+                yield here.get(parameter.name, empty)
 
     def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
-        """Yield whole parameters of this rank; the first rank yields a tied embedding."""
+        """Yield the parameters of this rank, or its shards of them; the first rank yields a tied embedding."""
         return (piece for piece in self._inner.pieces(buffers) if self._owner[piece.name] == self._index)
 
     def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters; the rank that has one sends it to the others."""
-        here = self._inner.slices
+        here = self._inner.whole(buffers)
         for parameter in self._spec.parameters:
             if self._group_of[parameter.name] not in buffers:
                 continue
             owner = self._owner[parameter.name]
-            is_owner = owner == self._index
-            value = (
-                here[parameter.name].view(buffers) if is_owner else torch.empty(parameter.shape, device=self._device)
-            )
+            value = next(here)[1] if parameter.name in self._names else None
+            if value is None or owner != self._index:
+                value = torch.empty(parameter.shape, device=self._device)
             dist.broadcast(value, self._rank(owner), self._pipeline)
             yield parameter.name, value

@@ -56,13 +56,21 @@ class ShardedParameters:
 
     gradient_divisor = 1
 
-    def __init__(self, spec: ModelSpec, groups: Mapping[str, Group], *, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        groups: Mapping[str, Group],
+        *,
+        ranks: Ranks,
+        table: Sequence[ParameterSpec] | None = None,
+    ) -> None:
+        """Create them for a model, or for the parameters of a ``table``, as ``FlatParameters``."""
         self._spec, self._ranks = spec, ranks
         self._sharded: list[_Sharded] = []
         self.modules: dict[str, nn.Parameter] = {}
         counts = dict.fromkeys(in_order(groups.values()), 0)
         index, size = ranks.fsdp_index, ranks.fsdp_size
-        for name, parts in fused_parts(spec).items():
+        for name, parts in fused_parts(spec, table).items():
             group = fused_group(parts, groups)
             shape = fused_shape(parts)
             self.modules[name] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=not group.is_frozen)
@@ -73,7 +81,15 @@ class ShardedParameters:
             counts[group] += 1
         self.groups = tuple(counts)
 
-    def shard(self, model: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype, *, reshard: bool) -> None:
+    def shard(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        dtype: torch.dtype,
+        *,
+        reshard: bool,
+        roots: Sequence[nn.Module] = (),
+    ) -> None:
         """Shard a model that was built from ``modules``, and allocate this rank's rows.
 
         Args:
@@ -82,19 +98,23 @@ class ShardedParameters:
             dtype: Precision of the gathered parameters; gradients are summed in fp32.
             reshard: Free the gathered rows of a unit between its forward and backward pass (ZeRO-3), or keep them
                 (ZeRO-2).
+            roots: The modules that are called, if not ``model``: the stages of a pipeline.
         """
         # Takes more than a second to import, and one device needs none of it.
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         assert self._ranks.mesh is not None
         buffers = dict(model.named_buffers())
+        paths = {id(parameter): path for path, parameter in model.named_parameters()}
+        paths = {name: paths[id(parameter)] for name, parameter in self.modules.items()}
         mesh = self._ranks.mesh["data", "fsdp"] if self._ranks.data_parallel_size > 1 else self._ranks.mesh["fsdp"]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        for root in roots or (model,):
+            fully_shard(root, mesh=mesh, mp_policy=policy)
         self._units = [cast("FSDPModule", module) for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
@@ -104,7 +124,7 @@ class ShardedParameters:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer
         found = dict(model.named_parameters())
-        self.modules = {name: found[name] for name in self.modules}
+        self.modules = {name: found[path] for name, path in paths.items()}
 
     @property
     def local(self) -> ShardedParameters:
