@@ -54,6 +54,7 @@ SILENT = "silent"
 TEXT_CHARACTERS = 1_000_000
 ROWS, COLUMNS = 40, 120
 REALISTIC_SECONDS = (0.05, 0.2)
+BUDGET_FRACTION = 0.005
 _START_SECONDS = 30.0
 FIGURES = ("step_seconds", "cpu_seconds", "display_seconds", "tracker_seconds", "record_seconds")
 
@@ -298,6 +299,23 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verdict(record: dict[str, Any]) -> str:
+    """Whether the cost is within the budget: time of the training thread in display and tracker, with a dashboard open.
+
+    Each run is compared with its own steps, so the noise between runs does not count.
+    """
+    shares = [
+        (one["display_seconds"] + one["tracker_seconds"]) / one["step_seconds"]
+        for one in record["trials"][CONTENDERS[-1].name]
+    ]
+    share = statistics.median(shares)
+    within = "within" if share < BUDGET_FRACTION else "ABOVE"
+    return (
+        f"Verdict: display and tracker, with the dashboard open, take {share:.3%} of the time of a step in the "
+        f"training thread (worst round {max(shares):.3%}): {within} the budget of {BUDGET_FRACTION:.1%}."
+    )
+
+
 def write_docs(text: str) -> None:
     """Replace the table of the page, between its two marks."""
     page = DOCS.read_text(encoding="utf-8")
@@ -334,12 +352,13 @@ def main() -> None:
     }  # fmt: skip
     given.results.mkdir(parents=True, exist_ok=True)
     (given.results / "display_cost.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n" + table(record))
+    text = f"{table(record)}\n\n{verdict(record)}"
+    print("\n" + text)
     seconds = statistics.median(one["step_seconds"] for one in trials[SILENT])
     if not REALISTIC_SECONDS[0] <= seconds <= REALISTIC_SECONDS[1]:
         print(f"\nA step took {seconds * 1e3:.0f} ms, not 50 to 200 ms: choose another --hidden-size.")
     if given.write_docs:
-        write_docs(table(record))
+        write_docs(text)
 
 
 if __name__ == "__main__":

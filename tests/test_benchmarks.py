@@ -45,6 +45,7 @@ def test_display_cost(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Verdict: display and tracker, with the dashboard open, take ") == 1
     trials = json.loads((tmp_path / "display_cost.json").read_text())["trials"]
     assert list(trials) == ["silent", "plain lines", "live display", "live display and dashboard"]
     for name, (found,) in trials.items():

@@ -111,6 +111,14 @@ def fits(browser: Watched) -> bool:
     return browser.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def is_whole(browser: Watched) -> bool:
+    """Whether no table of stacked rows has to be scrolled sideways, and every cell that has a name has a value."""
+    tables = browser.page.locator(".stacked")
+    sizes = tables.evaluate_all("all => all.map((one) => one.scrollWidth - one.clientWidth)")
+    named = tables.locator("tbody tr td:first-child").all_text_contents()
+    return max(sizes, default=0) <= 0 and all(name.strip() for name in named)
+
+
 def test_every_page(browser: Watched, runs: Path, url: str) -> None:
     ids, base = run_ids(runs), url.split("?")[0]
     browser.open(url, ids[0])
@@ -120,6 +128,7 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
         browser.open(f"{base}#/run/{ids[0]}/{page}", OPENED[page])
         assert fits(browser), page
         assert not browser.page.locator(".problem").count(), page
+        assert is_whole(browser), page
     browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
     assert browser.page.get_by_text("optimizer.lr", exact=True).first.is_visible()
     browser.open(f"{base}#/run/{HOSTILE}/samples", "Samples by step")

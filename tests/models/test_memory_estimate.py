@@ -143,12 +143,14 @@ def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
     available = None if available_gib is None else available_gib << 30
     found = MemoryBudget.of(config, spec, available, num_devices=1, device_kind=device_kind).error("training")
     assert "activations grow to" in found.what
-    named = re.findall(r"(\S+=\S+) \(([^)]+)\)", found.hint)
+    named = re.findall(r"((?:\S+=\S+ )+)\(([^)]+)\)", found.hint)
     assert len(named) == 3 if available is None else named
+    single = [" " not in settings.strip() for settings, _ in named]
+    assert single == sorted(single, reverse=True)
     planned = planned_memory(spec, config)
     limit = planned.total_bytes_on(device_kind) - planned.activation_bytes / 2 if available is None else available
-    for setting, cost in named:
-        assert needed_bytes([setting]) <= limit, (setting, cost)
+    for settings, cost in named:
+        assert needed_bytes(settings.split()) <= limit, (settings, cost)
     assert ("precision.dtype=bf16" in found.hint) <= (device_kind == "cuda")
 
 

@@ -19,8 +19,13 @@ from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
 
-_PARTS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "copy_bytes", "activation_bytes", "logits_bytes",
-          "mask_bytes", "workspace_bytes", "snapshot_bytes")  # fmt: skip
+PART_NAMES = {
+    "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state",
+    "copy_bytes": "copies in lower precision", "activation_bytes": "activations", "logits_bytes": "logits",
+    "mask_bytes": "attention mask", "workspace_bytes": "temporary tensors and libraries",
+    "snapshot_bytes": "checkpoint copy",
+}  # fmt: skip
+"""Fields of the memory estimate, with their names on the page."""
 
 
 def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
@@ -42,9 +47,15 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
     memory = None if spec is None else planned_memory(spec, config, kind)
     space = None if spec is None or not total_steps else checkpoint_space(config, spec, total_steps)
     saved = [entry.size_bytes for entry in list_checkpoints(directory)]
+    peak = _row(
+        "Memory, peak",
+        "bytes",
+        None if memory is None else memory.total_bytes_on(kind),
+        measured,
+        why or ("" if on_device else "The process, with framework and caches; the plan has tensors only."),
+    )
     rows = [
-        _row("Memory, peak", "bytes", None if memory is None else memory.total_bytes_on(kind), measured,
-             why or ("" if on_device else "The process, with framework and caches; the plan has tensors only.")),
+        peak if on_device else {**peak, "ratio": None},
         _row("Speed", "tokens/s", planned_speed, speed, speed_note),
         _row("Duration of the steps", "s", tokens / planned_speed if planned_speed and tokens else None,
              tokens / speed if speed and tokens else None, "Measured: tokens of the run at the median speed."),
@@ -55,7 +66,11 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
         _row("Disk, all checkpoints", "bytes", None if space is None else space.total_bytes, sum(saved) or None,
              why or "Planned: the most that are on disk at any time."),
     ]  # fmt: skip
-    parts = [] if memory is None else [{"name": name, "bytes": getattr(memory, name)} for name in _PARTS]
+    parts = (
+        []
+        if memory is None
+        else [{"name": name, "bytes": getattr(memory, field)} for field, name in PART_NAMES.items()]
+    )
     return {"rows": rows, "memory_parts": [part for part in parts if part["bytes"]]}
 
 

@@ -137,7 +137,7 @@ def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change
 
 
 def settings_that_fit(config: RunConfig, spec: ModelSpec, devices: Devices) -> list[Alternative]:
-    """Return up to three alternatives, single settings if there are any; a shorter row is the last resort."""
+    """Return up to three alternatives, single settings first; a shorter row is the last resort of these."""
     found = [one for one in alternatives(config, spec, devices) if one.settings]
     length = config.data.sequence_length_tokens
     for shorter in (
@@ -148,8 +148,7 @@ def settings_that_fit(config: RunConfig, spec: ModelSpec, devices: Devices) -> l
             used = devices.memory(on_devices(changed, devices.count), spec)[1]
             found.append(Alternative((f"data.sequence_length_tokens={shorter}",), used, "shorter context"))
             break
-    single = [one for one in found if len(one.settings) == 1]
-    return (single or found)[:_MAX_NAMED]
+    return sorted(found, key=lambda one: len(one.settings))[:_MAX_NAMED]
 
 
 def _hint(found: Sequence[Alternative]) -> str:

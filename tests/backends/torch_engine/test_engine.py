@@ -367,7 +367,9 @@ def test_positions_outside_the_model_are_refused() -> None:
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(),
-     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ...")],
+     RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+     RuntimeError("CUDA error: out of memory"), RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"),
+     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
 )  # fmt: skip
 def test_running_out_of_memory_says_what_to_do(error: Exception) -> None:
     engine = make()
@@ -379,7 +381,8 @@ def test_running_out_of_memory_says_what_to_do(error: Exception) -> None:
     with pytest.raises(DoesNotFitError, match="Out of memory while training") as caught:
         step(engine, batch_of(random_rows(2)))
     assert caught.value.exit_code == 3
-    assert caught.value.hint == "set train.micro_batch_sequences=4 (more accumulation)", "half of what grew"
+    first, *_ = caught.value.hint.split(", ")
+    assert first.startswith("set train.micro_batch_sequences=4 (more accumulation)"), "half of what grew"
     assert "GiB" in caught.value.what
     assert "alloc" not in caught.value.what.lower(), "the allocator's own words help nobody"
 

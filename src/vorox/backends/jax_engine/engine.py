@@ -144,7 +144,7 @@ class JaxEngine:
             limit = np.float32(np.inf if max_loss is None else max_loss)  # one compiled step with and without a limit
             arguments = (self.state, arrays, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step), limit)
             self.state, numbers, moments_ALP3 = self._compiled_step(arguments)(*arguments)
-            return JaxStepResult(numbers, moments_ALP3)
+            return JaxStepResult(numbers, moments_ALP3, self._memory)
 
     def _compiled_step(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the step compiled for the shapes of a batch."""

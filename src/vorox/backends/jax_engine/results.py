@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vorox.backends.jax_engine.devices import memory_errors
 from vorox.backends.jax_engine.taps import statistics
 from vorox.core.engine import StepValues
+from vorox.models.memory_advice import MemoryBudget
 
 _BITS = "gradient_bits/"
 
@@ -20,10 +22,11 @@ class JaxStepResult:
     Args:
         numbers: loss, grad_norm, finite, and further metrics by name.
         moments_ALP3: Moments at the tap points (``taps.moments``), if measured.
+        memory: Names settings that fit, if the devices ran out of memory while the step ran.
     """
 
-    def __init__(self, numbers: Mapping[str, jax.Array], moments_ALP3: jax.Array | None) -> None:
-        self._numbers, self._moments = dict(numbers), moments_ALP3
+    def __init__(self, numbers: Mapping[str, jax.Array], moments_ALP3: jax.Array | None, memory: MemoryBudget) -> None:
+        self._numbers, self._moments, self._memory = dict(numbers), moments_ALP3, memory
         for array in (*self._numbers.values(), *([] if moments_ALP3 is None else [moments_ALP3])):
             array.copy_to_host_async()
         self._fetched: StepValues | None = None
@@ -31,13 +34,17 @@ class JaxStepResult:
     def fetch(self) -> StepValues:
         """Wait for the step and return its values."""
         if self._fetched is None:
-            bits = tuple(float(array) for name, array in self._numbers.items() if name.startswith(_BITS))
-            values = {name: float(array) for name, array in self._numbers.items() if not name.startswith(_BITS)}
-            loss, grad_norm, finite = (values.pop(name) for name in ("loss", "grad_norm", "finite"))
-            if self._moments is not None:
-                values |= statistics(np.asarray(self._moments))
-            self._fetched = StepValues(loss, grad_norm, bool(finite), values, bits)
+            with memory_errors("training", self._memory):  # a running step reports its errors here
+                self._fetched = self._values()
         return self._fetched
+
+    def _values(self) -> StepValues:
+        bits = tuple(float(array) for name, array in self._numbers.items() if name.startswith(_BITS))
+        values = {name: float(array) for name, array in self._numbers.items() if not name.startswith(_BITS)}
+        loss, grad_norm, finite = (values.pop(name) for name in ("loss", "grad_norm", "finite"))
+        if self._moments is not None:
+            values |= statistics(np.asarray(self._moments))
+        return StepValues(loss, grad_norm, bool(finite), values, bits)
 
 
 def gradient_bits(gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -351,6 +351,10 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""Parts of other errors of an exhausted device: host allocator; CUDA driver and MPS; cuBLAS, cuDNN and cuSPARSE."""
+
+
 @contextlib.contextmanager
 def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
     """Translate out-of-memory errors of device and host into ``DoesNotFitError`` with a hint."""
@@ -359,7 +363,7 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise budget.error(doing) from error
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):
+        if not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
         raise budget.error(doing) from error
 

@@ -34,13 +34,14 @@ export function replace(node, ...children) {
 }
 
 // A table in a box that scrolls sideways; columns: [{title, cell: row => node or text, number, className}].
-export function dataTable(columns, rows, { caption = "", empty = "None." } = {}) {
+// stacked: on a narrow screen, each row becomes a block of named values, so that nothing is cut off.
+export function dataTable(columns, rows, { caption = "", empty = "None.", stacked = false } = {}) {
   if (!rows.length) return h("p", { class: "note" }, empty);
   const head = h("tr", null, columns.map((column) =>
     h("th", { scope: "col", class: column.number ? "number" : null }, column.title)));
   const body = rows.map((row) => h("tr", null, columns.map((column) =>
-    h("td", { class: [column.number ? "number" : "", column.className ?? ""].join(" ").trim() || null }, column.cell(row)))));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    h("td", { class: [column.number ? "number" : "", column.className ?? ""].join(" ").trim() || null, "data-label": column.title }, column.cell(row)))));
+  return h("div", { class: stacked ? "scroll stacked" : "scroll", tabindex: 0, role: "region", "aria-label": caption },
     h("table", null, caption && h("caption", null, caption), h("thead", null, head), h("tbody", null, body)));
 }
 

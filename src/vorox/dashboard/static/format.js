@@ -69,6 +69,7 @@ export function ago(secondsSinceEpoch) {
 }
 
 export function clock(isoTime) {
+  if (!isoTime) return DASH;
   const time = new Date(isoTime);
   if (Number.isNaN(time.getTime())) return DASH;
   return time.toLocaleString("sv-SE");

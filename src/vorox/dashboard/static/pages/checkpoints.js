@@ -6,6 +6,7 @@ import { ago, bytes, fixed, whole } from "../format.js";
 
 export async function checkpointsPage(root, { run }) {
   const table = h("div"), commands = h("div"), verified = new Map();
+  let shown = null;  // the checkpoint that was chosen; without a choice, the newest
   replace(root, table, commands);
 
   function verifyButton(entry) {
@@ -23,6 +24,9 @@ export async function checkpointsPage(root, { run }) {
   function showCommands(found, entry) {
     const earlier = found.checkpoints.filter((one) => one.step < entry.step && one.state !== "quarantined").at(-1)?.step ?? 0;
     const at = (text) => text.replace("STEP", String(entry.step));
+    const key = `${entry.name} ${earlier} ${entry.resume}`;
+    if (key === commands.dataset.key) return;  // a text that is being selected stays
+    commands.dataset.key = key;
     replace(commands, card(`Commands for step ${whole(entry.step)}`, h("dl", { class: "commands" },
       [["Resume", `vorox train --resume ${entry.resume}`], ["Generate", at(found.commands.generate) + " -p 'Once upon a time'"],
        ["Export", at(found.commands.export)], ["Verify", at(found.commands.verify)],
@@ -43,12 +47,14 @@ export async function checkpointsPage(root, { run }) {
       { title: "Size", number: true, cell: (one) => bytes(one.size_bytes) },
       { title: "Saved", number: true, cell: (one) => ago(one.saved_at) },
       { title: "Fingerprint", cell: (one) => h("code", null, one.fingerprint.split(":").pop().slice(0, 16)) },
-      { title: "", cell: (one) => h("div", { class: "actions" }, verifyButton(one),
-        h("button", { type: "button", onclick: () => { showCommands(found, one); commands.scrollIntoView({ block: "nearest" }); } }, "Commands")) },
-    ], rows, { caption: "Checkpoints", empty: "No checkpoint yet." }),
-    rules.length && h("p", { class: "muted" }, "Schedule: ", rules.map(([key, value]) => `${key.replaceAll("_", " ")} ${value}`).join(", "))));
-    const newest = rows.find((entry) => entry.state !== "quarantined");
-    if (newest && !commands.childElementCount) showCommands(found, newest);
+      { title: "", className: "all", cell: (one) => h("div", { class: "actions" }, verifyButton(one),
+        h("button", { type: "button", onclick: () => { shown = one.name; showCommands(found, one); commands.scrollIntoView({ block: "nearest" }); } }, "Commands")) },
+    ], rows, { caption: "Checkpoints", empty: "No checkpoint yet.", stacked: true }),
+    rules.length && h("p", { class: "muted" }, rules.map(([key, value]) => h("code", null, `checkpoint.${key}=${value} `)))));
+    const usable = rows.filter((entry) => entry.state !== "quarantined");
+    const chosen = usable.find((entry) => entry.name === shown) ?? usable[0];
+    if (chosen) showCommands(found, chosen);
+    else { replace(commands); delete commands.dataset.key; }
   }
   await refresh();
   return { refresh };

@@ -28,8 +28,8 @@ export async function dataPage(root, { run, query }) {
       return node;
     };
     const sources = dataTable([
-      { title: "Source", cell: (one) => h("b", null, one.name) },
-      { title: "Requested / sampled", cell: bar, className: "wide" },
+      { title: "Source", cell: (one) => h("b", null, one.name), className: "all row-title" },
+      { title: "Requested / sampled", cell: bar, className: "wide all" },
       { title: "Requested", number: true, cell: (one) => percent(one.requested_fraction, 2) },
       { title: "Sampled", number: true, cell: (one) => percent(one.sampled_fraction, 2) },
       { title: "Epochs", number: true, cell: (one) => fixed(one.epochs, 2) },
@@ -37,7 +37,7 @@ export async function dataPage(root, { run, query }) {
       { title: "Rows", number: true, cell: (one) => whole(one.rows) + (one.is_complete ? "" : " +") },
       { title: "Packed", number: true, cell: (one) => percent(one.packed_fraction, 2) },
       { title: "Files", number: true, cell: (one) => whole(one.files) },
-    ], found.sources, { caption: "Sources" });
+    ], found.sources, { caption: "Sources", stacked: true });
     const stages = found.stages.length > 1 && dataTable([
       { title: "From step", number: true, cell: (one) => whole(one.step) },
       { title: "Mixture", cell: (one) => Object.entries(one.weights).map(([name, weight]) => `${name} ${percent(weight)}`).join(", ") },

@@ -78,16 +78,16 @@ export async function healthPage(root, { run }) {
       card("Events by rank", dataTable([
         { title: "Rank", number: true, cell: (one) => whole(one.rank) },
         { title: "Last event", cell: (one) => clock(one.last_time), className: "nowrap" },
-        { title: "Message", cell: (one) => one.last_message, className: "message" },
+        { title: "Message", cell: (one) => one.last_message, className: "message all" },
         { title: "Warnings", number: true, cell: (one) => whole(one.warnings) },
         { title: "Errors", number: true, cell: (one) => whole(one.errors) },
-      ], found.ranks, { caption: "Events by rank", empty: "No rank has reported yet." })),
+      ], found.ranks, { caption: "Events by rank", empty: "No rank has reported yet.", stacked: true })),
       card("Warnings and errors", dataTable([
         { title: "Time", cell: (one) => clock(one.time), className: "nowrap" },
         { title: "Level", cell: (one) => pill(one.level) },
         { title: "Rank", number: true, cell: (one) => inUnit(one.rank, "") },
-        { title: "Message", cell: (one) => (one.trace ? h("details", null, h("summary", null, one.message), h("pre", null, one.trace)) : one.message), className: "message" },
-      ], [...found.problems].reverse(), { caption: "Warnings and errors", empty: "None: no warning and no error was recorded." })));
+        { title: "Message", cell: (one) => (one.trace ? h("details", null, h("summary", null, one.message), h("pre", null, one.trace)) : one.message), className: "message all" },
+      ], [...found.problems].reverse(), { caption: "Warnings and errors", empty: "None: no warning and no error was recorded.", stacked: true })));
   }
   await refresh();
   if (!isExport) timer = setTimeout(poll, ACTIVITY_MILLISECONDS);

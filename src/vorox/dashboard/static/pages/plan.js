@@ -5,8 +5,6 @@ import { card, dataTable, h, replace } from "../dom.js";
 import { bytes, count, duration, percent } from "../format.js";
 
 const PLAN_FORMATS = { bytes, s: duration, tokens: count, "tokens/s": (value) => (value === null ? count(value) : `${count(value)} tokens/s`) };
-const PLAN_PARTS = { parameter: "parameters", gradient: "gradients", optimizer: "optimizer state", copy: "copies in lower precision",
-  activation: "activations", logits: "logits", mask: "attention mask", snapshot: "checkpoint copy" };
 
 export async function planPage(root, { run }) {
   async function refresh() {
@@ -19,14 +17,14 @@ export async function planPage(root, { run }) {
     };
     replace(root,
       card("Plan against actual", dataTable([
-        { title: "Quantity", cell: (one) => h("b", null, one.name) },
+        { title: "Quantity", cell: (one) => h("b", null, one.name), className: "all row-title" },
         { title: "Planned", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.planned) },
         { title: "Actual", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.actual) },
         { title: "Actual / planned", number: true, cell: (one) => percent(one.ratio, 0) },
-        { title: "Note", cell: (one) => h("span", { class: "muted" }, one.note) },
-      ], found.rows, { caption: "Plan against actual" })),
+        { title: "Note", cell: (one) => one.note && h("span", { class: "muted" }, one.note), className: "all" },
+      ], found.rows, { caption: "Plan against actual", stacked: true })),
       found.memory_parts.length ? card("Planned memory of a device", dataTable([
-        { title: "Part", cell: (one) => PLAN_PARTS[one.name.replace("_bytes", "")] },
+        { title: "Part", cell: (one) => one.name },
         { title: "Size", number: true, cell: (one) => bytes(one.bytes) },
         { title: "Share", cell: share, className: "wide" },
       ], found.memory_parts, { caption: "Planned memory of a device" })) : null);

@@ -29,8 +29,8 @@ export async function settingsPage(root, { run }) {
       { title: "Started", cell: (one) => clock(one.started_at), className: "nowrap" },
       { title: "Ended", cell: (one) => clock(one.ended_at), className: "nowrap" },
       { title: "Outcome", cell: (one) => pill(one.outcome) },
-      { title: "Command", cell: (one) => command((one.argv ?? []).join(" ")) },
-    ], found.attempts, { caption: "Attempts" })),
+      { title: "Command", cell: (one) => command((one.argv ?? []).join(" ")), className: "all" },
+    ], found.attempts, { caption: "Attempts", stacked: true })),
     card(null, h("div", { class: "bar" }, h("h2", null, "Settings"), h("span", { class: "grow" }), filter), list));
   return {};
 }
