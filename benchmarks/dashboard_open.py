@@ -1,4 +1,4 @@
-"""How fast ``vorox dash`` opens many long runs: dashboard_open.py [--runs 200] [--steps 100000] [--trials 5]
+"""How fast ``vorox dash`` opens many long runs: dashboard_open.py [--runs 200] [--trials 5] [--write-docs]
 
 Every run has one line of metrics per step. A few files are written and hard-linked into all run directories, so the
 disk holds ``--files`` of them; the dashboard reads each link as a file of its own. Chromium runs without a window at
@@ -36,6 +36,16 @@ from playwright.sync_api import Page, sync_playwright
 import interleave
 
 CHROMIUM = "/usr/bin/chromium"
+DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- dashboard_open: begin -->", "<!-- dashboard_open: end -->"
+ROWS = {
+    "list_seconds": "list of all runs with their loss curves",
+    "curves_seconds": "curves of one run, from a sample of its file",
+    "all_points_seconds": "all of its points",
+    "scroll_longest_ms": "longest time between two frames while the list scrolls",
+    "hover_longest_ms": "the same while the pointer moves over the curves",
+}
+"""Rows of the table, by figure."""
 FRAMES = """() => new Promise(done => {
   const gaps = [], end = performance.now() + 3000; let last = performance.now();
   const next = now => {
@@ -117,6 +127,23 @@ def frames(name: str, gaps: list[float]) -> dict[str, float]:
     return {f"{name}_p99_ms": ordered[int(0.99 * (len(ordered) - 1))], f"{name}_longest_ms": ordered[-1]}
 
 
+def table(trials: list[dict[str, Any]]) -> str:
+    """The first trial and the median, as Markdown."""
+    lines = [f"| | first trial | median of {len(trials)} |", "|---|---|---|"]
+    for key, name in ROWS.items():
+        form = "{:.0f} ms" if key.endswith("_ms") else "{:.1f} s"
+        cells = (trials[0][key], statistics.median(one[key] for one in trials))
+        lines.append(f"| {name} | {' | '.join(map(form.format, cells))} |")
+    return "\n".join(lines)
+
+
+def write_docs(text: str) -> None:
+    """Replace the table of the page, between its two marks."""
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
@@ -124,6 +151,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=10, help="Different metrics files.")
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--results", type=Path, default=interleave.RESULTS)
+    parser.add_argument("--write-docs", action="store_true", help="Put the table into docs/performance.md.")
     given = parser.parse_args()
     trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
@@ -136,12 +164,13 @@ def main() -> None:
                 context.close()
                 print(json.dumps({key: round(value, 3) for key, value in trials[-1].items()}), flush=True)
         browser.close()
-    summary = {key: statistics.median(one[key] for one in trials) for key in trials[0]}
     record = {"machine": interleave.machine(), "runs": given.runs, "steps": given.steps, "trials": trials}
     given.results.mkdir(parents=True, exist_ok=True)
     (given.results / "dashboard_open.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("first:", json.dumps({key: round(value, 3) for key, value in trials[0].items()}))
-    print("median:", json.dumps({key: round(value, 3) for key, value in summary.items()}))
+    text = f"{given.runs} runs of {given.steps:,} steps.\n\n{table(trials)}"
+    print("\n" + text)
+    if given.write_docs:
+        write_docs(text)
 
 
 if __name__ == "__main__":
