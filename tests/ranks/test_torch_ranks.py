@@ -8,6 +8,7 @@ are equal bit for bit. The hidden size and three ranks make shards of unequal si
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placemen
     "settings",
     [
         ["optimizer.name=muon"],
+        ["train.batch_stages=[{start_step: 5, global_batch_sequences: 12}]"],
         ["data.document_mask=true"],
         ["loss.z_loss_weight=0.01", "model.tie_embeddings=true"],
         [
@@ -116,7 +118,7 @@ def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placemen
     ids=lambda settings: settings[0],
 )
 def test_sharded_settings_train_as_in_one_process(runs: Runs, settings: list[str]) -> None:
-    name = settings[0].replace(".", "-").replace("=", "-").replace("_", "-")
+    name = re.sub(r"\W+", "-", settings[0]).strip("-").replace("_", "-")
     alone, _ = runs.train(f"{name}-alone", settings)
     run, _ = runs.train(f"{name}-pair", [*settings, "parallel.fsdp_size=2", "--nproc", "2"])
     assert_same_run(run, alone)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig, ScheduleConfig
 from vorox.training.schedule import Horizon, Schedule, horizon
@@ -129,9 +130,11 @@ def test_an_epoch_of_a_part_of_the_dataset() -> None:
 
 def test_a_cache_that_is_too_small_for_the_warm_up() -> None:
     length = Horizon(100, 30, 1_000, 1_000_000)
-    assert length.cache_warning(300, 10) is None
-    assert "30 steps is computed from the full dataset of about 1,000,000 tokens" in str(length.cache_warning(299, 10))
-    assert Horizon(100, 30, 1_000, 10_000).cache_warning(100, 10) is None, "all of the text is cached"
+    assert length.cache_warning(300, BatchSizes(10)) is None
+    assert "30 steps is computed from the full dataset of about 1,000,000 tokens" in str(
+        length.cache_warning(299, BatchSizes(10))
+    )
+    assert Horizon(100, 30, 1_000, 10_000).cache_warning(100, BatchSizes(10)) is None, "all of the text is cached"
     assert Horizon.from_json(length.to_json()) == length
     assert Horizon.from_json({"total_steps": 1, "warmup_steps": 2, "tokens_per_step": 3}) == Horizon(1, 2, 3)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from vorox.cli import humanize
 from vorox.cli.data_growth import check_unchanged
 from vorox.cli.disk_plan import disk_lines
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
@@ -304,6 +305,8 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
         f"batch          {pluralize(rows, 'row')} = {times:,} x {pluralize(micro, 'row')} x "
         f"{pluralize(parts, 'device')}; {pluralize(tokens, 'token')} per step"
     )
+    for stage in batch_sizes_of(config).stages[1:]:
+        yield f"               from step {stage.start_step + 1:,}: {pluralize(stage.rows, 'row')} per step"
 
 
 def _length(config: RunConfig, text: _Text) -> Horizon:
@@ -326,7 +329,7 @@ def _new_tokens(config: RunConfig, text: _Text) -> float:
 def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     length = _length(config, text)
     about = "" if text.exact or config.train.num_epochs is None else "about "
-    tokens = length.total_steps * length.tokens_per_step
+    tokens = length.total_tokens
     epochs = tokens / max(1.0, text.num_train_tokens)
     yield (
         f"length         {about}{pluralize(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "

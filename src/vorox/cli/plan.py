@@ -12,6 +12,7 @@ import typer
 from vorox.cli import humanize
 from vorox.cli.arguments import parse_arguments
 from vorox.cli.output import AsJson, print_json, print_wrapped
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ def _batch_lines(found: ResourcePlan) -> Iterator[str]:
         f"batch          {pluralize(train.global_batch_sequences, 'row')}, {pluralize(tokens, 'token')}: "
         f"{pluralize(rows, 'row')} on each device, in micro-batches of {train.micro_batch_sequences:,}"
     )
+    for stage in batch_sizes_of(found.config).stages[1:]:
+        yield f"               from step {stage.start_step + 1:,}: {pluralize(stage.rows, 'row')}"
     largest = found.largest_micro_batch_sequences
     if found.fits and largest > train.micro_batch_sequences:
         yield f"               train.micro_batch_sequences={largest} fits as well"

@@ -23,6 +23,7 @@ from vorox.cli.train_options import (
     NumProcesses,
     Resume,
 )
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
 from vorox.core.windows_variables import set_windows_variables
 
@@ -370,5 +371,6 @@ def _first_line(config: RunConfig) -> str:
     sources = ", ".join(source.name for source in data.sources)
     label, name = model_label(config), config.run.name or ""
     model = name if label in name else f"{name}: {label}".removeprefix(": ")
-    batch = f"{train.global_batch_sequences} x {data.sequence_length_tokens} tokens per step"
+    rows = " to ".join(str(stage.rows) for stage in batch_sizes_of(config).stages)
+    batch = f"{rows} x {data.sequence_length_tokens} tokens per step"
     return f"{model} on {sources}, {length}, {batch}"

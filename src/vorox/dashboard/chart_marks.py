@@ -64,12 +64,14 @@ def _marks_of_file(path: Path, size: int, changed_ns: int) -> tuple[Mark, ...]: 
 
 def plan_marks(state: PlanState) -> Iterator[Mark]:
     """Yield the first step of every later stage of the mixture, and of rows that joined the plan after its start."""
-    batch = state.start.global_batch_sequences
+    sizes = state.start.batch_sizes
+    for stage in sizes.stages[1:]:
+        yield {"step": stage.start_step + 1, "label": "batch size change"}
     for before, stage in pairwise(state.stages):
         if not stage.is_like(before):
             is_length = stage.row_pieces != before.row_pieces
             label = "row length change" if is_length else "mixture change"
-            yield {"step": stage.start_position // batch + 1, "label": label}
+            yield {"step": sizes.step_at(stage.start_position) + 1, "label": label}
     for source, segments in enumerate(state.segments):
         known = max((part.end for part in segments[0].ranges), default=0) if segments else 0
         for segment in segments[1 : _MAX_GROWTH_MARKS + 1]:
@@ -77,5 +79,5 @@ def plan_marks(state: PlanState) -> Iterator[Mark]:
             if newest > known:
                 draw = np.array([segment.start_draw], np.int64)
                 position = int(state.mixture.invert(np.array([source], np.int32), draw)[0])
-                yield {"step": position // batch + 1, "label": "growth"}
+                yield {"step": sizes.step_at(position) + 1, "label": "growth"}
             known = max(known, newest)

@@ -68,7 +68,7 @@ class DataPages:
         """
         with self._lock:
             index = self._index(directory)
-            plan, position = index.plan, min(step * index.plan.start.global_batch_sequences, index.plan.num_positions)
+            plan, position = index.plan, min(index.plan.start.batch_sizes.position_of(step), index.plan.num_positions)
             counts = plan.state.mixture.counts(position)
             weights = plan.state.mixture.stage_at(max(0, position - 1)).weights
             total_weight = float(sum(weights.values())) or 1.0
@@ -151,10 +151,10 @@ def _packed_fraction(cache: CacheReader) -> float | None:
 
 
 def _stages(index: RunDataIndex) -> list[dict[str, Any]]:
-    names, batch = [source.name for source in index.plan.sources], index.plan.start.global_batch_sequences
+    names, sizes = [source.name for source in index.plan.sources], index.plan.start.batch_sizes
     return [
         {
-            "step": stage.start_position // batch + 1,
+            "step": sizes.step_at(stage.start_position) + 1,
             "weights": {
                 names[number]: float(weight) / float(sum(stage.weights.values()))
                 for number, weight in sorted(stage.weights.items())

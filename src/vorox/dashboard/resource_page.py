@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
@@ -40,7 +41,7 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
     on_device = environment.get("device_kind") == "cuda"
     measured = _largest(series, "memory/device_peak_bytes" if on_device else "memory/host_peak_bytes")
     speed = _median(series, "tokens_per_second")
-    tokens = total_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
+    tokens = batch_sizes_of(config).position_of(total_steps) * config.data.sequence_length_tokens
     planned_speed, speed_note = _planned_speed(config, environment, series)
     seconds = series.seconds_at(series.points("loss")[0])
     kind = str(environment.get("device_kind", "cpu"))

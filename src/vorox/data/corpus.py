@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.atomic import make_directory
+from vorox.core.batch_sizes import batch_stages_of
 from vorox.core.config.cross_checks import exact_weight
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -284,7 +285,10 @@ def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) 
         )  # fmt: skip
         for name, bucket, share in _buckets(section, source.train, known, config):
             sources.append(replace(whole, name=name, bucket=bucket, weight=weight * share))
-    return PlanStart(config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources), rule)
+    return PlanStart(
+        config.run.seed, config.data.shuffle, config.train.global_batch_sequences, tuple(sources), rule,
+        batch_stages_of(config),
+    )  # fmt: skip
 
 
 def _buckets(

@@ -75,7 +75,7 @@ class PlanGrower:
         """Number of steps of the whole run, if known."""
         if self._last_position is None:
             return None
-        return self._last_position // self._plan.start.global_batch_sequences
+        return self._plan.start.batch_sizes.step_at(self._last_position)
 
     def cover(self, position: int, *, stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until the plan covers all positions below ``position``; look ahead as far as rows are built.
@@ -88,7 +88,8 @@ class PlanGrower:
             DataNotReady: Rows are missing, and ``on_starve`` or ``stop`` forbids waiting for them.
             DataError: A source is exhausted, or a cache cannot be read.
         """
-        ahead = position + self._growth.horizon_steps * self._plan.start.global_batch_sequences
+        sizes = self._plan.start.batch_sizes
+        ahead = sizes.position_of(sizes.step_at(position) + self._growth.horizon_steps)
         if self._last_position is not None:
             ahead = max(position, min(ahead, self._last_position))
         while self._plan.num_positions < ahead:
@@ -146,7 +147,7 @@ class PlanGrower:
 
     def _not_ready(self) -> DataNotReady:
         return DataNotReady(
-            f"Step {self._plan.num_positions // self._plan.start.global_batch_sequences + 1:,} has no rows yet: "
+            f"Step {self._plan.start.batch_sizes.step_at(self._plan.num_positions) + 1:,} has no rows yet: "
             f"{self._reason()}",
             where=str(self._plan.path),
             hint="build the caches with `vorox data build` and the same configuration, then run the same command again",

@@ -136,7 +136,8 @@ class GrowthPolicies:
             return self._exhausted(state, index, num_rows) if is_required else []
         if self._rule.later_passes == "segments":
             return self._segment(state, index, epoch, 1, self._fixed_units(index, [], is_required) or [])
-        ahead = state.num_positions + self._growth.horizon_steps * state.start.global_batch_sequences
+        sizes = state.start.batch_sizes
+        ahead = sizes.position_of(sizes.step_at(state.num_positions) + self._growth.horizon_steps)
         wanted = state.mixture.counts(ahead)[index] - state.end_draw(index)  # equal on all ranks
         num_epochs = max(1, -(-wanted // num_rows)) if segments else 1
         num_epochs = num_epochs if limit is None else min(limit - epoch, num_epochs)

@@ -11,7 +11,8 @@ Shape legend: A micro-batches, B rows of a micro-batch, T positions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,8 @@ def open_batches(
         readers: Caches of the plan's sources, in its order; ``None`` for a source that is no longer sampled.
         shard: The part of each global batch that this process reads.
         cursor: Where to start: ``first_cursor`` or the cursor of a checkpoint.
-        global_batch_sequences: Rows per step over all shards; must equal the plan's.
+        global_batch_sequences: Rows per step over all shards, before the first of the plan's batch stages; must equal
+            the plan's.
         micro_batch_sequences: Rows per micro-batch of one shard.
         document_mask: Whether attention is confined to a document.
         num_threads: Reader threads; 0 reads each batch on request.
@@ -88,7 +90,8 @@ def open_batches(
             f"The plan has {plan.start.global_batch_sequences} rows per step, not {global_batch_sequences}",
             where="train.global_batch_sequences", hint="A run keeps its batch size; start a new run to change it",
         )  # fmt: skip
-    slots = slots_of_shard(global_batch_sequences, micro_batch_sequences, shard)
+    sizes = plan.start.batch_sizes
+    slots = {stage.rows: _StepSlots.of(stage.rows, micro_batch_sequences, shard) for stage in sizes.stages}
     _check_cursor(plan, cursor)
     plan.check(readers)
     _check_same_shape([reader for reader in readers if reader is not None])
@@ -97,7 +100,7 @@ def open_batches(
 
     def num_steps() -> int:
         if grower is None:
-            return plan.num_positions // global_batch_sequences
+            return sizes.step_at(plan.num_positions)
         return _ENDLESS_STEPS if grower.total_steps is None else grower.total_steps
 
     return Prefetcher(
@@ -183,42 +186,67 @@ def validation_batches(
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _StepSlots:
+    """The slots of a step that a shard reads, for steps of one size.
+
+    Attributes:
+        slots: The slots, without the missing rows at the end of the last micro-batch.
+        num_micro_batches: Micro-batches of the step.
+        padding_rows: Rows that fill the last micro-batch up.
+    """
+
+    slots: Int64Array
+    num_micro_batches: int
+    padding_rows: int
+
+    @classmethod
+    def of(cls, rows: int, micro_batch_sequences: int, shard: DataShard) -> _StepSlots:
+        slots_AB = slots_of_shard(rows, micro_batch_sequences, shard)
+        slots = slots_AB[slots_AB >= 0]
+        return cls(slots, len(slots_AB), slots_AB.size - slots.size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, with those that fill it up."""
+        return len(self.slots) + self.padding_rows
+
+
 class _BatchReader:
     """Reads the batch of any step of a run for one shard. Rows are located one window of steps at a time."""
 
     def __init__(
         self,
         source: RowSource,
-        slots_AB: Int64Array,
+        slots: Mapping[int, _StepSlots],
         document_mask: bool,
         cursor: DataCursor,
         image_input: ImageInput | PatchInput | None,
     ) -> None:
         self._image_input = image_input
         self._source, self._plan, self._document_mask, self._cursor = source, source.plan, document_mask, cursor
-        self._batch_rows = source.plan.start.global_batch_sequences
-        self._slots = slots_AB[slots_AB >= 0]  # missing rows are at the end of the last micro-batch
-        self._num_micro_batches, self._padding_rows = len(slots_AB), slots_AB.size - self._slots.size
-        self._window_steps = max(1, _LOCATED_ROWS // slots_AB.size)
+        self._sizes, self._slots = source.plan.start.batch_sizes, slots
+        self._window_steps = max(1, _LOCATED_ROWS // max(one.num_rows for one in slots.values()))
         self._windows: dict[int, tuple[int, LocatedRows]] = {}
         self._locating = threading.Lock()
 
     def read(self, step: int) -> Batch:
-        self._source.cover((step + 1) * self._batch_rows)
+        self._source.cover(self._sizes.position_of(step + 1))
+        slots = self._slots_of(step)
         return assemble(
             self._locate(step).read(),
             document_mask=self._document_mask,
             step=step,
             cursor_after=self._cursor_after(step + 1),
-            num_micro_batches=self._num_micro_batches,
-            padding_rows=self._padding_rows,
-            row_pieces=self._plan.row_pieces_at(step * self._batch_rows),
+            num_micro_batches=slots.num_micro_batches,
+            padding_rows=slots.padding_rows,
+            row_pieces=self._plan.row_pieces_at(self._sizes.position_of(step)),
             image_input=self._image_input,
         )
 
     def _cursor_after(self, step: int) -> DataCursor:
         """Return the cursor before a step. Over growing caches it includes all events that decide earlier rows."""
-        position = step * self._batch_rows
+        position = self._sizes.position_of(step)
         events, digest = self._cursor.plan_events, self._cursor.plan_digest
         if self._plan.start.growth is not None:
             events = max(events, self._plan.state.events_covering(position))
@@ -226,23 +254,34 @@ class _BatchReader:
         return DataCursor(plan_digest=digest, plan_events=events, step=step, position=position, seed=self._cursor.seed)
 
     def _locate(self, step: int) -> LocatedRows:
-        window, num_slots = step // self._window_steps, len(self._slots)
+        window = step // self._window_steps
         with self._locating:
             first_step, located = self._windows.get(window, (0, None))
-            if located is None or (step - first_step) * num_slots >= len(located):  # the plan was extended since
+            if located is None or self._rows_between(first_step, step) >= len(located):  # the plan was extended since
                 first_step = max(window * self._window_steps, self._cursor.step)  # sources of earlier steps may be gone
                 located = self._locate_window(first_step, step)
                 self._windows[window] = first_step, located
                 for old in sorted(self._windows)[:-2]:
                     del self._windows[old]
-            start = (step - first_step) * num_slots
-            return located[start : start + num_slots]
+            start = self._rows_between(first_step, step)
+            return located[start : start + len(self._slots_of(step).slots)]
 
     def _locate_window(self, first_step: int, step: int) -> LocatedRows:
         window_end = (step // self._window_steps + 1) * self._window_steps if self._windows else step + 1
-        end = max(step + 1, min(window_end, self._plan.num_positions // self._batch_rows))
-        positions = np.arange(first_step, end)[:, None] * self._batch_rows + self._slots
-        return self._source.locate(positions.reshape(-1))
+        end = max(step + 1, min(window_end, self._sizes.step_at(self._plan.num_positions)))
+        steps = range(first_step, end)
+        return self._source.locate(
+            np.concatenate([self._sizes.position_of(one) + self._slots_of(one).slots for one in steps])
+        )
+
+    def _slots_of(self, step: int) -> _StepSlots:
+        return self._slots[self._sizes.rows_of(step)]
+
+    def _rows_between(self, first_step: int, step: int) -> int:
+        """Return the number of rows that this shard reads from ``first_step`` up to ``step``."""
+        if self._sizes.is_uniform(first_step, step):
+            return (step - first_step) * len(self._slots_of(step).slots)
+        return sum(len(self._slots_of(one).slots) for one in range(first_step, step))
 
 
 def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
@@ -251,10 +290,10 @@ def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
             f"The data cursor of step {cursor.step:,} does not belong to this plan", where=str(plan.path),
             hint="resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
         )  # fmt: skip
-    if cursor.step < 0 or cursor.position != cursor.step * plan.start.global_batch_sequences:
+    if cursor.step < 0 or cursor.position != plan.start.batch_sizes.position_of(cursor.step):
         raise DataError(
             f"The data cursor has position {cursor.position:,} at step {cursor.step:,}, but the plan has "
-            f"{plan.start.global_batch_sequences} rows per step",
+            f"position {plan.start.batch_sizes.position_of(max(0, cursor.step)):,} there",
             where=str(plan.path),
         )
 

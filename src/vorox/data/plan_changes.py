@@ -122,8 +122,8 @@ def covering_events(state: PlanState, position: int, readers: Readers, where: st
     Raises:
         DataError: A source has no rows, or is exhausted and its policy is ``error``.
     """
-    batch = state.start.global_batch_sequences
-    target, events = -(-position // batch) * batch, list[PlanEvent]()
+    sizes = state.start.batch_sizes
+    target, events = sizes.position_of(sizes.num_steps(position)), list[PlanEvent]()
     while True:
         draw_counts = state.mixture.counts(target)
         segments = [
@@ -164,7 +164,7 @@ def exhausted_error(state: PlanState, source_index: int, last_draw: int, num_row
     source = state.sources[source_index]
     draw = int(state.mixture.invert(np.array([source_index], np.int32), np.array([last_draw]))[0])
     return DataError(
-        f"Source {source.name!r} is exhausted at step {draw // state.start.global_batch_sequences:,}: max_epochs is "
+        f"Source {source.name!r} is exhausted at step {state.start.batch_sizes.step_at(draw):,}: max_epochs is "
         f"{source.max_epochs} and an epoch has {num_rows:,} rows",
         where=f"data.sources.{source_index}.max_epochs",
         hint="train for fewer steps, raise max_epochs, lower the source's weight, add text, or set on_exhausted to "
@@ -179,20 +179,20 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
         DataError: No source remains.
     """
     draw, index = state.first_missing()
-    batch, name = state.start.global_batch_sequences, state.names[index]
-    position = draw // batch * batch
+    sizes, name = state.start.batch_sizes, state.names[index]
+    position = sizes.floor(draw)
     unread = state.end_draw(index) - state.mixture.counts(position)[index]
     message = (
         f"source {name!r} is used up after {_num_passes(state.segments[index])} and no longer drawn "
-        f"from step {position // batch:,} on; the {unread:,} rows left of it do not fill their share of that step and "
-        "are skipped; the other sources share its weight in proportion to theirs"
+        f"from step {sizes.step_at(position):,} on; the {unread:,} rows left of it do not fill their share of that "
+        "step and are skipped; the other sources share its weight in proportion to theirs"
     )  # recorded in plan.jsonl: the wording is part of the format
     events: list[StageEvent] = []
     for number, stage in enumerate(_from_position(position, state.stages)):
         weights = {state.names[i]: weight for i, weight in stage.weights.items() if i != index}
         if not weights:
             raise DataError(
-                f"All sources are exhausted at step {stage.start_position // batch:,}: {name!r} was the last",
+                f"All sources are exhausted at step {sizes.step_at(stage.start_position):,}: {name!r} was the last",
                 where=where, hint="train for fewer steps, raise max_epochs, or add text to the sources",
             )  # fmt: skip
         messages = (message,) if number == 0 else ()

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import computed_field
 
 from vorox.core.atomic import canonical_json
+from vorox.core.batch_sizes import BatchSizes, BatchStage, batch_sizes
 from vorox.core.errors import DataError
 
 Weight = Annotated[Fraction, PlainSerializer(lambda value: f"{value.numerator}/{value.denominator}")]
@@ -109,9 +110,10 @@ class PlanStart:
     Attributes:
         seed: Seed of the data order.
         shuffle: Whether rows are permuted; otherwise sources are read in stored order.
-        global_batch_sequences: Rows per step, over all ranks.
+        global_batch_sequences: Rows per step, over all ranks, before the first of ``batch_stages``.
         sources: The sources, in the configuration's order.
         growth: How growing caches are planned; ``None`` if caches are complete before the first step.
+        batch_stages: Later stages of the batch size.
         order: Version of the permutation that shuffles rows (``data/permutation.py``).
         mixture: Version of the mixing of sources (``data/mixture.py``).
     """
@@ -121,10 +123,16 @@ class PlanStart:
     global_batch_sequences: int
     sources: tuple[PlanSource, ...]
     growth: Annotated[GrowthRule | None, _omitted_if(None)] = None
+    batch_stages: Annotated[tuple[BatchStage, ...], _omitted_if(())] = ()
     kind: Literal["start"] = "start"
     format: Literal["plan/1"] = "plan/1"
     order: Literal["perm/1"] = "perm/1"
     mixture: Literal["mix/1"] = "mix/1"
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The rows of every step."""
+        return batch_sizes(self.global_batch_sequences, self.batch_stages)
 
 
 class UnitRange(NamedTuple):

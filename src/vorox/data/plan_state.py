@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.atomic import canonical_json
+from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
 from vorox.data.permutation import permutation_key, permute, unpermute
@@ -135,19 +136,19 @@ class PlanState:
                 first = self if self.horizons else self._with_horizon(HorizonEvent(0, before, None), where)
                 state, effective_from = first._with_horizon(HorizonEvent(position, total, None), where), position
             case SkipEvent(position):
-                _require(position >= 0 and position % self._batch == 0, event, where)
+                _require(position >= 0 and self._sizes.is_start(position), event, where)
                 kept = [known for known in self.skips if known.start_position != position]
                 added = [event] if event.reason != "withdrawn" else []
                 state = replace(self, skips=tuple(sorted([*kept, *added], key=lambda one: one.start_position)))
             case RollbackEvent(start, end):
                 _require(0 <= event.state_position <= start < end, event, where)
-                _require(not any(place % self._batch for place in (event.state_position, start, end)), event, where)
+                _require(all(map(self._sizes.is_start, (event.state_position, start, end))), event, where)
                 state = replace(self, rollbacks=(*self.rollbacks, event))
         digest = hashlib.sha256(self.digests[-1].encode() + canonical_json(self.encode(event))).hexdigest()
         return replace(
             state,
             digests=(*self.digests, digest),
-            covered_positions=(*self.covered_positions, state.first_missing()[0] // self._batch * self._batch),
+            covered_positions=(*self.covered_positions, self._sizes.floor(state.first_missing()[0])),
             effective_from=(*self.effective_from, effective_from),
         )
 
@@ -160,7 +161,7 @@ class PlanState:
 
     def skipped_positions(self) -> Positions:
         """Return the first positions of the steps whose updates are not applied, ascending."""
-        parts = [np.arange(one.start_position, one.end_position, self._batch) for one in self.rollbacks]
+        parts = [self._step_starts(one.start_position, one.end_position) for one in self.rollbacks]
         return np.unique(np.concatenate([np.array([one.start_position for one in self.skips], np.int64), *parts]))
 
     def encode(self, event: PlanEvent) -> dict[str, Any]:
@@ -169,9 +170,16 @@ class PlanState:
             event = replace(event, draw_counts=self._draw_counts(event.start_position))
         return encode_event(event)
 
+    def skipped_steps(self) -> Positions:
+        """Return the steps whose updates are not applied, from 0, ascending."""
+        return np.array([self._sizes.step_at(int(position)) for position in self.skipped_positions()], np.int64)
+
     @property
-    def _batch(self) -> int:
-        return self.start.global_batch_sequences
+    def _sizes(self) -> BatchSizes:
+        return self.start.batch_sizes
+
+    def _step_starts(self, start: int, end: int) -> Positions:
+        return np.concatenate([np.arange(*part, dtype=np.int64) for part in self._sizes.parts(start, end)])
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -266,8 +274,26 @@ class PlanState:
         """Shuffle the slots of each global batch, so that the mixture's pattern does not align with ranks."""
         if not self.start.shuffle:
             return numbers
-        block, slot = np.divmod(numbers, self._batch)
-        return numbers - slot + shuffle(slot, self._batch, self._slot_key, block)
+        if len(self._sizes.stages) == 1 or not numbers.size:
+            return self._shuffle_within(numbers, self._sizes.largest, 0, 0, shuffle)
+        found = numbers.copy()
+        for first, end, rows in self._sizes.parts(int(numbers.min()), int(numbers.max()) + 1):
+            here = (numbers >= first) & (numbers < end)
+            start = self._sizes.floor(first)
+            found[here] = self._shuffle_within(numbers[here], rows, start, self._sizes.step_at(first), shuffle)
+        return found
+
+    def _shuffle_within(
+        self,
+        numbers: Positions,
+        rows: int,
+        start: int,
+        start_step: int,
+        shuffle: Callable[[Positions, int, bytes, Positions], Positions],
+    ) -> Positions:
+        """Shuffle the slots of steps of equal size, the first of which is ``start_step`` at position ``start``."""
+        step, slot = np.divmod(numbers - start, rows)
+        return numbers - slot + shuffle(slot, rows, self._slot_key, step + start_step)
 
     def _draw_counts(self, position: int) -> dict[str, int]:
         return dict(zip(self.names, self.mixture.counts(position), strict=True))
@@ -313,7 +339,7 @@ class PlanState:
     def _with_stage(self, event: StageEvent, where: str) -> PlanState:
         is_sound = event.start_position >= 0 and event.row_pieces > 0 and min(event.weights.values(), default=0) > 0
         _require(is_sound, event, where)
-        if event.start_position % self._batch:
+        if not self._sizes.is_start(event.start_position):
             raise DataError("The stage starts in the middle of a step", where=where)
         weights = {self._index_of(name, event, where): weight for name, weight in event.weights.items()}
         draw_counts = self._draw_counts(event.start_position)
@@ -330,7 +356,7 @@ class PlanState:
         return replace(self, requested_stages=requested, stages=replaced(self.stages))
 
     def _with_horizon(self, event: HorizonEvent, where: str) -> PlanState:
-        if event.start_position % self._batch:
+        if not self._sizes.is_start(event.start_position):
             raise DataError("The horizon starts in the middle of a step", where=where)
         kept = [known for known in self.horizons if known.start_position < event.start_position]
         return replace(self, horizons=(*kept, event))

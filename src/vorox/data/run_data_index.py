@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.attempts import intervals, read_attempts
+from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
@@ -81,7 +82,7 @@ class RunDataIndex:
     @property
     def num_steps(self) -> int:
         """Number of steps that the plan covers."""
-        return self.plan.num_positions // self.plan.start.global_batch_sequences
+        return self._sizes.step_at(self.plan.num_positions)
 
     def positions_of_step(self, step: int) -> range:
         """Return the positions of a step's slots, in slot order.
@@ -94,12 +95,11 @@ class RunDataIndex:
                 f"Step {step:,} is not in the run's plan, which has steps 1 to {self.num_steps:,}",
                 where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
             )  # fmt: skip
-        batch = self.plan.start.global_batch_sequences
-        return range((step - 1) * batch, step * batch)
+        return range(self._sizes.position_of(step - 1), self._sizes.position_of(step))
 
     def is_skipped(self, step: int) -> bool:
         """Whether the update of a step was skipped."""
-        return self.plan.is_skipped((step - 1) * self.plan.start.global_batch_sequences)
+        return self.plan.is_skipped(self._sizes.position_of(step - 1))
 
     def applied_steps(self) -> npt.NDArray[np.int64]:
         """Return the steps whose updates the weights hold, ascending: executed, neither rolled back nor skipped."""
@@ -110,16 +110,15 @@ class RunDataIndex:
 
     def skipped_steps(self) -> npt.NDArray[np.int64]:
         """Return the steps whose update is skipped because of a loss spike, ascending."""
-        return self.plan.state.skipped_positions() // self.plan.start.global_batch_sequences + 1
+        return self.plan.state.skipped_steps() + 1
 
     def row_uses(self, steps: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         """Return how often some steps read each row of each source."""
         uses = [np.zeros(reader.num_rows, np.int64) for reader in self.readers]
-        batch = self.plan.start.global_batch_sequences
-        steps_at_once = max(1, _POSITIONS_AT_ONCE // batch)
+        steps_at_once = max(1, _POSITIONS_AT_ONCE // self._sizes.largest)
         for first in range(0, len(steps), steps_at_once):
-            part = steps[first : first + steps_at_once]
-            found = self.plan.locate(((part[:, None] - 1) * batch + np.arange(batch)).reshape(-1))
+            part = [self.positions_of_step(step) for step in steps[first : first + steps_at_once].tolist()]
+            found = self.plan.locate(np.concatenate([np.arange(one.start, one.stop, dtype=np.int64) for one in part]))
             for index, reader in enumerate(self.readers):
                 here = found.source_index == index
                 np.add.at(uses[index], found.row[here] + reader.unit_row_starts[found.unit_start[here]], 1)
@@ -127,8 +126,12 @@ class RunDataIndex:
 
     def step_and_slot(self, position: int) -> tuple[int, int]:
         """Return the step (from 1) and the slot (from 0) of a position."""
-        step, slot = divmod(position, self.plan.start.global_batch_sequences)
-        return step + 1, slot
+        step = self._sizes.step_at(position)
+        return step + 1, position - self._sizes.position_of(step)
+
+    @property
+    def _sizes(self) -> BatchSizes:
+        return self.plan.start.batch_sizes
 
 
 def attempt_notes(run_directory: Path, name: str) -> list[object]:

@@ -6,9 +6,11 @@ the checks before step 1, the rehearsal and a failing step give the same advice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
 from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory
@@ -81,9 +83,10 @@ def on_devices(config: RunConfig, num_devices: int) -> RunConfig:
 
 def largest_micro_batch(config: RunConfig, spec: ModelSpec, devices: Devices) -> int:
     """Return the largest micro-batch that fits and divides a device's rows; 0 if none does."""
-    rows = -(-config.train.global_batch_sequences // config.parallel.num_row_parts)
+    stages = {-(-stage.rows // config.parallel.num_row_parts) for stage in batch_sizes_of(config).stages}
+    rows = math.gcd(*stages)
     fills = config.parallel.fills_pipeline
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0 and fills(rows // size)]
+    sizes = [size for size in range(rows, 0, -1) if rows % size == 0 and all(fills(each // size) for each in stages)]
     return next((size for size in sizes if devices.fit(_changed(config, _micro_batch(size)), spec)), 0)
 
 

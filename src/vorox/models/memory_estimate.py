@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.schema import RunConfig
 from vorox.models.cpu_memory import cpu_workspace
 from vorox.models.decoder_spec import DecoderSpec
@@ -159,7 +160,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
     table = parameters_of(spec, stages, tied=isinstance(spec, DecoderSpec) and spec.tie_embeddings)
     share = sum(row.num_elements for row in table) / spec.num_parameters
     count = parallel.num_micro_batches(
-        train.micro_batch_sequences, train.global_batch_sequences, parallel.num_row_parts
+        train.micro_batch_sequences, batch_sizes_of(config).largest, parallel.num_row_parts
     )
     kept = min(count, size - index)  # micro-batches, or passes through one stage
     if per_device > 1:
@@ -193,7 +194,7 @@ def _num_partial_sums(config: RunConfig) -> int:
     if config.runtime.determinism != "bitwise-any-world":
         return 0
     rows = config.train.micro_batch_sequences * config.parallel.num_row_parts
-    return (-(-config.train.global_batch_sequences // rows) - 1).bit_length()
+    return (-(-batch_sizes_of(config).largest // rows) - 1).bit_length()
 
 
 def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:

@@ -65,7 +65,12 @@ def training_batches(
         readers = await_planned_units(plan, readers, stop=stop or _never, report=report)
     if plan.start.growth is not None and total_steps is not None:
         grower = PlanGrower(
-            plan, readers, config.data.growth, last_position=total_steps * batch, report=report, decides=decides
+            plan,
+            readers,
+            config.data.growth,
+            last_position=plan.start.batch_sizes.position_of(total_steps),
+            report=report,
+            decides=decides,
         )
     return open_batches(
         plan,
@@ -117,7 +122,7 @@ def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_ste
     with tempfile.TemporaryDirectory(prefix="vorox-preview-") as directory:
         plan = Plan.create(RunLayout(Path(directory)).plan, endless, readers)
         if endless.growth is None:
-            plan.extend_to(num_steps * config.train.global_batch_sequences, readers)
+            plan.extend_to(plan.start.batch_sizes.position_of(num_steps), readers)
         cursor = first_cursor(plan, config.run.seed)
         with training_batches(config, corpus, plan, shard, cursor, total_steps=num_steps) as batches:
             yield batches

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vorox.core.batch_sizes import BatchSizes
 from vorox.core.engine import StepValues
 from vorox.core.schema import TrainConfig
 from vorox.data.plan_events import RollbackEvent
@@ -55,10 +56,10 @@ class Rollback:
         """The newest state that holds none of the steps."""
         return max(0, self.step - self.num_steps)
 
-    def event(self, state: int, batch: int) -> RollbackEvent:
-        """Return the plan event of the return to a state, given the rows of a step."""
-        start = max(state, self.target)
-        return RollbackEvent(start * batch, self.step * batch, self.loss, self.max_loss, state * batch)
+    def event(self, state: int, sizes: BatchSizes) -> RollbackEvent:
+        """Return the plan event of the return to a state, given the rows of every step."""
+        start, end = sizes.position_of(max(state, self.target)), sizes.position_of(self.step)
+        return RollbackEvent(start, end, self.loss, self.max_loss, sizes.position_of(state))
 
 
 class RollbackRequested(Exception):
@@ -77,7 +78,7 @@ class LossSpikes:
         losses: Recorded losses before the first step, by step, ascending.
         num_skipped: Steps that were skipped before, over the whole run.
         rollbacks: The rollbacks of the run so far, whose steps are skipped under every policy.
-        batch: Rows of a step.
+        sizes: Rows of every step; needed with rollbacks.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class LossSpikes:
         losses: Mapping[int, float],
         num_skipped: int = 0,
         rollbacks: Sequence[RollbackEvent] = (),
-        batch: int = 1,
+        sizes: BatchSizes | None = None,
     ) -> None:
         self._config = config
         finite = [(step, loss) for step, loss in losses.items() if math.isfinite(loss)]
         self._losses = deque(finite, maxlen=config.spike_window_steps + _SETTLED_DISTANCE - 1)
-        self._windows = [range(one.start_position // batch + 1, one.end_position // batch + 1) for one in rollbacks]
+        step_at = (sizes or BatchSizes(1)).step_at
+        self._windows = [range(step_at(one.start_position) + 1, step_at(one.end_position) + 1) for one in rollbacks]
         self.num_skipped = num_skipped
 
     @property

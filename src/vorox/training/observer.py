@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from vorox.core.batch import Progress
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
 from vorox.core.run_lookup import short_path
 from vorox.experiments.task_results import task_metrics
@@ -140,7 +141,7 @@ class Observer:
             total_steps=total_steps,
             loss=settled.values.loss,
             num_tokens=step.progress.num_tokens,
-            total_tokens=total_steps * self._horizon.tokens_per_step,
+            total_tokens=self._horizon.total_tokens,
             learning_rate=step.lr,
             grad_norm=settled.values.grad_norm,
             epoch=epoch,
@@ -295,7 +296,7 @@ class SpeedMeter:
         rate = _matmul_rate(self._workload) if self._measures else None
         if rate is not None:
             row_tokens = config.data.sequence_length_tokens
-            num_tokens = config.train.global_batch_sequences * row_tokens
+            num_tokens = batch_sizes_of(config).largest * row_tokens
             seconds = self._work(num_tokens, row_tokens).least_flops / rate
             if seconds > _LONG_STEP_SECONDS:
                 text = f"Step of {pluralize(num_tokens, 'token')}: at least {seconds:,.0f} s at this rate"

@@ -158,5 +158,4 @@ class Projection:
                     yield Row("segment", {**row.values, "num_epochs": 0, "num_rows": 0})
 
     def _attempts(self) -> Iterator[Row]:
-        batch = self._plan.start.global_batch_sequences
-        return attempt_rows(self.run_id, read_attempts(self._directory), lambda step: step * batch)
+        return attempt_rows(self.run_id, read_attempts(self._directory), self._plan.start.batch_sizes.position_of)

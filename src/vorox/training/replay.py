@@ -258,7 +258,7 @@ def _schedules(run_directory: Path, workload: Workload, plan: Plan, start: int) 
         return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither is used
 
     def schedule_of(step: int) -> Schedule:
-        known = plan.horizon_at((step - 1) * config.train.global_batch_sequences)
+        known = plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
         is_recorded = known is not None and known.warmup_steps is not None
         if not is_recorded and changed_at is not None and step > changed_at:
             raise unrecorded_error()
@@ -301,8 +301,8 @@ def _compare(
     taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
     changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
     head, num_states = progress.chain, 0
-    known, batch_rows = losses_before(recorded, start, config.train), plan.start.global_batch_sequences
-    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, batch_rows)
+    known = losses_before(recorded, start, config.train)
+    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
     if start in recorded and start not in chain.changed and recorded[start].chain != head:
         raise DataError(
             f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {head}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -134,4 +135,4 @@ def _total_tokens(config: RunConfig) -> int | None:
         return config.train.num_tokens
     if config.train.num_steps is None:
         return None
-    return config.train.num_steps * config.train.global_batch_sequences * config.data.sequence_length_tokens
+    return batch_sizes_of(config).position_of(config.train.num_steps) * config.data.sequence_length_tokens

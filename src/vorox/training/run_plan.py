@@ -32,11 +32,11 @@ from vorox.training.schedule import Horizon
 
 def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage]:
     """Return the mixtures of a configuration, by position."""
-    batch, length = config.train.global_batch_sequences, config.data.sequence_length_tokens
+    sizes, length = start.batch_sizes, config.data.sequence_length_tokens
     weights = {source.name: source.weight for source in start.sources}
     stages = [RequestedStage(0, weights)]
     for stage in config.data.stages:
-        position = -(-stage.start_tokens // (batch * length)) * batch
+        position = sizes.position_of(sizes.num_steps(-(-stage.start_tokens // length)))
         shares: dict[str, Fraction] = {}
         for name, weight in stage.weights.items():
             buckets = [source for source in start.sources if source.bucket is not None and source.bucket.source == name]
@@ -123,7 +123,7 @@ def update_plan(
         readers = readers_of(state.sources, caches)
         cuts = cache_growth_events(state, readers, max(position, reached)) if position or reached else []
         events += cuts
-        end = length.total_steps * config.train.global_batch_sequences
+        end = start.batch_sizes.position_of(length.total_steps)
         events += covering_events(state.apply_all(cuts), end, readers, str(path))
     return plan, events
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from vorox.core.batch_sizes import BatchSizes, BatchStage, batch_sizes, batch_sizes_of
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.pluralize import pluralize
@@ -32,9 +33,10 @@ class Horizon:
     Attributes:
         total_steps: Steps of the whole run.
         warmup_steps: Steps over which the learning rate rises; may exceed ``total_steps`` (see ``warning``).
-        tokens_per_step: Positions per global batch.
+        tokens_per_step: Positions per global batch, before the first of the batch stages.
         dataset_tokens: Tokens of one pass over the full dataset, as estimated when the horizon was fixed.
         dataset_error_fraction: Standard error of that estimate; ``None`` if it is exact or unknown.
+        batch_stages: First step, from 0, and positions per step of every later stage of the batch size.
     """
 
     total_steps: int
@@ -42,6 +44,12 @@ class Horizon:
     tokens_per_step: int
     dataset_tokens: int | None = None
     dataset_error_fraction: float | None = None
+    batch_stages: tuple[BatchStage, ...] = ()
+
+    @property
+    def total_tokens(self) -> int:
+        """Positions of the whole run."""
+        return batch_sizes(self.tokens_per_step, self.batch_stages).position_of(self.total_steps)
 
     @property
     def warning(self) -> str | None:
@@ -55,7 +63,7 @@ class Horizon:
 
     def repetition_warning(self, dataset_tokens: float) -> str | None:
         """Return the warning about too many passes over the same text; ``None`` if there are few."""
-        passes = self.total_steps * self.tokens_per_step / max(1.0, dataset_tokens)
+        passes = self.total_tokens / max(1.0, dataset_tokens)
         if passes <= _MANY_PASSES:
             return None
         return (
@@ -70,19 +78,20 @@ class Horizon:
 
     def step_warning(self, dataset_tokens: float) -> str | None:
         """Return the warning about steps larger than the dataset; ``None`` if they are not."""
-        if self.tokens_per_step <= dataset_tokens:
+        largest = batch_sizes(self.tokens_per_step, self.batch_stages).largest
+        if largest <= dataset_tokens:
             return None
         return (
-            f"Step has {pluralize(self.tokens_per_step, 'token')}, the whole text only {dataset_tokens:,.0f}: "
+            f"Step has {pluralize(largest, 'token')}, the whole text only {dataset_tokens:,.0f}: "
             "every step reads all of it; lower data.sequence_length_tokens or train.global_batch_sequences"
         )
 
-    def cache_warning(self, cached_rows: int, global_batch_sequences: int) -> str | None:
+    def cache_warning(self, cached_rows: int, sizes: BatchSizes) -> str | None:
         """Return the warning about a warm-up longer than the cached part of the dataset; ``None`` if it is not."""
-        steps = cached_rows // global_batch_sequences
+        steps = sizes.step_at(cached_rows)
         if self.dataset_tokens is None or self.warmup_steps <= steps:
             return None
-        if cached_rows * self.tokens_per_step >= self.dataset_tokens * global_batch_sequences:
+        if cached_rows * self.tokens_per_step >= self.dataset_tokens * sizes.rows_of(0):
             return None
         return (
             f"Warm-up of {pluralize(self.warmup_steps, 'step')} is computed from the full dataset of about "
@@ -90,8 +99,9 @@ class Horizon:
             f"{pluralize(steps, 'step')}, so the learning rate is still rising when all of them are read"
         )
 
-    def to_json(self) -> dict[str, int | float]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+    def to_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["batch_stages"] = [list(stage) for stage in self.batch_stages] or None
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -100,6 +110,7 @@ class Horizon:
         return cls(
             int(value["total_steps"]), int(value["warmup_steps"]), int(value["tokens_per_step"]),
             None if tokens is None else int(tokens), None if error is None else float(error),
+            tuple(BatchStage(int(step), int(size)) for step, size in value.get("batch_stages", ())),
         )  # fmt: skip
 
 
@@ -114,15 +125,18 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
     Raises:
         ConfigError: No length or several, or several warm-ups.
     """
-    train, batch_rows = config.train, config.train.global_batch_sequences
-    tokens_per_step = batch_rows * config.data.sequence_length_tokens
+    train, rows, row_tokens = config.train, batch_sizes_of(config), config.data.sequence_length_tokens
+    tokens = batch_sizes(
+        train.global_batch_sequences * row_tokens,
+        tuple(BatchStage(stage.start_step, stage.rows * row_tokens) for stage in rows.stages[1:]),
+    )
     lengths = {
         "train.num_steps": train.num_steps,
-        "train.num_tokens": None if train.num_tokens is None else -(-train.num_tokens // tokens_per_step),
+        "train.num_tokens": None if train.num_tokens is None else tokens.num_steps(train.num_tokens),
         "train.num_epochs": None
         if train.num_epochs is None
-        else math.ceil(
-            Fraction(str(train.num_epochs)) * Fraction(str(train.epoch_dataset_fraction)) * num_train_rows / batch_rows
+        else rows.num_steps(
+            math.ceil(Fraction(str(train.num_epochs)) * Fraction(str(train.epoch_dataset_fraction)) * num_train_rows)
         ),
     }
     given = {key: steps for key, steps in lengths.items() if steps is not None}
@@ -132,17 +146,17 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
             where=", ".join(given or lengths),
             hint="set one of train.num_steps, train.num_tokens, train.num_epochs",
         )
-    warmup_steps = _warmup_steps(config.schedule, tokens_per_step, full_dataset_tokens)
-    return Horizon(max(1, *given.values()), warmup_steps, tokens_per_step)
+    warmup_steps = _warmup_steps(config.schedule, tokens, full_dataset_tokens)
+    return Horizon(max(1, *given.values()), warmup_steps, tokens.rows_of(0), batch_stages=tokens.stages[1:])
 
 
-def _warmup_steps(config: ScheduleConfig, tokens_per_step: int, full_dataset_tokens: int) -> int:
+def _warmup_steps(config: ScheduleConfig, tokens: BatchSizes, full_dataset_tokens: int) -> int:
     choices = {
         "schedule.warmup_steps": config.warmup_steps,
-        "schedule.warmup_tokens": None if config.warmup_tokens is None else -(-config.warmup_tokens // tokens_per_step),
+        "schedule.warmup_tokens": None if config.warmup_tokens is None else tokens.num_steps(config.warmup_tokens),
         "schedule.warmup_fraction": None
         if config.warmup_fraction is None
-        else math.ceil(Fraction(str(config.warmup_fraction)) * full_dataset_tokens / tokens_per_step),
+        else tokens.num_steps(math.ceil(Fraction(str(config.warmup_fraction)) * full_dataset_tokens)),
     }
     given = {key: steps for key, steps in choices.items() if steps is not None}
     if len(given) > 1:

@@ -116,7 +116,7 @@ class Session:
     def _plan_skip(self, settled: SettledStep) -> None:
         """Record in the plan that a spike was skipped, or that a step skipped by an earlier attempt was not."""
         plan = self.setup.plan
-        position = (settled.number - 1) * plan.start.global_batch_sequences
+        position = plan.start.batch_sizes.position_of(settled.number - 1)
         is_skipped = settled.is_spike and not settled.ends_run and not settled.rolls_back
         if (
             not settled.is_planned_skip
@@ -338,9 +338,9 @@ def _step_profiler(setup: TrainingSetup, heartbeat: Heartbeat, is_stopping: Call
 def _loss_spikes(setup: TrainingSetup) -> LossSpikes:
     """Return the limit of losses, from the replay chain and the plan up to the step that the run starts from."""
     config, progress = setup.workload.config.train, setup.state.progress
-    rollbacks, batch = setup.plan.state.rollbacks, setup.plan.start.global_batch_sequences
+    rollbacks, sizes = setup.plan.state.rollbacks, setup.plan.start.batch_sizes
     if config.spike_policy == "off":
-        return LossSpikes(config, {}, 0, rollbacks, batch)
+        return LossSpikes(config, {}, 0, rollbacks, sizes)
 
     def recorded() -> tuple[list[tuple[int, float]], int]:
         losses = losses_before(examine_chain(setup.run.directory).entries, progress.step, config)
@@ -348,7 +348,7 @@ def _loss_spikes(setup: TrainingSetup) -> LossSpikes:
         return list(losses.items()), sum(skip.start_position < progress.cursor.position for skip in skips)
 
     losses, num_skipped = setup.workload.distributed.decide("loss spikes", recorded)
-    return LossSpikes(config, {int(step): float(loss) for step, loss in losses}, num_skipped, rollbacks, batch)
+    return LossSpikes(config, {int(step): float(loss) for step, loss in losses}, num_skipped, rollbacks, sizes)
 
 
 def _report_engine(workload: Workload, total_steps: int) -> None:

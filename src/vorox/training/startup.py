@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from vorox.core.batch import Progress
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.config import Difference, differences
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
@@ -112,7 +113,7 @@ def initialize_or_resume(
     plan, events = run_plan.update_plan(
         plan, run.layout.plan, config, workload.corpus, length,
         position=0 if state is None else state.progress.cursor.position,
-        reached=last_step * config.train.global_batch_sequences,
+        reached=batch_sizes_of(config).position_of(last_step),
         report=plan_reporter(log),
     )  # fmt: skip
     if rollback is not None:
@@ -165,7 +166,7 @@ def compare_plans(setup: TrainingSetup) -> None:
     dist, plan, cursor = setup.workload.distributed, setup.plan, setup.state.progress.cursor
     if dist.world_size == 1:
         return
-    end = min(cursor.position + plan.start.global_batch_sequences, plan.num_positions)
+    end = min(plan.start.batch_sizes.position_of(cursor.step + 1), plan.num_positions)
     rows = plan.locate(np.arange(cursor.position, end, dtype=np.int64))
     columns = (rows.source_index, rows.epoch, rows.unit_start, rows.row)
     digest = xxhash.xxh3_128_hexdigest(b"".join(column.astype("<i8").tobytes() for column in columns))
@@ -217,9 +218,9 @@ def _commit(
 
 def _rollback_event(rollback: Rollback, found: Checkpoint | None, config: RunConfig, log: RunLog) -> RollbackEvent:
     """Return the plan event of a rollback to a checkpoint, and log it."""
-    batch, state = config.train.global_batch_sequences, 0 if found is None else found.step
-    event = rollback.event(state, batch)
-    first = event.start_position // batch + 1
+    sizes, state = batch_sizes_of(config), 0 if found is None else found.step
+    event = rollback.event(state, sizes)
+    first = sizes.step_at(event.start_position) + 1
     steps = f"step {rollback.step:,}" if first == rollback.step else f"steps {first:,} to {rollback.step:,}"
     text = (
         f"Rollback {rollback.number} of {config.train.max_spike_rollbacks}: loss {rollback.loss:.4g} at step "
@@ -234,7 +235,7 @@ def _rollback_event(rollback: Rollback, found: Checkpoint | None, config: RunCon
 
 def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> None:
     """Log warnings about length and sources before the first step."""
-    cached = length.cache_warning(num_cached_rows(workload.corpus), workload.config.train.global_batch_sequences)
+    cached = length.cache_warning(num_cached_rows(workload.corpus), batch_sizes_of(workload.config))
     for warning in filter(None, (length.warning, cached)):
         workload.log.event("long_warmup", warning, level="warning")
     tokens = run_plan.dataset_size(workload.config, workload.corpus).tokens

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
+from vorox.core.config.batch_checks import batch_problems
 from vorox.core.config.context_checks import context_problems, sequence_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
 from vorox.core.config.expert_checks import expert_parallel_problems
@@ -277,30 +278,6 @@ def _quantifier(keys: list[str]) -> str:
     return "both" if len(keys) == 2 else "all"
 
 
-def _batch(config: RunConfig) -> Iterator[Problem]:
-    rows, micro = config.train.global_batch_sequences, config.train.micro_batch_sequences
-    # Under auto, a run of several ranks takes smaller micro-batches.
-    parts = 1 if config.parallel.data_parallel_size == "auto" else config.parallel.num_row_parts
-    if -(-rows // parts) % micro or rows < parts:  # shorter parts are filled up
-        over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
-        below, above = (rows // (micro * parts) * micro * parts + more for more in (0, micro * parts))
-        fitting = [size for size in range(1, rows + 1) if rows % (size * parts) == 0]
-        advice = f"global_batch_sequences={f'{below} or ' if below else ''}{above}"
-        nearest = [*[size for size in fitting if size < micro][-1:], *[size for size in fitting if size > micro][:1]]
-        if nearest:
-            advice += f", or micro_batch_sequences={' or '.join(map(str, nearest))}"
-        yield Problem(
-            f"train.global_batch_sequences={rows} is not a multiple of train.micro_batch_sequences={micro}{over}; "
-            f"{advice} would fit",
-            keys=(
-                "train.global_batch_sequences",
-                "train.micro_batch_sequences",
-                "parallel.data_parallel_size",
-                "parallel.fsdp_size",
-            ),
-        )
-
-
 def _evaluation(config: RunConfig) -> Iterator[Problem]:
     evaluation = config.eval
     if evaluation.prompts and not evaluation.validates:
@@ -373,7 +350,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _validation,
     _tokenizer,
     _length,
-    _batch,
+    batch_problems,
     _buckets,
     _stages,
     _growth,

@@ -86,6 +86,7 @@ DIGEST_OMITS_DEFAULT = (
     "optimizer.layer_lr_decay",
     "optimizer.in_backward",
     "train.keep_zeros",
+    "train.batch_stages",
     "train.distillation",
     "train.embedding_noise",
     "train.ema_decay",

@@ -60,13 +60,17 @@ def micro_batches_fault(config: RunConfig, num_row_parts: int) -> str:
         config: The run.
         num_row_parts: Replicas, each of which is a pipeline.
     """
-    parallel, rows = config.parallel, config.train.global_batch_sequences
-    size, share = parallel.pipeline_parallel_size, -(-rows // num_row_parts)
-    limit = config.train.micro_batch_sequences
-    micro = parallel.micro_batch_sequences(limit, rows, num_row_parts)
-    count = parallel.num_micro_batches(limit, rows, num_row_parts)
-    if parallel.fills_pipeline(count):
+    parallel, train = config.parallel, config.train
+    size, limit = parallel.pipeline_parallel_size, train.micro_batch_sequences
+    micro = parallel.micro_batch_sequences(limit, train.global_batch_sequences, num_row_parts)
+    shares = [
+        -(-rows // num_row_parts)
+        for rows in (train.global_batch_sequences, *(stage.global_batch_sequences for stage in train.batch_stages))
+    ]
+    unfilled = [share for share in shares if not parallel.fills_pipeline(-(-share // micro))]
+    if not unfilled:
         return ""
+    share, count = unfilled[0], -(-unfilled[0] // micro)
     needed = f"at least {size}" if parallel.pipeline_schedule == "1f1b" else f"a multiple of {size}"
     parts = [part for part in range(1, share + 1) if share % part == 0 and parallel.fills_pipeline(share // part)]
     if parts:

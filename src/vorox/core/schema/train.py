@@ -10,6 +10,18 @@ from vorox.core.schema.distillation import DistillationConfig
 from vorox.core.schema.section import ImportPath, Section
 
 
+class BatchStageConfig(Section):
+    """One stage of a schedule of the batch size."""
+
+    start_step: int | None = Field(
+        default=None, ge=2, description="First step of this stage, from 1. Set either this or start_tokens."
+    )
+    start_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens trained on before this stage starts, rounded up to whole steps."
+    )
+    global_batch_sequences: int = Field(ge=1, description="Rows per step of this stage, over all ranks.")
+
+
 class TrainConfig(Section):
     num_steps: int | None = Field(
         default=None,
@@ -35,6 +47,11 @@ class TrainConfig(Section):
         "resumes. Off: report the new number of steps and keep the length.",
     )
     global_batch_sequences: int = Field(default=16, ge=1, description="Rows per step, over all ranks.")
+    batch_stages: tuple[BatchStageConfig, ...] = Field(
+        default=(),
+        description="Change global_batch_sequences during the run, one stage after the other; micro-batches stay, so "
+        "that a larger batch accumulates more of them. Learning rate and warm-up keep counting steps.",
+    )
     micro_batch_sequences: int = Field(
         default=16, ge=1, description="Rows per forward pass and device; must divide the global batch."
     )

@@ -24,6 +24,7 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallelParameters
 from vorox.backends.torch_engine.parallel.gradient_buckets import GradientBuckets
 from vorox.backends.torch_engine.parameters import Parameters
+from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
@@ -131,7 +132,7 @@ def check(config: RunConfig, ranks: Ranks) -> None:
     """
     if not ranks.is_exact:
         return
-    level, rows, size = "determinism = bitwise-any-world", config.train.global_batch_sequences, ranks.world_size
+    level, size = "determinism = bitwise-any-world", ranks.world_size
     if ranks.fsdp_size > 1:
         raise ConfigError(
             f"{level} is not possible with fsdp_size = {ranks.fsdp_size}: FSDP adds gradients in an order that depends "
@@ -144,9 +145,10 @@ def check(config: RunConfig, ranks: Ranks) -> None:
             hint=f"start {1 << (size.bit_length() - 1)} processes, or set determinism=bitwise",
         )  # fmt: skip
     micro_batch = config.train.micro_batch_sequences
-    if rows % (micro_batch * size):
+    uneven = [stage.rows for stage in batch_sizes_of(config).stages if stage.rows % (micro_batch * size)]
+    if uneven:
         raise ConfigError(
-            f"{level} needs whole micro-batches: {rows} rows per step do not divide into micro-batches of "
+            f"{level} needs whole micro-batches: {uneven[0]} rows per step do not divide into micro-batches of "
             f"{micro_batch} on each of {size} ranks",
             where="train.micro_batch_sequences",
             hint="choose train.micro_batch_sequences so that it times the largest number of ranks divides "
