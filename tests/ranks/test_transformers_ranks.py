@@ -11,7 +11,7 @@ from ranks.processes import Runs, entries, losses
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "mamba", "nemotron_h"])
 def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
     from backends.torch_engine.transformers_models import write_model  # imports torch
 

@@ -49,7 +49,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
     },
 }  # fmt: skip
-SEPARATE_ROWS = {"gpt_oss", "bloom", "mamba", "nemotron_h"}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+STATE_SPACE_MODELS: dict[str, dict[str, Any]] = {
+    "nemotron_h": MODELS["nemotron_h"],
+    "mamba": MODELS["mamba"],
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
+    "zamba2": {
+        "num_hidden_layers": 3, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 8, "mamba_ngroups": 2,
+        "chunk_size": 8, "num_mem_blocks": 1, "adapter_rank": 4, "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "use_mem_rope": True,
+    },
+    "falcon_mamba": {"state_size": 4},
+    "jamba": {
+        "mamba_d_state": 4, "mamba_dt_rank": 3, "num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+}  # fmt: skip
+"""Models with Mamba layers; in packed rows, their states start at zero in every document."""
+LEAKING_HYBRIDS = {
+    "granitemoehybrid": _MAMBA2
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 48}
+}
+"""Models with Mamba layers whose attention ignores position ids (transformers 5.23)."""
+SEPARATE_ROWS = {"gpt_oss", "bloom"}
 """Models whose layers do not separate documents by position ids (transformers 5.23)."""
 
 
@@ -59,7 +82,9 @@ def write_model(directory: Path, name: str, **values: Any) -> Path:
 
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(name, **{**SHARED, **MODELS[name], **values})
+    config = transformers.AutoConfig.for_model(
+        name, **{**SHARED, **(MODELS | STATE_SPACE_MODELS | LEAKING_HYBRIDS)[name], **values}
+    )
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in module.parameters():

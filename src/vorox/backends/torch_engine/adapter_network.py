@@ -47,7 +47,7 @@ class AdapterNetwork(HuggingFaceNetwork):
         for name, array in huggingface_model.pretrained_weights(self._adapter_spec.base, directory):
             self._set_frozen(name, torch.from_numpy(array))
         self._has_base = True
-        self.separates_documents = self._probe()
+        self._is_separating = self._probe()
         return self.initial_weights(self._config.run.seed)
 
     @contextlib.contextmanager
@@ -99,9 +99,9 @@ class AdapterNetwork(HuggingFaceNetwork):
         """Measure as without an adapter, but on the weights of the base and once they are known."""
         return self._has_base and super()._probe()
 
-    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         with self._compute.autocast():
-            return super()._run_probe(tokens, positions)
+            return super()._run_probe(tokens, positions, documents)
 
     @property
     def _weights_dtype(self) -> torch.dtype:

@@ -33,6 +33,7 @@ from vorox.models.spec import ModelSpec
 Products = Literal["blas", "onednn"]
 DocumentAttention = Literal["mask", "slices"]
 GradientSums = Literal["whole", "buckets"]
+DocumentStates = Literal["rows", "resets"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
 
@@ -45,22 +46,27 @@ class Choices:
         gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
         document_attention: How the native decoder separates the documents of packed rows on the CPU.
         gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
+        document_states: How Mamba layers of transformers separate them: each document as a row of its own, or states
+            that start at zero in every document.
     """
 
     gradient_products: Products = "blas"
     document_attention: DocumentAttention = "mask"
     gradient_sums: GradientSums = "buckets"
+    document_states: DocumentStates = "rows"
 
     def adopt(self, recorded: Mapping[str, object], products: Products) -> None:
         """Compute as a recorded run of this engine did.
 
-        Older ones used ``products`` for gradients, dense masks, and sums of whole buffers.
+        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document
+        per row where Mamba layers of transformers now reset their states.
         """
         if recorded.get("engine") != "torch":
             return
         self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
         self.document_attention = "slices" if recorded.get("document_attention") == "slices" else "mask"
         self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
+        self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,7 @@ def prepare(config: RunConfig) -> Compute:
         num_threads=num_threads,
         compiled=config.runtime.compile,
         products=_select_products(device),
-        choices=Choices(document_attention="slices" if device.type == "cpu" else "mask"),
+        choices=Choices(document_attention="slices" if device.type == "cpu" else "mask", document_states="resets"),
     )
 
 
@@ -319,6 +325,8 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
             facts["document_attention"] = "slices"
     if compute.choices.gradient_sums == "buckets":
         facts["gradient_sums"] = "buckets"
+    if compute.choices.document_states == "resets":
+        facts["document_states"] = "resets"
     if compute.device.type == "cuda":
         facts |= {
             "cuda": torch.version.cuda or "",

@@ -19,6 +19,7 @@ from vorox.backends.torch_engine.inputs import add_noise, to_device
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.core.batch import AnyImages, Batch, Int32Array
+from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.models.huggingface_spec import IMAGE_MODELS, HuggingFaceSpec
@@ -35,6 +36,9 @@ class HuggingFaceNetwork(ModuleNetwork):
 
     def _build(self) -> nn.Module:
         module = huggingface_model.build(self._spec.config, attention=ATTENTION[self._config.model.attention_kernel])
+        self._mixers = PackedMixers(module)
+        if self._mixers:
+            self._compute.choices.document_states = "resets"
         alpha = self._config.train.embedding_noise
         if alpha is not None:
 
@@ -43,6 +47,14 @@ class HuggingFaceNetwork(ModuleNetwork):
 
             module.get_input_embeddings().register_forward_hook(hook)
         return module
+
+    @property
+    def resets_states(self) -> bool:
+        return bool(self._mixers) and self._compute.choices.document_states == "resets"
+
+    @property
+    def separates_documents(self) -> bool:
+        return super().separates_documents and self.resets_states == bool(self._mixers)
 
     def _recompute_blocks(self) -> None:
         if not self.module.supports_gradient_checkpointing:
@@ -96,10 +108,13 @@ class HuggingFaceNetwork(ModuleNetwork):
         return PrefixDecoder(partial(self._logits_with_images, images), batch_size, max_tokens)
 
     def _call(
-        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,
+        **images: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self._mixers.documents_BT = documents if self.resets_states else None
         if self._reads_images and positions is not None and positions.ndim == 2:
             positions = positions.expand(4, *positions.shape)  # in the document, time, height, width
+        positions = positions if self._takes_positions else None
         given = {"input_ids": tokens, "attention_mask": is_token, "position_ids": positions, **images}
         inputs = {name: value for name, value in given.items() if value is not None}
         output = self._run(**inputs, use_cache=False)

@@ -2,10 +2,10 @@
 
 ``huggingface_network.py`` builds models of transformers, ``user_model.py`` models of the user.
 
-Documents of a packed row must not see each other. Whether a model separates them by their
-position ids is measured when it is created: on random weights, a document in a packed row must have the logits that it
-has alone. If it does not (Mamba, ALiBi, models without position ids), each document runs as a row of its own
-(``document_rows.py``). A model in which a token changes earlier logits is refused.
+Documents of a packed row must not see each other. Whether a model separates them, attention by position ids and Mamba
+layers by resets (``packed_mixers.py``), is measured when it is created: on random weights, a document in a packed row
+must have the logits that it has alone. If it does not (ALiBi, models without position ids), each document runs as a
+row of its own (``document_rows.py``). A model in which a token changes earlier logits is refused.
 
 Shape legend: B rows, T positions, M = B x T, V vocabulary.
 """
@@ -66,7 +66,6 @@ class ModuleNetwork(ABC):
         module: The model.
         parameters: Its parameters and gradients on this rank.
         taps: Without points: blocks of other models have no common form.
-        separates_documents: Whether position ids keep the documents of a row apart.
     """
 
     is_random = True  # whether a model has dropout is not known
@@ -83,8 +82,18 @@ class ModuleNetwork(ABC):
         if config.train.activation_checkpointing == "block":
             self._recompute_blocks()
         self._loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
-        self.separates_documents = self._probe()
+        self._is_separating = self._probe()
         check_passes(config, self.separates_documents)
+
+    @property
+    def resets_states(self) -> bool:
+        """Whether recurrent layers start at zero in every document of a row."""
+        return False
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether the documents of a row run in one forward pass, and do not see each other."""
+        return self._is_separating
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -101,7 +110,8 @@ class ModuleNetwork(ABC):
 
     @abstractmethod
     def _call(
-        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,
+        **images: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model.
 
@@ -109,6 +119,7 @@ class ModuleNetwork(ABC):
             tokens: Token ids, ``[B, T]``.
             positions: Position of each token in its document, ``[B, T]``; ``None`` for consecutive ones.
             is_token: Whether there is a token, ``[B, T]``; padding is at the end of rows. ``None`` without padding.
+            documents: Document of each token, ``[B, T]``; ``None`` if every row is one document.
             images: Inputs of a model that reads images.
 
         Returns:
@@ -257,11 +268,12 @@ class ModuleNetwork(ABC):
         return PrefixDecoder(self.logits, batch_size, max_tokens)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor | None = None, is_token: Tensor | None = None, **images: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, tokens: Tensor, positions: Tensor | None = None, is_token: Tensor | None = None,
+        documents: Tensor | None = None, **images: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return the logits in fp32, ``[M, V]``, and the auxiliary loss of the model, if it has one."""
         with self._compute.autocast():
-            logits, auxiliary = self._call(tokens.long(), positions, is_token, **images)
+            logits, auxiliary = self._call(tokens.long(), positions, is_token, documents, **images)
         return logits.float().flatten(0, 1), auxiliary
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
@@ -274,8 +286,9 @@ class ModuleNetwork(ABC):
             return
         if self.separates_documents:
             assert positions_ABT is not None
-            positions = to_device(positions_ABT[index], device).long()
-            yield {"tokens": to_device(tokens_BT, device), "positions": positions}, labels_to_device(labels_BT, device)
+            inputs = {"tokens": to_device(tokens_BT, device), "documents": to_device(segments_ABT[index], device)}
+            inputs["positions"] = to_device(positions_ABT[index], device).long()
+            yield inputs, labels_to_device(labels_BT, device)
             return
         groups = list(group_documents(tokens_BT, labels_BT, segments_ABT[index]))
         for number in range(self._largest(len(groups))):
@@ -298,7 +311,7 @@ class ModuleNetwork(ABC):
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """Measure on random weights whether position ids separate the documents of a row.
+        """Measure on random weights whether position ids and resets separate the documents of a row.
 
         Raises:
             ConfigError: A token changes earlier logits.
@@ -318,17 +331,19 @@ class ModuleNetwork(ABC):
                 f"{type(self.module).__name__} is not causal: a token changes earlier logits",
                 where=self.setting, hint="use a causal language model",
             )  # fmt: skip
-        if not self._takes_positions:
+        if not self._takes_positions and not self.resets_states:
             return False
         positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])[None]
-        difference = float((self._run_probe(packed, positions)[start:] - alone_LV).abs().max())
+        documents = torch.cat([torch.full((length,), length) for length in _PROBE_LENGTHS])[None]
+        difference = float((self._run_probe(packed, positions, documents)[start:] - alone_LV).abs().max())
         if difference > allowed and self._config.data.document_mask:
             _log.info("%s carries state between documents; each runs as its own row", type(self.module).__name__)
         return difference <= allowed
 
-    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         device = self._compute.device
-        logits = self._call(tokens.to(device), None if positions is None else positions.to(device), None)[0]
+        tokens, positions, documents = (x if x is None else x.to(device) for x in (tokens, positions, documents))
+        logits = self._call(tokens, positions, None, documents)[0]
         logits = logits[0].float().cpu()
         self.parameters.release()
         return logits

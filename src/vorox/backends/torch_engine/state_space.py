@@ -63,6 +63,7 @@ def scan(
     chunk_tokens: int,
     documents_BT: Tensor | None = None,
     initial_BNHS: Tensor | None = None,
+    isolated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs ``[B, T, N, H]`` and the state behind the last position, ``[B, N, H, S]``.
 
@@ -76,6 +77,8 @@ def scan(
         chunk_tokens: Positions of a chunk.
         documents_BT: Number of the document of each position; the state starts at zero where it changes.
         initial_BNHS: State before the first position; zero by default.
+        isolated: Sum decays within documents instead of chunks, so that not even rounding depends on other documents.
+            The native decoder sums within chunks, and its runs keep their bits.
     """
     kernel = _kernel("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", x_BTNH)
     if kernel is not None:
@@ -84,12 +87,14 @@ def scan(
             seq_idx=None if documents_BT is None else documents_BT.int(), return_final_states=True,
         )  # fmt: skip
     with torch.autocast(x_BTNH.device.type, enabled=False):
-        return _scan_in_chunks(x_BTNH, dt_BTN, a_N, b_BTGS, c_BTGS, d_N, chunk_tokens, documents_BT, initial_BNHS)
+        return _scan_in_chunks(
+            x_BTNH, dt_BTN, a_N, b_BTGS, c_BTGS, d_N, chunk_tokens, documents_BT, initial_BNHS, isolated
+        )
 
 
 def _scan_in_chunks(
     x_BTNH: Tensor, dt_BTN: Tensor, a_N: Tensor, b_BTGS: Tensor, c_BTGS: Tensor, d_N: Tensor, chunk_tokens: int,
-    documents_BT: Tensor | None, initial_BNHS: Tensor | None,
+    documents_BT: Tensor | None, initial_BNHS: Tensor | None, isolated: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, num_positions, num_heads, head_dim = x_BTNH.shape
     num_groups, state_size = b_BTGS.shape[2:]
@@ -108,8 +113,10 @@ def _scan_in_chunks(
     value_BCQGRH = chunks(x_BTNH, *heads, head_dim) * dt_BCQGR[..., None]
     b_BCGQS = chunks(b_BTGS, num_groups, state_size).transpose(2, 3)
     c_BCGQS = chunks(c_BTGS, num_groups, state_size).transpose(2, 3)
-    decay_BCQGR = (dt_BCQGR * a_N.to(dtype).view(heads)).cumsum(2)  # log of the decay since the chunk began
     documents_BCQ = _documents(documents_BT, x_BTNH, padding).view(num_rows, num_chunks, size)
+    step_BCQGR = dt_BCQGR * a_N.to(dtype).view(heads)
+    # log of the decay since the chunk, or the document in it, began
+    decay_BCQGR = _sum_in_documents(step_BCQGR, documents_BCQ) if isolated else step_BCQGR.cumsum(2)
     last_BC = documents_BCQ[:, :, -1]
     before_BC = torch.cat([documents_BCQ[:, :1, 0], last_BC[:, :-1]], dim=1)
 
@@ -126,7 +133,11 @@ def _scan_in_chunks(
     y_BCQGRH = (weights_BCGRQQ @ value_BCQGRH.permute(0, 1, 3, 4, 2, 5)).permute(0, 1, 4, 2, 3, 5)
 
     # between chunks
-    to_end_BCQGR = (decay_BCQGR[:, :, -1:] - decay_BCQGR).exp() * visible(documents_BCQ, last_BC[:, :, None])
+    to_end_BCQGR = decay_BCQGR[:, :, -1:] - decay_BCQGR
+    is_last_BCQ = documents_BCQ == last_BC[:, :, None]
+    if isolated:  # may be positive between documents, and its exponential infinite
+        to_end_BCQGR = to_end_BCQGR.masked_fill(~is_last_BCQ[..., None, None], float("-inf"))
+    to_end_BCQGR = to_end_BCQGR.exp() * is_last_BCQ.to(dtype)[..., None, None]
     kept_BCGQX = (value_BCQGRH * to_end_BCQGR[..., None]).flatten(-2).transpose(2, 3)  # X = R x H
     added_BCGSX = b_BCGQS.transpose(-1, -2) @ kept_BCGQX
     carry_BCGR = decay_BCQGR[:, :, -1].exp() * visible(before_BC, last_BC)
@@ -158,6 +169,17 @@ def _carry_states(added_BCGSX: Tensor, carry_BCGX: Tensor, initial_BNHS: Tensor 
     return torch.stack(starts, dim=1), state_BGSX
 
 
+def _sum_in_documents(x_BCQGR: Tensor, documents_BCQ: Tensor) -> Tensor:
+    """Return the sum of each position and those before it in its document and chunk, in log2(Q) additions."""
+    distance = 1
+    while distance < documents_BCQ.shape[2]:
+        same_BCQ = documents_BCQ[:, :, distance:] == documents_BCQ[:, :, :-distance]
+        earlier_BCQGR = x_BCQGR[:, :, :-distance] * same_BCQ[..., None, None]
+        x_BCQGR = torch.cat([x_BCQGR[:, :, :distance], x_BCQGR[:, :, distance:] + earlier_BCQGR], dim=2)
+        distance *= 2
+    return x_BCQGR
+
+
 def _documents(documents_BT: Tensor | None, x_BTNH: Tensor, padding: int) -> Tensor:
     """Return the document of each position, with padding in the last one."""
     if documents_BT is None:
@@ -178,6 +200,27 @@ def scan_step(
         state_BNHS = state_BNHS * decay_BN[..., None, None] + added_BNHS
         y_BNH = (state_BNHS @ c_BNS[..., None]).squeeze(-1)
         return y_BNH + x_BNH * d_N.to(dtype)[:, None], state_BNHS
+
+
+def selective_scan(
+    x_BTE: Tensor, dt_BTE: Tensor, a_ES: Tensor, b_BTS: Tensor, c_BTS: Tensor, d_E: Tensor, documents_BT: Tensor
+) -> Tensor:
+    """Return the outputs ``[B, T, E]`` of Mamba-1 (Gu and Dao, arXiv 2312.00752): a decay per channel and column.
+
+    A loop over positions, as in transformers. The state of a channel is a vector ``[S]``; its decay is zero where a
+    document starts.
+    """
+    with torch.autocast(x_BTE.device.type, enabled=False):
+        dtype = torch.promote_types(x_BTE.dtype, torch.float32)
+        x_BTE, dt_BTE, b_BTS, c_BTS = (x.to(dtype) for x in (x_BTE, dt_BTE, b_BTS, c_BTS))
+        continues_BT = F.pad(documents_BT[:, 1:] == documents_BT[:, :-1], (1, 0))
+        decay_BTES = (dt_BTE[..., None] * a_ES).exp() * continues_BT[..., None, None]
+        added_BTES = (dt_BTE * x_BTE)[..., None] * b_BTS[:, :, None]
+        state_BES, outputs = torch.zeros_like(added_BTES[:, 0]), []
+        for decay_BES, added_BES, c_BS in zip(decay_BTES.unbind(1), added_BTES.unbind(1), c_BTS.unbind(1), strict=True):
+            state_BES = decay_BES * state_BES + added_BES
+            outputs.append((state_BES @ c_BS[..., None]).squeeze(-1))
+        return torch.stack(outputs, dim=1) + x_BTE * d_E.to(dtype)
 
 
 def causal_convolution(

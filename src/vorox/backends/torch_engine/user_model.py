@@ -125,10 +125,11 @@ class UserNetwork(ModuleNetwork):
         return "position_ids" in inspect.signature(self.module.forward).parameters
 
     def _call(
-        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,
+        **images: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         assert not images, "refused with the configuration"
-        del is_token  # the model is causal and padding is at the end
+        del is_token, documents  # the model is causal and padding is at the end; position ids separate documents
         output = self._run(tokens) if positions is None else self._run(tokens, position_ids=positions)
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)
         expected = (*tokens.shape, self._spec.vocab_size)
