@@ -342,8 +342,8 @@ class ModuleNetwork(ABC):
 
     def _run_probe(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         device = self._compute.device
-        tokens, positions, documents = (x if x is None else x.to(device) for x in (tokens, positions, documents))
-        logits = self._call(tokens, positions, None, documents)[0]
+        positions, documents = (x if x is None else x.to(device) for x in (positions, documents))
+        logits = self._call(tokens.to(device), positions, None, documents)[0]
         logits = logits[0].float().cpu()
         self.parameters.release()
         return logits
