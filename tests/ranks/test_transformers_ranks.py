@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ranks.processes import Runs, entries, losses
+from eventually import wait_until
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, losses
+from vorox.core.staged_directory import read_manifest
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
@@ -42,3 +44,28 @@ def test_two_processes_train_an_adapter_as_one_does(tmp_path: Path) -> None:
     pair, _ = runs.train("pair", ["parallel.data_parallel_size=2", "--nproc", "2"])
     assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(alone)]
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_killed_run_on_packed_rows_resumes_bit_for_bit(tmp_path: Path) -> None:
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    model = write_model(tmp_path / "model", "nemotron_h", vocab_size=300, **DENSE)
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    settings += ["data.document_mask=true", "train.global_batch_sequences=4", "train.micro_batch_sequences=2"]
+    runs = Runs(tmp_path, settings)
+    straight, _ = runs.train("straight", [])
+    hold = tmp_path / "hold"
+    process = runs.start("killed", [], hold)
+    try:
+        saved = "checkpoints/step-*/MANIFEST.json"
+        wait_until(lambda: process.poll() is not None or any(runs.find("killed").glob(saved)), PATIENCE_SECONDS)
+        assert process.poll() is None, process.communicate()
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(entries(runs.find("killed"))) < len(entries(straight)), "the run was killed before its end"
+    hold.unlink()
+    killed, _ = runs.train("killed", [])
+    assert entries(killed) == entries(straight)
+    newest = max((killed / "checkpoints").glob("step-*"))
+    assert read_manifest(newest)["metadata"]["environment"]["document_states"] == "resets"

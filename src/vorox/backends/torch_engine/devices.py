@@ -58,8 +58,8 @@ class Choices:
     def adopt(self, recorded: Mapping[str, object], products: Products) -> None:
         """Compute as a recorded run of this engine did.
 
-        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document
-        per row where Mamba layers of transformers now reset their states.
+        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
+        row where Mamba layers of transformers now reset their states.
         """
         if recorded.get("engine") != "torch":
             return
