@@ -18,8 +18,8 @@ from vorox.backends.torch_engine.huggingface_images import image_inputs
 from vorox.backends.torch_engine.inputs import add_noise, to_device
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
-from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
+from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.models.huggingface_spec import IMAGE_MODELS, HuggingFaceSpec

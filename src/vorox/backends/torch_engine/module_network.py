@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 from vorox.backends.torch_engine.inputs import labels_to_device, to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
-from vorox.backends.torch_engine.module_table import named_tensors
+from vorox.backends.torch_engine.module_table import move_buffers, replace_tensors
 from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters
 from vorox.backends.torch_engine.parallel.module_tensor_parallel import divide, local_spec
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
@@ -110,7 +110,11 @@ class ModuleNetwork(ABC):
 
     @abstractmethod
     def _call(
-        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        is_token: Tensor | None,
+        documents: Tensor | None,
         **images: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model.
@@ -142,8 +146,8 @@ class ModuleNetwork(ABC):
             spec = local_spec(spec, division, parallel)
         if self._ranks.fsdp_size == 1 and not is_zero:
             self.parameters = self._shared(flat_parameters(config, spec, groups, device=self._compute.device), division)
-            _replace(module, self.parameters.modules)
-            _move_buffers(module, self._compute.device)
+            replace_tensors(module, self.parameters.modules)
+            move_buffers(module, self._compute.device)
             return
         frozen = [row.name for row in spec.rows if not row.trainable]
         if frozen:
@@ -155,14 +159,14 @@ class ModuleNetwork(ABC):
         if is_zero:
             device, dtype = self._compute.device, self._compute.dtype
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, device, dtype)
-            _replace(module, zero.modules)
-            _move_buffers(module, device)
+            replace_tensors(module, zero.modules)
+            move_buffers(module, device)
             self._run = zero.shard_by_zero(module, external={})
             return
         sharded = ShardedParameters(spec, groups, ranks=self._ranks)
         self.parameters = self._shared(sharded, division)
-        _replace(module, sharded.modules)
-        _move_buffers(module, self._compute.device)
+        replace_tensors(module, sharded.modules)
+        move_buffers(module, self._compute.device)
         reshard = config.parallel.reshard_after_forward
         sharded.shard(module, blocks(module), self._compute.dtype, reshard=reshard)
 
@@ -376,24 +380,6 @@ def blocks(module: Any) -> list[nn.Module]:
     longest = list(max(lists, key=len)) if lists else []
     outer = [child for child in found if not any(child in other.modules() for other in found if other is not child)]
     return outer if len(outer) >= len(longest) else longest
-
-
-def _replace(module: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
-    """Replace parameters and persistent buffers by tensors of the same names, in every module that uses them."""
-    replaced = {id(tensor): tensors[name] for name, tensor in named_tensors(module)}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                child._parameters[name] = replaced[id(parameter)]
-        for name, buffer in child._buffers.items():
-            if id(buffer) in replaced:
-                child._buffers[name] = replaced[id(buffer)].data
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            child._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def _added(first: LossSums, second: LossSums) -> LossSums:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vorox.core.errors import ConfigError
@@ -76,3 +77,22 @@ def parameters_on_meta() -> Generator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+def replace_tensors(module: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
+    """Replace parameters and persistent buffers by tensors of the same names, in every module that uses them."""
+    replaced = {id(tensor): tensors[name] for name, tensor in named_tensors(module)}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = replaced[id(parameter)]
+        for name, buffer in child._buffers.items():
+            if id(buffer) in replaced:
+                child._buffers[name] = replaced[id(buffer)].data
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module to a device."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            child._buffers[name] = None if buffer is None else buffer.to(device)
