@@ -47,6 +47,7 @@ WITHOUT_UNIT = {
     "model.vision.hidden_size": "as everybody calls it",
     "model.vision.intermediate_size": "as everybody calls it",
     "model.vision.merge_size": "as Qwen2-VL calls it",
+    "train.batch_stages.*.start_step": "the number of a step",
     "model.image_processor.merge_size": "as Qwen2-VL calls it",
     "model.image_processor.temporal_patch_size": "as Qwen2-VL calls it",
     "model.image_processor.image_token_id": "an id",

@@ -18,7 +18,10 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
     files("vorox").joinpath("presets/models.yaml").read_text(encoding="utf-8")
 )
 SHAPE = {"num_layers", "hidden_size", "num_heads"}
-NOT_ARCHITECTURE = {"preset", "family", "attention_kernel", "kind", "block", "name_or_path", "revision", "pretrained"}
+NOT_ARCHITECTURE = {
+    "preset", "family", "attention_kernel", "kind", "block", "name_or_path", "revision", "pretrained",
+    "image_processor",
+}  # fmt: skip
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "gpt2-350m": 354_823_168,
