@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from backends.torch_engine.transformers_models import plain_adamw
 from image_text_models import (
     MODELS,
     image_configuration,
@@ -63,14 +64,7 @@ def plain_losses(config: RunConfig, engine: TorchEngine, batches: list[Batch], i
     model = Path(str(config.model.name_or_path))
     module = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
     decayed = {row.name for row in engine._spec.rows if row.decay and row.kind != "embedding"}
-    named = dict(module.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [value for name, value in named.items() if name in decayed], "weight_decay": 0.1},
-            {"params": [value for name, value in named.items() if name not in decayed], "weight_decay": 0.0},
-        ],
-        lr=LR, betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
+    optimizer = plain_adamw(module, decayed, LR)
     losses: list[float] = []
     for batch in batches:
         total, count = torch.zeros(()), 0

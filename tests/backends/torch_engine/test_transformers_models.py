@@ -25,6 +25,7 @@ from backends.torch_engine.transformers_models import (
     batch_of,
     configuration,
     engine_of,
+    plain_adamw,
     write_model,
 )
 from vorox import backends
@@ -46,14 +47,7 @@ STEPS, LR = 20, 1e-3
 def plain_losses(directory: Path, spec: HuggingFaceSpec) -> list[float]:
     module = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
     decayed = {row.name for row in spec.rows if row.decay and row.kind != "embedding"}
-    named = dict(module.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [value for name, value in named.items() if name in decayed], "weight_decay": 0.1},
-            {"params": [value for name, value in named.items() if name not in decayed], "weight_decay": 0.0},
-        ],
-        lr=LR, betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
+    optimizer = plain_adamw(module, decayed, LR)
     losses: list[float] = []
     for step in range(STEPS):
         batch = batch_of(step)

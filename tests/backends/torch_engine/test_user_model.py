@@ -21,7 +21,7 @@ import tiny_runs
 import vorox
 import vorox.run
 from backends.torch_engine.test_checkpoint import save
-from backends.torch_engine.transformers_models import DOCUMENTS, LENGTH, VOCAB, batch_of
+from backends.torch_engine.transformers_models import DOCUMENTS, LENGTH, VOCAB, batch_of, plain_adamw
 from vorox import backends
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.backends.torch_engine.user_model import UserNetwork, resolve
@@ -147,13 +147,7 @@ def plain_losses(module: nn.Module) -> list[float]:
     named = dict(module.named_parameters())
     embeddings = {"embedding.weight", "places.weight"}
     decayed = {name for name, value in named.items() if value.ndim > 1} - embeddings
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [value for name, value in named.items() if name in decayed], "weight_decay": 0.1},
-            {"params": [value for name, value in named.items() if name not in decayed], "weight_decay": 0.0},
-        ],
-        lr=LR, betas=(0.9, 0.95), eps=1e-8,
-    )  # fmt: skip
+    optimizer = plain_adamw(module, decayed, LR)
     losses: list[float] = []
     for step in range(STEPS):
         batch, total, auxiliary = batch_of(step), torch.zeros(()), torch.zeros(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -133,4 +134,16 @@ def batch_of(step: int, *, micro_batches: int = 1) -> Batch:
     return Batch(
         step, tokens, labels, segments, positions, np.ones((micro_batches, rows), np.uint64),
         int((labels != IGNORED_LABEL).sum()), DataCursor("", 0, step + 1, 0, 0),
+    )  # fmt: skip
+
+
+def plain_adamw(module: torch.nn.Module, decayed: Container[str], lr: float) -> torch.optim.AdamW:
+    """PyTorch's own AdamW with the two groups of the default configuration; ``decayed`` names the decayed ones."""
+    named = dict(module.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [value for name, value in named.items() if name in decayed], "weight_decay": 0.1},
+            {"params": [value for name, value in named.items() if name not in decayed], "weight_decay": 0.0},
+        ],
+        lr=lr, betas=(0.9, 0.95), eps=1e-8,
     )  # fmt: skip
