@@ -72,7 +72,7 @@ def as_json(found: tuple[int, str, str]) -> Any:
     return json.loads(out)
 
 
-def test_help_is_quick_and_loads_no_framework(tmp_path: Path) -> None:
+def test_help_is_quick(tmp_path: Path) -> None:
     """Against the same library drawing the help of an empty program, in turn: at most twice as much."""
     libraries = (
         "import sys, time, typer\n"
@@ -85,8 +85,6 @@ def test_help_is_quick_and_loads_no_framework(tmp_path: Path) -> None:
         "import sys, time\n"
         "from vorox.cli import main\n"
         "code = main(['--help'])\n"
-        "heavy = {'torch', 'jax', 'transformers', 'numpy', 'pydantic', 'pyarrow', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
         "print(time.process_time(), file=sys.stderr)\n"
         "sys.exit(code)\n"
     )

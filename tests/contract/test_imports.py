@@ -178,6 +178,16 @@ def test_no_framework_is_loaded_by(statement: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_help_loads_no_large_library() -> None:
+    program = (
+        "import sys; from vorox.cli import main; main(['--help']); "
+        "large = {'torch', 'jax', 'transformers', 'numpy', 'pydantic', 'pyarrow', 'tokenizers'} & set(sys.modules); "
+        "sys.exit(f'loaded {large}' if large else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_backend_is_chosen_in_one_place() -> None:
     for path in modules():
         if name_of(path) == "backends/__init__.py":

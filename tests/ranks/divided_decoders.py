@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,20 @@ def part_of(batch: Batch, shard: DataShard) -> Batch:
     return dataclasses.replace(batch, **arrays, num_target_tokens=batch.num_target_tokens // shard.count)
 
 
-def train(engine: Any, seed: int) -> dict[str, Any]:
+def reversed_micro_batches(batch: Batch) -> Batch:
+    arrays = {
+        field.name: value[::-1].copy()
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), np.ndarray)
+    }
+    return dataclasses.replace(batch, **arrays)
+
+
+def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda batch: batch) -> dict[str, Any]:
     """Train on fresh rows; return numbers of every step, gradients of the first, weights of the last."""
     found: dict[str, Any] = {"values": [], "statistics": []}
     for step in range(STEPS):
-        batch = rows_of_step(engine._config, seed, step)
+        batch = arrange(rows_of_step(engine._config, seed, step))
         result = engine.train_step(part_of(batch, engine.data_shard), lr=LR, weight_decay=0.1).fetch()
         found["values"].append([result.loss, result.grad_norm, result.extra["parameter_norm"]])
         shown = ("activation", "router")

@@ -2,7 +2,9 @@
 
 Sums over ranks are made in another order, so losses and norms of 20 steps agree to 1e-5 (relative), gradients of the
 first step to 1e-5 of their largest element, and weights to a hundredth of the distance that training moves them, plus
-1e-4 (a thirtieth of one update). Parameters and optimizer state of checkpoints are equal element by element.
+1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is nearly singular: how much is measured
+with the rows of the test, in one process that adds the micro-batches of each step in reverse order. Parameters and
+optimizer state of checkpoints are equal element by element.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ranks.divided_decoders import cases_of, config_of, engine_of, state_case, train
+from ranks.divided_decoders import (
+    CASES,
+    cases_of,
+    config_of,
+    engine_of,
+    reversed_micro_batches,
+    state_case,
+    train,
+)
 from ranks.processes import stored_arrays
 from ranks.test_sharded_checkpoints import on_ranks, recorded, save
 from small_configurations import LR, batch_of, random_rows
@@ -29,6 +39,17 @@ EXPERTS_SEED = 7
 @cache
 def on_one_device(case: str, seed: int) -> dict[str, Any]:
     return train(engine_of(config_of(case), DistributedContext()), seed)
+
+
+@cache
+def values_tolerance(case: str, seed: int) -> float:
+    """The relative tolerance of losses and norms; with Muon at least 20 times the difference of one process."""
+    if CASES[case].get("optimizer__name") != "muon":
+        return 1e-5
+    expected = np.array(on_one_device(case, seed)["values"])
+    engine = engine_of(config_of(case), DistributedContext())
+    found = np.array(train(engine, seed, reversed_micro_batches)["values"])
+    return max(1e-5, 20 * np.abs(found / expected - 1).max())
 
 
 def save_one_device(folder: Path, case: str = "gemma3") -> Path:
@@ -59,7 +80,8 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
             ranks = [dict(np.load(folder / f"{layout}-{case}-{rank}.npz")) for rank in range(count)]
             assert len({str(found["bits"]) for found in ranks}) == 1, "replicated parameters have the same bits"
             for rank, found in enumerate(ranks):
-                check_case(found, on_one_device(case, seed), start, f"seed {seed}, {layout}, {case}, rank {rank}")
+                where = f"seed {seed}, {layout}, {case}, rank {rank}"
+                check_case(found, on_one_device(case, seed), start, where, values_tolerance(case, seed))
         saved = folder / f"saved-{layout}"
         verify_directory(saved)
         found_state = stored_arrays(saved)
@@ -72,9 +94,9 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
 
 
 def check_case(
-    found: dict[str, np.ndarray], expected: dict[str, Any], start: dict[str, np.ndarray], where: str
+    found: dict[str, np.ndarray], expected: dict[str, Any], start: dict[str, np.ndarray], where: str, tolerance: float
 ) -> None:
-    np.testing.assert_allclose(found["values"], expected["values"], rtol=1e-5, err_msg=where)
+    np.testing.assert_allclose(found["values"], expected["values"], rtol=tolerance, err_msg=where)
     # The mean of an activation is a sum of terms that cancel.
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-5, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)
@@ -87,5 +109,5 @@ def check_case(
         if key.startswith("weight."):
             scale = 1000 * np.abs(expected[key] - start[key.removeprefix("weight.")]).max()
         # The gradient of a key's bias is zero up to rounding, and AdamW magnifies it.
-        tolerance = 1e-5 * scale + (1e-4 if key.startswith("weight.") else 1e-9)
-        np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=tolerance, err_msg=f"{where}, {key}")
+        bound = 1e-5 * scale + (1e-4 if key.startswith("weight.") else 1e-9)
+        np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=bound, err_msg=f"{where}, {key}")

@@ -15,7 +15,7 @@ import pytest
 from eventually import wait_until
 from vorox.core.process_identity import ProcessIdentity
 from vorox.core.run_layout import RunLayout
-from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat
+from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat, request_end, request_stacks
 from vorox.runtime.watchdog import Condition, Watchdog
 
 TIMEOUT_SECONDS = 2.0
@@ -163,3 +163,41 @@ def test_processes_end_with_the_exit_code_of_a_stall(tmp_path: Path, fault: str)
     for rank in (0, 1) if fault == "stuck" else (0,):
         assert "stuck_in_a_collective" in layout.stacks(rank).read_text()
     assert layout.stacks(1).stat().st_size > 0, "also of the stopped rank"
+
+
+BUSY = """
+import sys, threading, time
+from pathlib import Path
+from vorox.runtime.heartbeat import Heartbeat
+def busy():
+    while True:
+        exec(compile("def one(x):\\n  return x\\none(1)", "<text>", "exec"), {})
+        time.sleep(0)
+for _ in range(8):
+    threading.Thread(target=busy, daemon=True).start()
+with Heartbeat(Path(sys.argv[1]), rank=1, local_rank=1, attempt=1, timeout_seconds=600.0) as heartbeat:
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_stacks_of_threads_that_run_are_written_without_a_crash(tmp_path: Path) -> None:
+    """Faulthandler's handler of a signal crashes in this process within seconds: it reads frames without the lock."""
+    layout = RunLayout(tmp_path)
+    program = [sys.executable, "-c", BUSY, str(tmp_path)]
+    with subprocess.Popen(program, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            size = 0
+            for _ in range(10):
+                request_stacks(layout.heartbeat(1))
+                wait_until(lambda before=size: layout.stacks(1).stat().st_size > before, PATIENCE_SECONDS)
+                size = layout.stacks(1).stat().st_size
+            assert process.poll() is None
+            assert layout.stacks(1).read_text().count("in busy") >= 8
+            request_end(layout.heartbeat(1))
+            assert process.wait(PATIENCE_SECONDS) == 6
+        finally:
+            process.kill()

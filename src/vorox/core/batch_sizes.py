@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vorox.core.schema import RunConfig
+if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
 
 
 class BatchStage(NamedTuple):

@@ -5,9 +5,11 @@ and the watchdog. The loop only stores into memory, without a system call.
 
 Without a time limit, a thread writes the file twice a second, and an error of the disk is ignored. With one, the file
 is mapped, so that it is current also while the interpreter hangs; a thread adds what the main thread cannot report
-while it waits, and ends the process when the watchdog requests it; on ``SIGUSR2``, the stacks of all threads are
-appended to ``watchdog/stacks-00000.txt``; and the rank with local rank 0 starts the watchdog (``runtime/watchdog.py``)
-as a process of its own.
+while it waits; when the watchdog requests it, the thread appends the stacks of all threads to
+``watchdog/stacks-00000.txt``, or ends the process; and the rank with local rank 0 starts the watchdog
+(``runtime/watchdog.py``) as a process of its own. ``SIGUSR2`` appends the stacks too, for the case that native code
+holds the interpreter lock; while threads run Python, faulthandler's handler of a signal may crash, because it reads
+their frames without that lock.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ WATCHED: frozenset[Phase] = frozenset({"data", "step", "sync", "settle"})
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 _MAGIC = b"VXBEAT01"
-_FIXED_BYTES = 464
+_FIXED_BYTES = 448
 _FILE_BYTES = 512
-_COUNT, _STEP, _PHASE, _QUEUE, _WAITING, _ENDS = range(6)
+_COUNT, _STEP, _PHASE, _QUEUE, _WAITING, _STACKS, _ENDS = range(7)
 _ATTEND_SECONDS = 0.2
 _WRITE_SECONDS = 0.5
 
@@ -137,8 +139,8 @@ class Heartbeat:
             return self
         self._layout.watchdog.mkdir(exist_ok=True)
         self._map_file()
-        self._dump_stacks_on_signal()
-        thread = threading.Thread(target=self._attend, name="vorox-heartbeat", daemon=True)
+        stacks = self._open_stacks()
+        thread = threading.Thread(target=self._attend, args=(stacks,), name="vorox-heartbeat", daemon=True)
         self._stack.callback(thread.join, 5.0)
         self._stack.callback(self._closed.set)
         if self._local_rank == 0:
@@ -188,23 +190,24 @@ class Heartbeat:
         self._cells = cells
         self._stack.callback(path.unlink, missing_ok=True)
 
-    def _dump_stacks_on_signal(self) -> None:
-        if STACKS_SIGNAL is None or not hasattr(faulthandler, "register"):
-            return
+    def _open_stacks(self) -> IO[bytes]:
+        """Create the file of the stacks, which ``STACKS_SIGNAL`` also writes, where it exists."""
         path = self._layout.stacks(self._rank)
         file: IO[bytes] = self._stack.enter_context(path.open("wb"))
-        has_handler = callable(signal.getsignal(STACKS_SIGNAL))
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=has_handler)
         self._stack.callback(_remove_if_empty, path)
-        self._stack.callback(faulthandler.unregister, STACKS_SIGNAL)
+        if STACKS_SIGNAL is not None and hasattr(faulthandler, "register"):
+            has_handler = callable(signal.getsignal(STACKS_SIGNAL))
+            faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=has_handler)
+            self._stack.callback(faulthandler.unregister, STACKS_SIGNAL)
+        return file
 
     def _start_watchdog(self) -> subprocess.Popen[bytes]:
         words = [str(self._layout.directory), str(self._attempt), str(self._timeout_seconds), *self._notice[0]]
         program = [sys.executable, "-m", "vorox.runtime.watchdog", *words]
         return subprocess.Popen(program, stdin=subprocess.DEVNULL, env={**os.environ, **self._notice[1]})
 
-    def _attend(self) -> None:
-        """Report what the main thread cannot report while it waits; end the process when the watchdog requests it."""
+    def _attend(self, stacks: IO[bytes]) -> None:
+        """Report what the main thread cannot report while it waits; do what the watchdog requests."""
         cells, known_depth = self._cells, 0
         while not self._closed.wait(_ATTEND_SECONDS):
             depth, is_waiting = self.observe()
@@ -212,6 +215,9 @@ class Heartbeat:
             if depth > known_depth:
                 self.progressed()
             known_depth = depth
+            if cells[_STACKS]:
+                cells[_STACKS] = 0
+                faulthandler.dump_traceback(stacks, all_threads=True)
             if cells[_ENDS]:
                 os._exit(StalledError.exit_code)
 
@@ -235,10 +241,19 @@ def read_beat(path: Path) -> Beat | None:
     )  # fmt: skip
 
 
+def request_stacks(path: Path) -> None:
+    """Request that the rank of a heartbeat file appends the stacks of all its threads to its file."""
+    _set_cell(path, _STACKS)
+
+
 def request_end(path: Path) -> None:
     """Request that the rank of a heartbeat file ends with the exit code of a stall."""
+    _set_cell(path, _ENDS)
+
+
+def _set_cell(path: Path, cell: int) -> None:
     with contextlib.suppress(OSError), path.open("r+b") as file, mmap.mmap(file.fileno(), _FILE_BYTES) as mapped:
-        mapped[_FIXED_BYTES + 8 * _ENDS] = 1
+        mapped[_FIXED_BYTES + 8 * cell] = 1
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ from vorox.core.process_identity import ProcessIdentity
 from vorox.core.redaction import redact
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import saved_state
-from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, request_end
+from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, request_end, request_stacks
 
 _MAX_POLL_SECONDS = 1.0
 _STACKS_SECONDS = 2.0
@@ -197,20 +197,17 @@ class Watchdog:
 
     def _collect_stacks(self, local: Sequence[Watched]) -> str:
         """Request the stacks of all threads of all ranks, wait until they are written, and return them."""
-        if STACKS_SIGNAL is None:
-            return ""
         for rank in local:
-            _send(rank.beat.process, STACKS_SIGNAL)
-            if rank.condition == "stopped":  # it then writes where it was stopped, and must not go on
+            request_stacks(self.layout.heartbeat(rank.beat.rank))
+            if rank.condition == "stopped":  # it then writes about where it was stopped, and must not go on
                 request_end(self.layout.heartbeat(rank.beat.rank))
                 _send(rank.beat.process, signal.SIGCONT)
         paths = {rank.beat.rank: self.layout.stacks(rank.beat.rank) for rank in local}
-        until, sizes = time.monotonic() + _STACKS_SECONDS, list[int]()
-        while time.monotonic() < until:
-            time.sleep(0.2)
-            before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths.values()]
-            if all(sizes) and sizes == before:
-                break
+        if not _wait_until_written(paths.values()) and STACKS_SIGNAL is not None:
+            for rank in local:  # native code holds the interpreter lock of one that wrote nothing
+                if not _size_bytes(paths[rank.beat.rank]):
+                    _send(rank.beat.process, STACKS_SIGNAL)
+            _wait_until_written(paths.values())
         texts = [
             f"rank {rank}:\n{path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''}"
             for rank, path in paths.items()
@@ -234,6 +231,21 @@ def condition_of(process: ProcessIdentity, host: str) -> Condition:
 
 def _is_alive(process: ProcessIdentity, host: str) -> bool:
     return process.host == host and not process.is_dead()
+
+
+def _wait_until_written(paths: Collection[Path]) -> bool:
+    """Wait until no file is empty and none grows; return whether that is so in time."""
+    until, sizes = time.monotonic() + _STACKS_SECONDS, list[int]()
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        before, sizes = sizes, [_size_bytes(path) for path in paths]
+        if all(sizes) and sizes == before:
+            return True
+    return False
+
+
+def _size_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _send(process: ProcessIdentity, number: int) -> None:
