@@ -232,7 +232,7 @@ def resume(directory: Path, trace: ModuleTrace) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         trace.modules.clear()
-        for name in ("choose", "restore"):
+        for name in ("choose_checkpoint", "restore"):
             patch.setattr(resume_module, name, recorded(getattr(resume_module, name)))
         run(config)
     keep_packages(trace, "core", "models", "training")

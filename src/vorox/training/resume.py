@@ -39,7 +39,7 @@ from vorox.training.teacher import check_teacher
 from vorox.training.workload import Workload
 
 
-def choose(run: RunContext, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
+def choose_checkpoint(run: RunContext, log: RunLog, checkpoint: Path | None) -> Checkpoint | None:
     """Return the verified checkpoint to resume from: the given one, else the newest valid one; ``None`` without any.
 
     Corrupt checkpoints are quarantined once the attempt begins.
@@ -53,7 +53,7 @@ def choose(run: RunContext, log: RunLog, checkpoint: Path | None) -> Checkpoint 
     return latest_valid(run.directory, on_corrupt=lambda path, error: run.at_begin(lambda: on_corrupt(path, error)))
 
 
-def choose_before(run_directory: Path, log: RunLog, rollback: Rollback) -> Checkpoint | None:
+def choose_checkpoint_before(run_directory: Path, log: RunLog, rollback: Rollback) -> Checkpoint | None:
     """Return the verified checkpoint to return to: the newest without the undone steps, else the oldest that is kept.
 
     ``None`` is the state before step 1, if the run has no checkpoint yet.

@@ -4,9 +4,9 @@ In: a run's workload and its open directory. Out: a ``TrainingSetup`` whose engi
 from. Configuration, environment and plan are compared with the recorded ones before anything of the run changes. The
 main rank decides and writes (``initialize_or_resume``); the other ranks follow (``attach``) and load their own engines.
 
-A resume, in order: ``resume.choose`` verifies a checkpoint; ``resume_settings`` compares the configuration with it;
-``resume.restore`` loads the engine and compares plan, cursor and replay chain; ``run_plan`` compares the plan with the
-configuration and adds events; ``session.open_session`` opens the loader at the cursor.
+A resume, in order: ``resume.choose_checkpoint`` verifies a checkpoint; ``resume_settings`` compares the configuration
+with it; ``resume.restore`` loads the engine and compares plan, cursor and replay chain; ``run_plan`` compares the plan
+with the configuration and adds events; ``session.open_session`` opens the loader at the cursor.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def initialize_or_resume(
     directory, config, log = run.directory, workload.config, workload.log
     recorded = recorded_config(directory) if run.layout.config.exists() else config
     if rollback is None:
-        found = resume.choose(run, log, checkpoint)
+        found = resume.choose_checkpoint(run, log, checkpoint)
     else:
         run.begin()  # the run itself has decided to return to an earlier state
-        found = resume.choose_before(directory, log, rollback)
+        found = resume.choose_checkpoint_before(directory, log, rollback)
     if found is not None:
         recorded = resume_settings.check_unedited(directory, found, recorded, config, named_keys)
     changes = resume_settings.check_config(recorded, config)
