@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from vorox.core.batch import Progress
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Tap, attach_taps
+from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.rank_comparison import compare_ranks
@@ -31,12 +32,14 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.report import PrepareProgress
 from vorox.data.corpus import prepare
+from vorox.data.tokenizers.loading import planned_vocab_size
 from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.models.memory_advice import check_host_memory
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.spec import ModelSpec
 from vorox.runtime.throughput import Reading
-from vorox.training import loop, time_budget
+from vorox.training import auto_micro_batch, loop, time_budget
+from vorox.training.auto_micro_batch import MicroBatch, with_micro_batch
 from vorox.training.checkpoints.adapter_base import identify_base, load_base
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.checkpoints.weights_source import check_weights
@@ -44,7 +47,7 @@ from vorox.training.display import Display, NoDisplay
 from vorox.training.evaluation.scheduled_tasks import open_tasks
 from vorox.training.inference.model_source import find_model, recorded_model
 from vorox.training.loss_spikes import Rollback, RollbackRequested
-from vorox.training.mirror import open_mirror
+from vorox.training.mirror import Mirror, open_mirror
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
@@ -160,17 +163,26 @@ class _TrainingProcess:
         self, resume_from: Literal["auto", "never"] | Path, rollback: Rollback | None = None
     ) -> Outcome | _Returned:
         """Train from the state that ``resume_from`` and ``rollback`` name, to the end or to the next rollback."""
-        config, dist, stop, display = self.config, self.dist, self.stop, self.display
+        with open_mirror(self.config, resume_from, self.dist, self.display.message) as mirror:
+            chosen = choose_micro_batch(self.config, mirror.resume_from, self.dist)
+            return self._train(with_micro_batch(self.config, chosen), chosen, mirror, resume_from, rollback)
+
+    def _train(
+        self,
+        config: RunConfig,
+        micro_batch: MicroBatch | None,
+        mirror: Mirror,
+        resume_from: Literal["auto", "never"] | Path,
+        rollback: Rollback | None,
+    ) -> Outcome | _Returned:
+        dist, stop, display = self.dist, self.stop, self.display
         with (
-            open_mirror(config, resume_from, dist, display.message) as mirror,
             _open_run(config, mirror.resume_from, self.argv, dist, creates=not isinstance(resume_from, Path)) as run,
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
             run.explaining_lost_ranks(),
-            contextlib.closing(
-                make_workload(config, dist, log, self.on_progress, tokenizer_directory=run.layout.tokenizer)
-            ) as workload,
+            contextlib.closing(self._open_workload(config, micro_batch, run, log)) as workload,
         ):
             attach_taps(workload.engine, self.taps)
             if dist.is_main:
@@ -194,6 +206,15 @@ class _TrainingProcess:
                 run.directory, setup.state.progress.step, progress, session.evaluations.losses,
                 workload.engine.fingerprint(), speed, dist.is_main,
             )  # fmt: skip
+
+    def _open_workload(
+        self, config: RunConfig, micro_batch: MicroBatch | None, run: RunContext, log: RunLog
+    ) -> Workload:
+        """Report the micro-batch, if the run has decided on it, and open the workload."""
+        if micro_batch is not None:
+            run.note(micro_batch_sequences=micro_batch.rows)
+            log.event("micro_batch", micro_batch.text, sequences=micro_batch.rows)
+        return make_workload(config, self.dist, log, self.on_progress, tokenizer_directory=run.layout.tokenizer)
 
 
 def make_workload(
@@ -245,6 +266,54 @@ def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: P
     return identify_base(config, spec, kept)
 
 
+def planned_model(config: RunConfig) -> ModelSpec:
+    """Return the model of a configuration, from its settings and the ``config.json`` that they name.
+
+    Raises:
+        ConfigError: Its size depends on the text, or its activations are not known in advance.
+    """
+    if auto_micro_batch.is_auto(config):
+        backends.check_memory_plan(config)
+    values = revision = None
+    if config.model.kind == "huggingface":
+        found = find_model(config)
+        values, revision = found.values, found.commit
+    # The embedding of a model of transformers has its own rows.
+    vocab_size = 1 if config.model.kind == "huggingface" else planned_vocab_size(config.tokenizer, config.model)
+    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=vocab_size)
+    return backends.measured_spec(config, spec)
+
+
+def choose_micro_batch(
+    config: RunConfig, resume_from: Literal["auto", "never"] | Path, dist: DistributedContext
+) -> MicroBatch | None:
+    """Return the micro-batch of a run under ``auto``: rank 0 reads it from the run, or plans it. A collective.
+
+    Raises:
+        ConfigError: The plan does not know the memory of a step.
+        DoesNotFitError: No micro-batch fits.
+    """
+    if not auto_micro_batch.is_auto(config):
+        return None
+
+    def decide(facts: list[Any]) -> dict[str, Any]:
+        found = auto_micro_batch.recorded(config, resume_from)
+        return asdict(found or _plan_micro_batch(config, facts))
+
+    facts = auto_micro_batch.facts_of(backends.training_devices(config, dist))
+    return MicroBatch(**dist.agree("micro_batch", facts, decide))
+
+
+def _plan_micro_batch(config: RunConfig, facts: Sequence[Mapping[str, Any]]) -> MicroBatch:
+    """Return the most rows that the memory plan of a new run fits into the devices of all ranks."""
+    auto_micro_batch.check_plannable(config)
+    try:
+        spec = planned_model(config)
+    except ConfigError as error:
+        raise auto_micro_batch.explained(error) from error
+    return auto_micro_batch.decide(config, spec, auto_micro_batch.combined(facts))
+
+
 def _check_groups(config: RunConfig) -> None:
     """Check the names in ``optimizer.groups`` before anything is built; a vocabulary does not change them."""
     if config.optimizer.groups and config.model.kind == "decoder":
@@ -293,7 +362,7 @@ def _fit_to_time(
     The main rank's clock decides.
     """
     started, log = time.perf_counter(), RunLog(None, echo=display.message)
-    short = time_budget.with_num_steps(config, 1)
+    short = time_budget.with_num_steps(with_micro_batch(config, choose_micro_batch(config, "never", dist)), 1)
     with contextlib.closing(make_workload(short, dist, log, on_progress)) as workload:
         costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine, dist)
     left_seconds = seconds - (time.perf_counter() - started)

@@ -480,7 +480,8 @@ def test_the_digest_covers_everything_but_what_changes_no_bit(small: str, monkey
     for key in values:
         monkeypatch.setattr("vorox.core.config.digest.flat_values", lambda _, key=key: {**values, key: "another value"})
         same = key in changes_no_bit or key.startswith(sections)
-        assert (config_digest(config) == digest) == same, key
+        is_decided = key == "train.auto_micro_batch_sequences"  # changes bits, but not which run it is
+        assert (config_digest(config) == digest) == (same or is_decided), key
         assert in_digest(key) != same
 
 

@@ -30,7 +30,8 @@ from vorox.models.adapter_spec import AdapterSpec, base_fingerprint
 from vorox.models.engine_state import read_average, read_weights
 from vorox.models.spec import ModelSpec
 from vorox.models.stored_spec import spec_from_json
-from vorox.run import make_workload
+from vorox.run import choose_micro_batch, make_workload
+from vorox.training.auto_micro_batch import with_micro_batch
 from vorox.training.checkpoints.adapter_base import check_base, load_base
 from vorox.training.checkpoints.derived import is_derived
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
@@ -55,6 +56,7 @@ def create_model(source: RunConfig, *, device: str | None = None, on_progress: P
     config = source
     if device is not None:
         config = source.model_copy(update={"runtime": source.runtime.model_copy(update={"device": device})})
+    config = with_micro_batch(config, choose_micro_batch(config, "never", DistributedContext()))
     with closing(make_workload(config, DistributedContext(), RunLog(None), on_progress)) as workload:
         return Model(config, workload.engine, workload.corpus.tokenizer, workload.spec, 0)
 

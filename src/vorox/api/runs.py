@@ -154,7 +154,7 @@ class Run:
             shard=DataShard(),
             cursor=cursor,
             global_batch_sequences=config.train.global_batch_sequences,
-            micro_batch_sequences=micro_batch_sequences or config.train.micro_batch_sequences,
+            micro_batch_sequences=micro_batch_sequences or config.train.micro_batch_rows,
             document_mask=config.data.document_mask,
             num_threads=0,
         ) as batches:

@@ -26,6 +26,7 @@ from vorox.core.schema import ParallelConfig, RunConfig
 from vorox.core.version import __version__
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import ARCHITECTURES
+from vorox.models.memory_advice import Devices
 from vorox.models.spec import ModelSpec
 
 _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -41,6 +42,9 @@ _TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggin
 
 _USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.user_model"}
 """Backends that compute models by import path, with the module that resolves them."""
+
+_DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.devices"}
+"""Backends whose memory the plan knows, with the module of their devices; JAX's compiler plans a step itself."""
 
 _ONE_DEVICE_PER_PROCESS = frozenset({"torch"})
 """Backends of which a process has one device; the others divide a model over all devices of a process."""
@@ -155,6 +159,29 @@ def measured_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
         )  # fmt: skip
     module = importlib.import_module(f"{_TRANSFORMERS[config.backend].rpartition('.')[0]}.activation_memory")
     return module.measured(spec)
+
+
+def check_memory_plan(config: RunConfig) -> None:
+    """Check that the memory plan follows the engine of a configuration.
+
+    Raises:
+        ConfigError: The engine plans the memory of a step itself.
+    """
+    if config.backend not in _DEVICES:
+        raise ConfigError(
+            f"The compiler of backend={config.backend} plans the memory of a step itself", where="backend",
+            hint=f"set backend={' or '.join(_DEVICES)}",
+        )  # fmt: skip
+
+
+def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | None:
+    """Return the devices that a run would use, with the memory of one of this process; ``None`` if it is unknown.
+
+    Raises:
+        ConfigError: This machine does not have the device of the configuration.
+    """
+    name = _DEVICES.get(config.backend)
+    return None if name is None else importlib.import_module(name).training_devices(config, dist)
 
 
 def connect(config: RunConfig) -> DistributedContext:

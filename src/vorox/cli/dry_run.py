@@ -108,16 +108,21 @@ class RunPreview:
         Raises:
             VoroxError: The error that would end the run before its first step.
         """
+        from vorox.cli.plan import memory_lines
         from vorox.core.config import config_digest
+        from vorox.core.distributed_context import DistributedContext
         from vorox.core.run_context import expected_directory
         from vorox.data.cache_location import cache_root
-        from vorox.run import is_fresh, resolve_model
+        from vorox.run import choose_micro_batch, is_fresh, resolve_model
+        from vorox.training.auto_micro_batch import with_micro_batch
         from vorox.training.checkpoints.weights_source import check_weights
         from vorox.training.evaluation.scheduled_tasks import check_tasks
         from vorox.training.startup import check_resume
         from vorox.training.teacher import find_teacher
 
-        config, resume_from = self.config, self.resume_from
+        resume_from = self.resume_from
+        micro_batch = choose_micro_batch(self.config, resume_from, DistributedContext())
+        config = with_micro_batch(self.config, micro_batch)
         yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
         yield f"run            {_run_line(config, resume_from)}"
         if config.checkpoint.mirror is not None:
@@ -146,6 +151,8 @@ class RunPreview:
             yield f"tasks          {', '.join(config.eval.tasks)}"
         yield from _model_lines(config, spec)
         yield from _batch_lines(config)
+        if micro_batch is not None:
+            yield f"               {micro_batch.text}"
         yield from _length_lines(config, text)
         if self.growth is not None:
             yield from self.growth.lines()
@@ -155,7 +162,7 @@ class RunPreview:
         )  # fmt: skip
         engine, facts = _probe_engine(config, spec)
         yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-        yield from _memory_lines(config, spec, str(facts.get("device_kind", "")))
+        yield from memory_lines(config, spec, str(facts.get("device_kind", "")))
         yield "Nothing was built or written."
 
 
@@ -298,7 +305,7 @@ def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
 def _batch_lines(config: RunConfig) -> Iterator[str]:
     train = config.train
     rows, parts = train.global_batch_sequences, config.parallel.num_row_parts
-    micro = config.parallel.micro_batch_sequences(train.micro_batch_sequences, rows, parts)
+    micro = config.parallel.micro_batch_sequences(train.micro_batch_rows, rows, parts)
     tokens = rows * config.data.sequence_length_tokens
     times = -(-rows // parts) // micro
     yield (
@@ -376,23 +383,3 @@ def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str,
         config = backends.config_for_one_process(config)
     engine = backends.load(config.backend).create(config, small, DistributedContext())
     return engine.name, {name: value for name, value in engine.environment().items() if name != "engine"}
-
-
-def _memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[str]:
-    """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
-    import psutil
-
-    from vorox.cli.plan import PARTS
-    from vorox.models.memory_advice import check_host_memory
-    from vorox.models.memory_estimate import planned_memory
-
-    estimate = planned_memory(spec, config, device)
-    parts = {name: getattr(estimate, field) for name, field in PARTS.items()}
-    parts["checkpoint copy"] = estimate.snapshot_bytes
-    total_bytes = estimate.total_bytes_on(device)
-    available = psutil.virtual_memory().total
-    against = f" of {humanize.size(available)}" if device == "cpu" else ""
-    detail = ", ".join(f"{name} {humanize.size(value)}" for name, value in parts.items() if value)
-    yield f"memory         about {humanize.size(total_bytes)}{against}: {detail}"
-    if device == "cpu":
-        check_host_memory(spec, config, available)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +53,7 @@ def plan(
     """
     from vorox.cli.config import source_and_overrides
     from vorox.core.errors import ConfigError, DoesNotFitError
+    from vorox.run import planned_model
     from vorox.runtime.hardware import named_hardware, this_machine
     from vorox.training.checkpoints.weights_source import load_config_with_weights
     from vorox.training.resource_plan import plan_resources
@@ -93,45 +93,6 @@ def _hint(found: ResourcePlan) -> str:
             return "set adapter.kind=qlora, lower data.sequence_length_tokens, or use more or larger devices"
         return "lower model.num_layers, model.hidden_size or data.sequence_length_tokens, or use more or larger devices"
     return f"set {' '.join(found.alternatives[0].settings)}"
-
-
-def planned_model(config: RunConfig) -> ModelSpec:
-    """Return the model of a configuration, from its settings and the ``config.json`` that they name.
-
-    Raises:
-        ConfigError: Its size depends on the text, or its activations are not known in advance.
-    """
-    from vorox import backends
-    from vorox.training.inference.model_source import find_model
-
-    values = revision = None
-    if config.model.kind == "huggingface":
-        found = find_model(config)
-        values, revision = found.values, found.commit
-    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=_vocabulary(config))
-    return backends.measured_spec(config, spec)
-
-
-def _vocabulary(config: RunConfig) -> int:
-    """Return the vocabulary of the tokenizer, or of the model if the tokenizer's needs the text or a network."""
-    from vorox.core.errors import ConfigError
-    from vorox.data.tokenizers.loading import load
-
-    tokenizer = config.tokenizer
-    if config.model.kind == "huggingface":
-        return 1  # the embedding of the model has its rows
-    if tokenizer.kind in {"bpe", "none"}:
-        return tokenizer.vocab_size
-    if tokenizer.kind == "byte":
-        return 257
-    if tokenizer.kind == "file" and tokenizer.path is not None and Path(tokenizer.path).exists():
-        return load(tokenizer.path, end_of_text=tokenizer.end_of_text).vocab_size
-    if config.model.vocab_size is None:
-        raise ConfigError(
-            "The vocabulary of the tokenizer is not known in advance", where="model.vocab_size",
-            hint="add model.vocab_size=N",
-        )  # fmt: skip
-    return config.model.vocab_size
 
 
 def _lines(found: ResourcePlan, spec: ModelSpec, mfu: float) -> Iterator[str]:
@@ -174,12 +135,12 @@ def _batch_lines(found: ResourcePlan) -> Iterator[str]:
     tokens = train.global_batch_sequences * found.config.data.sequence_length_tokens
     yield (
         f"batch          {pluralize(train.global_batch_sequences, 'row')}, {pluralize(tokens, 'token')}: "
-        f"{pluralize(rows, 'row')} on each device, in micro-batches of {train.micro_batch_sequences:,}"
+        f"{pluralize(rows, 'row')} on each device, in micro-batches of {train.micro_batch_rows:,}"
     )
     for stage in batch_sizes_of(found.config).stages[1:]:
         yield f"               from step {stage.start_step + 1:,}: {pluralize(stage.rows, 'row')}"
     largest = found.largest_micro_batch_sequences
-    if found.fits and largest > train.micro_batch_sequences:
+    if found.fits and largest > train.micro_batch_rows:
         yield f"               train.micro_batch_sequences={largest} fits as well"
     if parallel.num_devices < found.hardware.num_devices:
         unused = found.hardware.num_devices - parallel.num_devices
@@ -205,6 +166,7 @@ def _speed_lines(found: ResourcePlan, mfu: float) -> Iterator[str]:
 def speed_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     """Return the lines of a plan about speed and duration on some hardware; empty where no data sheet has its peak."""
     from vorox.core.errors import VoroxError
+    from vorox.run import planned_model
     from vorox.training.resource_plan import DEFAULT_MFU_FRACTION, plan_resources
 
     try:
@@ -212,6 +174,25 @@ def speed_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     except VoroxError:
         return []
     return [] if found.tokens_per_second is None else [*_speed_lines(found, DEFAULT_MFU_FRACTION)]
+
+
+def memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[str]:
+    """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
+    import psutil
+
+    from vorox.models.memory_advice import check_host_memory
+    from vorox.models.memory_estimate import planned_memory
+
+    estimate = planned_memory(spec, config, device)
+    parts = {name: getattr(estimate, field) for name, field in PARTS.items()}
+    parts["checkpoint copy"] = estimate.snapshot_bytes
+    total_bytes = estimate.total_bytes_on(device)
+    available = psutil.virtual_memory().total
+    against = f" of {humanize.size(available)}" if device == "cpu" else ""
+    detail = ", ".join(f"{name} {humanize.size(value)}" for name, value in parts.items() if value)
+    yield f"memory         about {humanize.size(total_bytes)}{against}: {detail}"
+    if device == "cpu":
+        check_host_memory(spec, config, available)
 
 
 def _failure_lines(found: ResourcePlan) -> Iterator[str]:
@@ -230,7 +211,7 @@ def _as_json(found: ResourcePlan, mfu: float) -> dict[str, Any]:
         "memory_bytes": found.memory_bytes,
         "memory": asdict(found.memory),
         "alternatives": [asdict(one) for one in found.alternatives],
-        "micro_batch_sequences": found.config.train.micro_batch_sequences,
+        "micro_batch_sequences": found.config.train.micro_batch_rows,
         "largest_micro_batch_sequences": found.largest_micro_batch_sequences,
         "flops_per_token": found.flops_per_token,
         "assumed_mfu_fraction": mfu,

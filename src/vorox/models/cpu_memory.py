@@ -24,7 +24,7 @@ _STACKS = 5
 
 def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
     """Return the bytes of the largest temporary tensors of a step, and of libraries."""
-    positions = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+    positions = config.train.micro_batch_rows * config.data.sequence_length_tokens
     largest = max((row.num_elements for row in spec.parameters if len(row.shape) > 1), default=0)
     if not spec.has_whole_logits:
         largest = max(largest, spec.vocab_size * spec.hidden_size)

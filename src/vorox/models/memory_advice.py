@@ -75,7 +75,7 @@ def on_devices(config: RunConfig, num_devices: int) -> RunConfig:
         update={"data_parallel_size": config.parallel.data_parallel_size_on(num_devices)}
     )
     rows = config.parallel.micro_batch_sequences(
-        config.train.micro_batch_sequences, config.train.global_batch_sequences, parallel.num_row_parts
+        config.train.micro_batch_rows, config.train.global_batch_sequences, parallel.num_row_parts
     )
     train = config.train.model_copy(update={"micro_batch_sequences": rows})
     return config.model_copy(update={"parallel": parallel, "train": train})
@@ -107,8 +107,8 @@ def alternatives(config: RunConfig, spec: ModelSpec, devices: Devices) -> Iterat
         size = largest_micro_batch(changed, spec, devices)
         if not size:
             continue
-        needed = changes if size >= changed.train.micro_batch_sequences else (*changes, _micro_batch(size))
-        final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_sequences)))
+        needed = changes if size >= changed.train.micro_batch_rows else (*changes, _micro_batch(size))
+        final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_rows)))
         settings = tuple(f"{section}.{name}={str(value).lower()}" for section, name, value in needed)
         yield Alternative(settings, devices.memory(final, spec)[1], cost)
 
@@ -154,7 +154,8 @@ def settings_that_fit(config: RunConfig, spec: ModelSpec, devices: Devices) -> l
     return sorted(found, key=lambda one: len(one.settings))[:_MAX_NAMED]
 
 
-def _hint(found: Sequence[Alternative]) -> str:
+def hint_of(found: Sequence[Alternative]) -> str:
+    """Return the hint that names alternatives, at least one."""
     *first, last = map(str, found)
     return f"set {', '.join(first)} or {last}" if first else f"set {last}"
 
@@ -168,12 +169,12 @@ def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) 
     needed_bytes = planned_memory(spec, config, "cpu").total_bytes_on("cpu")
     if needed_bytes > available_bytes:
         fitting = settings_that_fit(config, spec, Devices(1, available_bytes, is_cpu=True, has_bf16=False))
-        tokens = config.train.micro_batch_sequences * config.data.sequence_length_tokens
+        tokens = config.train.micro_batch_rows * config.data.sequence_length_tokens
         raise DoesNotFitError(
             f"A micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
             f"{available_bytes / 2**30:,.1f} GiB",
             where="memory",
-            hint=_hint(fitting) if fitting else "lower model.num_layers or model.hidden_size",
+            hint=hint_of(fitting) if fitting else "lower model.num_layers or model.hidden_size",
         )  # fmt: skip
 
 
@@ -257,7 +258,7 @@ class MemoryBudget:
         )
         found = self.advise(grown_bytes)
         if found:
-            return DoesNotFitError(what, where=found[0].settings[0].partition("=")[0], hint=_hint(found))
+            return DoesNotFitError(what, where=found[0].settings[0].partition("=")[0], hint=hint_of(found))
         if self.available_bytes is not None and self._state_bytes > 0.9 * self.available_bytes:
             return DoesNotFitError(what, where="model", hint="lower model.num_layers or model.hidden_size")
         return DoesNotFitError(

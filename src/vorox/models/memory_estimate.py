@@ -113,7 +113,7 @@ def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cud
     frozen = {name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen}
     step = training_memory(
         spec,
-        micro_batch_sequences=config.train.micro_batch_sequences,
+        micro_batch_sequences=config.train.micro_batch_rows,
         sequence_length_tokens=config.data.sequence_length_tokens,
         dtype_bytes=FP32_BYTES if config.precision.dtype == "fp32" else 2,
         optimizer=config.optimizer.name,
@@ -159,9 +159,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
     stages = stages_of_device(spec.num_layers, size, per_device, index)
     table = parameters_of(spec, stages, tied=isinstance(spec, DecoderSpec) and spec.tie_embeddings)
     share = sum(row.num_elements for row in table) / spec.num_parameters
-    count = parallel.num_micro_batches(
-        train.micro_batch_sequences, batch_sizes_of(config).largest, parallel.num_row_parts
-    )
+    count = parallel.num_micro_batches(train.micro_batch_rows, batch_sizes_of(config).largest, parallel.num_row_parts)
     kept = min(count, size - index)  # micro-batches, or passes through one stage
     if per_device > 1:
         waiting = index if parallel.pipeline_schedule == "zero_bubble" else 0
@@ -182,7 +180,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         optimizer_bytes=round(whole.optimizer_bytes * share),
         snapshot_bytes=round(whole.snapshot_bytes * share),
         activation_bytes=round(
-            train.micro_batch_sequences * (blocks + 2 * row.block_input_bytes + received * count * stream)
+            train.micro_batch_rows * (blocks + 2 * row.block_input_bytes + received * count * stream)
         ),
         logits_bytes=whole.logits_bytes if stages[-1].is_last else 0,
         mask_bytes=whole.mask_bytes * kept,
@@ -193,7 +191,7 @@ def _num_partial_sums(config: RunConfig) -> int:
     """Return how many partial sums of the gradients a step keeps while it runs its micro-batches."""
     if config.runtime.determinism != "bitwise-any-world":
         return 0
-    rows = config.train.micro_batch_sequences * config.parallel.num_row_parts
+    rows = config.train.micro_batch_rows * config.parallel.num_row_parts
     return (-(-batch_sizes_of(config).largest // rows) - 1).bit_length()
 
 

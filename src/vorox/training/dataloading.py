@@ -78,9 +78,7 @@ def training_batches(
         shard=shard,
         cursor=cursor,
         global_batch_sequences=batch,
-        micro_batch_sequences=config.parallel.micro_batch_sequences(
-            config.train.micro_batch_sequences, batch, shard.count
-        ),
+        micro_batch_sequences=config.parallel.micro_batch_sequences(config.train.micro_batch_rows, batch, shard.count),
         document_mask=config.data.document_mask,
         num_threads=loader.num_threads,
         prefetch_batches=loader.prefetch_batches,
@@ -157,7 +155,7 @@ def _batches_of(
     return lambda: validation_batches(
         readers,
         num_sequences=num_rows,
-        micro_batch_sequences=config.train.micro_batch_sequences,
+        micro_batch_sequences=config.train.micro_batch_rows,
         document_mask=config.data.document_mask,
         image_input=images,
     )

@@ -318,7 +318,7 @@ def _matmul_rate(workload: Workload) -> float:
     """Measure the matmul FLOP/s of all devices of the run, at the shapes of its model."""
     config, spec = workload.config, workload.spec
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
-    positions = min(config.train.micro_batch_sequences * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
+    positions = min(config.train.micro_batch_rows * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
     shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
     measured = measure_matmul_peak(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
     workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")

@@ -6,7 +6,7 @@ Shapes and data-sheet figures go in; nothing is measured, loaded or built. Memor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from vorox.core.batch_sizes import batch_sizes_of
@@ -19,6 +19,7 @@ from vorox.models.memory_estimate import MemoryEstimate
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import Arithmetic
 from vorox.runtime.hardware import Hardware
+from vorox.training.auto_micro_batch import MicroBatch, check_plannable, is_auto, usable_bytes, with_micro_batch
 
 DEFAULT_MFU_FRACTION = 0.4
 FAILURE_INTERVAL_DEVICE_HOURS = 16_384 * 54 * 24 / 419
@@ -106,6 +107,11 @@ def plan_resources(
         raise ConfigError(fault, where=SIZE)
     has_bf16 = hardware.peak_flops_per_second("bf16") is not None
     devices = Devices(hardware.num_devices, hardware.memory_bytes, hardware.is_cpu, has_bf16)
+    if is_auto(config) and config.train.auto_micro_batch_sequences is None:
+        check_plannable(config)
+        rows = largest_micro_batch(resolved, spec, replace(devices, memory_bytes=usable_bytes(devices)))
+        resolved = with_micro_batch(config, MicroBatch(max(1, rows), ""))
+        resolved = on_devices(resolved, hardware.num_devices)
     memory, used = devices.memory(resolved, spec)
     per_token = flops_per_token(spec, config.data.sequence_length_tokens)
     peak = hardware.peak_flops_per_second(_arithmetic(config))

@@ -103,7 +103,7 @@ def measure_run(config: RunConfig, corpus: Corpus, engine: Engine, dist: Distrib
     held_out = [] if validation is None else list(itertools.islice(validation(), MAX_EVALUATION_BATCHES))
     num_batches = 0
     if held_out:
-        num_batches = -(-num_validation_rows(config, corpus) // config.train.micro_batch_sequences)
+        num_batches = -(-num_validation_rows(config, corpus) // config.train.micro_batch_rows)
     with preview_batches(config, corpus, engine.data_shard, MAX_STEPS) as batches:
         return measure(engine, batches, held_out, num_batches, lr=config.optimizer.lr, dist=dist)
 

@@ -22,12 +22,12 @@ import psutil
 import torch
 
 from vorox.backends.torch_engine import attention, barriers
-from vorox.core.distributed_context import membership
+from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
-from vorox.models.memory_advice import MemoryBudget
+from vorox.models.memory_advice import Devices, MemoryBudget
 from vorox.models.spec import ModelSpec
 
 Products = Literal["blas", "onednn"]
@@ -381,12 +381,19 @@ def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> M
 
     DeepSpeed may keep the state in host memory, so then it is not compared with that of the device.
     """
-    available_bytes: int | None = None
-    if config.parallel.kind == "deepspeed":
-        pass
-    elif device.type == "cuda":
-        available_bytes = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu":
-        available_bytes = psutil.virtual_memory().total
+    available_bytes = None if config.parallel.kind == "deepspeed" else _memory_bytes(device)
     num_devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return MemoryBudget.of(config, spec, available_bytes, num_devices=num_devices, device_kind=device.type)
+
+
+def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | None:
+    """Return the devices of a run: one for each rank; ``None`` if their memory is unknown."""
+    device = _select_device(config.runtime.device)
+    memory_bytes, is_cpu = _memory_bytes(device), device.type == "cpu"
+    return None if memory_bytes is None else Devices(dist.world_size, memory_bytes, is_cpu, has_bf16=not is_cpu)
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total if device.type == "cpu" else None

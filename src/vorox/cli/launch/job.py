@@ -189,7 +189,7 @@ def _measured(config: RunConfig) -> tuple[float | None, float | None]:
 
 
 def _checkpoint_bytes(config: RunConfig) -> int | None:
-    from vorox.cli.plan import planned_model
+    from vorox.run import planned_model
     from vorox.training.disk_space import checkpoint_space
 
     try:

@@ -74,8 +74,8 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
 
 def _settings_for_memory(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str]]:
     """Yield settings with which a run fills the memory of one GPU, or fits into it at all."""
-    from vorox.cli.plan import planned_model
     from vorox.core.errors import VoroxError
+    from vorox.run import planned_model
     from vorox.training.resource_plan import plan_resources
 
     usable = int(_USED_FRACTION * hardware.memory_bytes)
@@ -89,5 +89,5 @@ def _settings_for_memory(config: RunConfig, hardware: Hardware) -> Iterator[tupl
         cheapest = plan.alternatives[0]
         for setting in cheapest.settings:
             yield setting, f"fits into {limit}; cost: {cheapest.cost}"
-    elif plan.fits and largest > plan.config.train.micro_batch_sequences:
+    elif plan.fits and largest > plan.config.train.micro_batch_rows:
         yield f"train.micro_batch_sequences={largest}", f"fits into {limit}; larger products run faster"

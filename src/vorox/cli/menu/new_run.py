@@ -128,9 +128,9 @@ def suggest_names(config: RunConfig) -> list[Suggestion]:
 
 def _size(config: RunConfig) -> str:
     """Return the number of parameters as in a name: 415M, 1.3M; the model's label if it is not known in advance."""
-    from vorox.cli.plan import planned_model
     from vorox.core.config import model_label, slug
     from vorox.core.errors import VoroxError
+    from vorox.run import planned_model
 
     try:
         text = humanize.count(planned_model(config).num_parameters)

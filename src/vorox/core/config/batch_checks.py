@@ -35,7 +35,7 @@ def batch_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _divides(config: RunConfig, rows: int, key: str) -> Iterator[Problem]:
-    micro = config.train.micro_batch_sequences
+    micro = config.train.micro_batch_rows
     # Under auto, a run of several ranks takes smaller micro-batches.
     parts = 1 if config.parallel.data_parallel_size == "auto" else config.parallel.num_row_parts
     if -(-rows // parts) % micro or rows < parts:  # shorter parts are filled up

@@ -61,6 +61,9 @@ Names and paths, prefetching, checkpoints, validation and logging. ``model.prese
 ``preset`` only fill in keys that are in the digest themselves.
 """
 
+DECIDED = ("train.auto_micro_batch_sequences",)
+"""Keys that a run sets when it is created. They change bits, but not which run a configuration belongs to."""
+
 DIGEST_OMITS_DEFAULT = (
     "adapter",
     *(f"model.{key}" for key in ("kind", "name_or_path", "revision", "pretrained")),
@@ -176,7 +179,7 @@ def digest_values(config: RunConfig) -> dict[str, Json]:
     return {
         key: value_in_digest(key, value)
         for key, value in flat_values(config).items()
-        if in_digest(key) and not (_omits_default(key) and _is_default(key, value))
+        if in_digest(key) and key not in DECIDED and not (_omits_default(key) and _is_default(key, value))
     }
 
 

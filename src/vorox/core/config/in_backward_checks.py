@@ -19,7 +19,7 @@ def in_backward_problems(config: RunConfig) -> Iterator[Problem]:
         ("optimizer.name", config.optimizer.name in ("adamw", "muon"), "adamw or muon"),
         ("optimizer.clip_norm", config.optimizer.clip_norm is None, "null: the norm is known after the updates"),
         (
-            "train.micro_batch_sequences", train.global_batch_sequences <= train.micro_batch_sequences,
+            "train.micro_batch_sequences", train.global_batch_sequences <= train.micro_batch_rows,
             f"{train.global_batch_sequences}: one micro-batch per step",
         ),
         (

@@ -61,7 +61,7 @@ def micro_batches_fault(config: RunConfig, num_row_parts: int) -> str:
         num_row_parts: Replicas, each of which is a pipeline.
     """
     parallel, train = config.parallel, config.train
-    size, limit = parallel.pipeline_parallel_size, train.micro_batch_sequences
+    size, limit = parallel.pipeline_parallel_size, train.micro_batch_rows
     micro = parallel.micro_batch_sequences(limit, train.global_batch_sequences, num_row_parts)
     shares = [
         -(-rows // num_row_parts)

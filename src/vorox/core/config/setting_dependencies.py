@@ -158,6 +158,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
     ),
     Dependency("runtime.rehearsal", "parallel.kind", _is("native"), "parallel.kind native"),
+    Dependency("train.auto_micro_batch_sequences", "train.micro_batch_sequences", _is("auto"), "auto"),
     Dependency("train.ema_warmup", "train.ema_decay", _is_set, "train.ema_decay"),
     Dependency("eval.weights", "train.ema_decay", _is_set, "train.ema_decay"),
     Dependency("train.from_optimizer", "train.from_weights", _is_set, "train.from_weights"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -52,8 +52,16 @@ class TrainConfig(Section):
         description="Change global_batch_sequences during the run, one stage after the other; micro-batches stay, so "
         "that a larger batch accumulates more of them. Learning rate and warm-up keep counting steps.",
     )
-    micro_batch_sequences: int = Field(
-        default=16, ge=1, description="Rows per forward pass and device; must divide the global batch."
+    micro_batch_sequences: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default=16,
+        description="Rows per forward pass and device; must divide the global batch. auto: the most that the memory "
+        "plan fits into a device, decided once, when the run is created. The global batch stays.",
+    )
+    auto_micro_batch_sequences: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows that a run with micro_batch_sequences=auto chose when it was created; resumes and replays "
+        "use them. None: not decided yet.",
     )
     activation_checkpointing: Literal["none", "block", "dots"] = Field(
         default="none",
@@ -128,6 +136,13 @@ class TrainConfig(Section):
     max_spike_rollbacks: int = Field(
         default=3, ge=0, description="Rollbacks of the whole run (spike_policy=rollback); at the next spike, it stops."
     )
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows of a micro-batch; the fewest possible while ``auto`` is not decided."""
+        if self.micro_batch_sequences != "auto":
+            return self.micro_batch_sequences
+        return self.auto_micro_batch_sequences or 1
 
 
 class EvalConfig(Section):

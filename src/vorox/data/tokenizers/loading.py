@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.extensions import load_function
+from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import read_chat_template
 from vorox.data.tokenizers.encoders import byte_alphabet
@@ -130,3 +131,23 @@ def _train_merges(library: Any, config: TokenizerConfig, end_of_text: str, texts
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
+
+
+def planned_vocab_size(tokenizer: TokenizerConfig, model: ModelConfig) -> int:
+    """Return the vocabulary of the tokenizer, or of the model if the tokenizer's needs the text or a network.
+
+    Raises:
+        ConfigError: It is not known in advance.
+    """
+    if tokenizer.kind in {"bpe", "none"}:
+        return tokenizer.vocab_size
+    if tokenizer.kind == "byte":
+        return 257
+    if tokenizer.kind == "file" and tokenizer.path is not None and Path(tokenizer.path).exists():
+        return load(tokenizer.path, end_of_text=tokenizer.end_of_text).vocab_size
+    if model.vocab_size is None:
+        raise ConfigError(
+            "The vocabulary of the tokenizer is not known in advance", where="model.vocab_size",
+            hint="add model.vocab_size=N",
+        )  # fmt: skip
+    return model.vocab_size

@@ -171,7 +171,7 @@ def _determined(config: RunConfig, world_size: int) -> dict[str, tuple[str, tupl
 def _batch(config: RunConfig, world_size: int) -> tuple[int, int, int]:
     """Return the rows of a step, the rows of a micro-batch, and the micro-batches of a rank."""
     rows = config.train.global_batch_sequences
-    micro_batch = config.parallel.micro_batch_sequences(config.train.micro_batch_sequences, rows, world_size)
+    micro_batch = config.parallel.micro_batch_sequences(config.train.micro_batch_rows, rows, world_size)
     return rows, micro_batch, -(-rows // (micro_batch * world_size))
 
 

@@ -144,7 +144,7 @@ def check(config: RunConfig, ranks: Ranks) -> None:
             f"{level} needs 1, 2, 4, 8, ... ranks; the run has {size}", where="parallel",
             hint=f"start {1 << (size.bit_length() - 1)} processes, or set determinism=bitwise",
         )  # fmt: skip
-    micro_batch = config.train.micro_batch_sequences
+    micro_batch = config.train.micro_batch_rows
     uneven = [stage.rows for stage in batch_sizes_of(config).stages if stage.rows % (micro_batch * size)]
     if uneven:
         raise ConfigError(
