@@ -59,6 +59,21 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
     assert "1, 2, 4" in str(caught.value.hint)
 
 
+def test_ring_attention_needs_even_shares_of_rows_and_no_share_of_heads() -> None:
+    kind = "parallel.context_parallel_kind"
+
+    def ring(model: dict[str, Any] | None = None, size: int = 3) -> RunConfig:
+        return config_of(model, size, parallel__context_parallel_kind="ring")
+
+    assert kind not in named_keys(ring())
+    check_divisible(ring(), spec_of(ring()))
+    assert named_keys(ring({"dropout_fraction": 0.1})) >= {kind, "model.dropout_fraction"}
+    assert named_keys(ring({"attention_kernel": "reference"})) >= {kind, "model.attention_kernel"}
+    (problem,) = [problem for problem in find_problems(ring(size=8)) if SIZE in problem.keys]
+    assert "24 is not divisible by 2 x parallel.context_parallel_size=16" in problem.what
+    assert "set data.sequence_length_tokens=16" in problem.what
+
+
 def test_sequence_parallelism_needs_rows_that_divide_and_no_statistics() -> None:
     name = "parallel.sequence_parallel"
 

@@ -1,8 +1,8 @@
 """One rank of PyTorch that trains divided decoders, started by ``layouts.py`` for every kind of parallelism.
 
-Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP,EP``, of which the last
-ones may be left out; SP is 1 with sequence parallelism. The rank is in the environment, as for every command. Every
-rank writes what it computed. Each layout loads what the one before it saved.
+Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP,EP,RING``, of which the
+last ones may be left out; SP is 1 with sequence parallelism, RING with ring attention. The rank is in the environment,
+as for every command. Every rank writes what it computed. Each layout loads what the one before it saved.
 
 Shape legend: A micro-batches.
 """
@@ -47,6 +47,10 @@ CASES: dict[str, dict[str, Any]] = {
         "model": GPT2 | {"dropout_fraction": 0.1}, "data__document_mask": True, "train__embedding_noise": 5.0,
         "train__activation_checkpointing": "block", "log__activation_statistics": True,
     },
+    "three heads": {
+        "model": MODELS["mistral, scaled positions"] | {"num_heads": 3, "hidden_size": 36, "num_kv_heads": 1},
+        "data__document_mask": True, "train__activation_checkpointing": "dots", "log__accuracy": True,
+    },
     "zero bubble": {
         "model": GPT2 | {"num_layers": 5, "tie_embeddings": False}, "data__document_mask": True,
         "train__activation_checkpointing": "dots", "parallel__pipeline_schedule": "zero_bubble",
@@ -69,7 +73,10 @@ def cases_of(layout: str) -> list[str]:
         "1,1,1,2": ["llama", "gemma3", "documents", "zero bubble"], "2,1,1,2": ["documents"],
         "1,2,1,2": ["gemma3", "documents"], "1,2,1": [],
         "1,1,1,1,2": ["gemma3", "noise"], "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"],
-        "1,2,1,1,2": ["gemma3"], "2,1,1,1,1,0,2": ["experts"], "4,1,1,1,1,0,2": ["experts"],
+        "1,2,1,1,2": ["gemma3"],
+        "1,1,1,1,2,0,1,1": ["gemma3", "documents", "three heads"], "1,1,1,1,4,0,1,1": ["multi-query", "three heads"],
+        "2,1,1,1,2,0,1,1": ["three heads"], "1,2,1,1,2,0,1,1": ["gemma3"],
+        "2,1,1,1,1,0,2": ["experts"], "4,1,1,1,1,0,2": ["experts"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 
@@ -88,12 +95,14 @@ def config_of(
     positions: int = 1,
     sequence: int = 0,
     experts: int = 1,
+    ring: int = 0,
 ) -> RunConfig:
     own, only = "parallel__", {"pipeline_schedule": pipeline > 1}
     parallel = {
         "data_parallel_size": data, "fsdp_size": fsdp, "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline, "context_parallel_size": positions,
         "sequence_parallel": bool(sequence), "expert_parallel_size": experts,
+        "context_parallel_kind": "ring" if ring else "ulysses",
     }  # fmt: skip
     sections: dict[str, Any] = {}
     for key, value in CASES[case].items():
@@ -219,7 +228,7 @@ def main() -> None:
         engine.load(folder / f"saved-{layout}")
         assert engine.fingerprint(recorded) == recorded
         source = folder / f"saved-{layout}"
-        middle = {"1,1,1,2": "documents", "1,2,1,1,2": "noise"}
+        middle = {"1,1,1,2": "documents", "1,2,1,1,2": "noise", "1,2,1,1,2,0,1,1": "three heads"}
         if layout in middle:
             config = config_of(middle[layout], *map(int, layout.split(",")))
             check_resume(config, dist, seed, folder / f"middle-{layout}")

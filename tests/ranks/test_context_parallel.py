@@ -2,7 +2,7 @@
 
 Tolerances are those of ``layouts.py``. Documents of a packed row cross the borders between ranks. Sliding
 windows, learned and rotary positions, QK-norms, dropout, noise, activation statistics, checkpointing and Muon are among
-the cases; four ranks share one key/value head.
+the cases; four ranks share one key/value head. With ring attention, three heads are on two and on four ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("layouts", "count"),
-    [(["1,1,1,1,2", "1,2,1"], 2), (["1,1,1,1,4", "2,1,1,1,2", "1,2,1,1,2"], 4)],
-    ids=["alone, then FSDP2", "four, with replicas, and with FSDP2"],
+    [
+        (["1,1,1,1,2", "1,2,1"], 2),
+        (["1,1,1,1,4", "2,1,1,1,2", "1,2,1,1,2"], 4),
+        (["1,1,1,1,2,0,1,1"], 2),
+        (["1,1,1,1,4,0,1,1", "2,1,1,1,2,0,1,1", "1,2,1,1,2,0,1,1"], 4),
+    ],
+    ids=[
+        "alone, then FSDP2",
+        "four, with replicas, and with FSDP2",
+        "ring",
+        "ring of four, with replicas, and with FSDP2",
+    ],
 )
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""
@@ -51,8 +61,9 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     assert any("num_devices = 2, context_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
-    for fsdp, size, steps in ((1, 1, 14), (2, 2, 16), (2, 1, 18)):
+    for fsdp, size, kind, steps in ((1, 1, "ulysses", 14), (2, 2, "ring", 16), (2, 1, "ulysses", 18)):
         sizes = [f"parallel.fsdp_size={fsdp}", f"parallel.context_parallel_size={size}"]
+        sizes.append(f"parallel.context_parallel_kind={kind}")
         runs.vorox(["train", "--resume", str(run), *sizes, f"train.num_steps={steps}", "--nproc", str(fsdp * size)])
     assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)

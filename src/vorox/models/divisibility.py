@@ -26,7 +26,8 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     """
     if config.parallel.pipeline_parallel_size > 1 and (fault := layers_fault(config, spec.num_layers)):
         raise ConfigError(fault, where=PIPELINE_SIZE)
-    _check_positions(config.parallel.context_parallel_size, spec)
+    if config.parallel.context_parallel_kind == "ulysses":
+        _check_positions(config.parallel.context_parallel_size, spec)
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
@@ -61,7 +62,8 @@ def _check_positions(size: int, spec: ModelSpec) -> None:
         fitting = ", ".join(str(part) for part in range(1, spec.num_heads + 1) if spec.num_heads % part == 0)
         raise ConfigError(
             f"model.num_heads = {spec.num_heads} is not divisible by context_parallel_size = {size}",
-            where=f"{CONTEXT_SIZE}, model.num_heads", hint=f"choose one of {fitting}",
+            where=f"{CONTEXT_SIZE}, model.num_heads",
+            hint=f"choose one of {fitting}, or parallel.context_parallel_kind=ring",
         )  # fmt: skip
 
 

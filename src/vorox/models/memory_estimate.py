@@ -300,6 +300,8 @@ def training_memory(
 
 def _dense_masks(spec: ModelSpec, config: RunConfig) -> int:
     """Return the number of kinds of layers whose attention mask is dense: full, and with a sliding window."""
+    if config.parallel.context_parallel_size > 1 and config.parallel.context_parallel_kind == "ring":
+        return 0
     length = config.data.sequence_length_tokens
     windows = {None if window is None or window >= length else window for window in spec.layer_windows}
     return len(windows) if config.data.document_mask else len(windows - {None})

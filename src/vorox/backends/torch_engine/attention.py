@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vorox.backends.torch_engine.document_attention import DocumentSlices, attend_slices, find_lengths
+from vorox.backends.torch_engine.parallel.ring_mask import RingMask
 from vorox.core.batch import Int32Array
 from vorox.core.extensions import load_function
 from vorox.models.decoder_spec import DecoderSpec
@@ -34,12 +35,14 @@ class AttentionMask:
         is_causal: Whether the mask is causal and nothing else.
         sliding: The mask of layers with a sliding window; ``None`` if it is the same.
         slices: The documents, for ``sdpa``, instead of a dense mask.
+        ring: Documents and window, for ring attention, instead of a dense mask.
     """
 
     dense: Tensor | None
     is_causal: bool
     sliding: AttentionMask | None = None
     slices: DocumentSlices | None = None
+    ring: RingMask | None = None
 
 
 CAUSAL = AttentionMask(None, True)
@@ -93,6 +96,16 @@ def sliced_mask(
     return replace(mask, sliding=AttentionMask(None, False, slices=DocumentSlices(lengths, window_tokens)))
 
 
+def ring_mask(segments_BT: Int32Array | None, window_tokens: int | None, device: torch.device) -> AttentionMask:
+    """Return what ``document_mask`` and ``add_window`` return, for ring attention."""
+    has_documents = segments_BT is not None and not _has_one_document(segments_BT)
+    mask = RingMask.of_rows(segments_BT if has_documents else None, device)
+    sliding = None
+    if window_tokens is not None:
+        sliding = AttentionMask(None, False, ring=replace(mask, window_tokens=window_tokens))
+    return AttentionMask(None, False, sliding, ring=mask)
+
+
 def decoding_mask(num_past: int, num_new: int, device: torch.device) -> AttentionMask:
     """Return the mask of new tokens behind ``num_past`` cached ones."""
     if num_past == 0:
@@ -117,7 +130,8 @@ def add_window(
         device: Device of the mask.
     """
     num_keys = num_past + num_new
-    if window_tokens is None or num_keys <= window_tokens or mask.slices is not None or mask.sliding is not None:
+    is_complete = mask.slices is not None or mask.ring is not None or mask.sliding is not None
+    if window_tokens is None or num_keys <= window_tokens or is_complete:
         return mask
     query_T1 = torch.arange(num_past, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)

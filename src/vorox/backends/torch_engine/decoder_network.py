@@ -275,15 +275,16 @@ class DecoderNetwork:
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         positions_BT = None if positions_ABT is None else positions_ABT[index]
         tokens_BT, here = batch.tokens_ABT[index], self._positions
-        mask = None
-        if self._is_sliced:
-            mask = attention.sliced_mask(segments_BT, tokens_BT.shape, self._spec.sliding_window_tokens)
+        window_tokens, device = self._spec.sliding_window_tokens, self._compute.device
+        mask = None if here is None else here.mask(segments_BT, window_tokens, device)
+        if mask is None and self._is_sliced:
+            mask = attention.sliced_mask(segments_BT, tokens_BT.shape, window_tokens)
         if mask is None:
             always_mask = is_training and self._compute.compiled
-            mask = attention.document_mask(segments_BT, self._compute.device, always_mask=always_mask)
+            mask = attention.document_mask(segments_BT, device, always_mask=always_mask)
         if here is not None:
+            positions_BT = here.select_positions(positions_BT, tokens_BT.shape[1])
             tokens_BT = here.part.select(tokens_BT)
-            positions_BT = None if positions_BT is None else here.part.select(positions_BT)
         context = self._context(
             tokens_BT.shape,
             mask,
@@ -291,11 +292,9 @@ class DecoderNetwork:
             documents_BT=segments_BT,
             is_training=is_training,
             exchange=here,
-            images=None
-            if batch.images_A is None
-            else images_to_device(batch.images_A[index], tokens_BT, self._compute.device),
+            images=None if batch.images_A is None else images_to_device(batch.images_A[index], tokens_BT, device),
         )
-        return to_device(tokens_BT, self._compute.device).view(-1), context
+        return to_device(tokens_BT, device).view(-1), context
 
     def _context(
         self,

@@ -136,6 +136,7 @@ class Ranks:
         context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
             or ``fsdp_size`` counts them as well.
         context_group: Those ranks; ``None`` without context parallelism.
+        context_parallel_kind: How they compute attention (``parallel.context_parallel_kind``).
         collective_time: Time spent in the sums below.
         expert_parallel_size: Ranks that divide the experts of a replica and train on different rows. They are
             ``replica_group``, and the axis ``ep`` of the mesh; ``data_parallel_size`` does not count them.
@@ -152,6 +153,7 @@ class Ranks:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     context_group: ProcessGroup | None = None
+    context_parallel_kind: str = "ulysses"
     collective_time: CollectiveTime = field(default_factory=CollectiveTime, compare=False)
     expert_parallel_size: int = 1
     pipeline_group: ProcessGroup | None = None
@@ -262,7 +264,9 @@ class Ranks:
             "context_parallel_size": self.context_parallel_size,
             "expert_parallel_size": self.expert_parallel_size,
         }
-        others = {name: size for name, size in sizes.items() if size > 1}
+        others: dict[str, str | int | bool] = {name: size for name, size in sizes.items() if size > 1}
+        if self.context_parallel_kind != "ulysses":
+            others["context_parallel_kind"] = self.context_parallel_kind
         fsdp_size = self.fsdp_size // self.context_parallel_size if self.fsdp_size > 1 else 1
         return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": fsdp_size, **others}
 
@@ -317,7 +321,7 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     if pipeline > 1:
         return _pipelines(data, fsdp, pipeline, context.rank, device)
     if positions > 1:
-        return _context_groups(data, fsdp, positions, context.rank, device)
+        return _context_groups(data, fsdp, positions, parallel.context_parallel_kind, context.rank, device)
     num_expert_parts = parallel.expert_parallel_size
     if data % num_expert_parts:
         raise ConfigError(
@@ -356,7 +360,7 @@ def _pipelines(data: int, fsdp: int, size: int, rank: int, device: torch.device)
     )  # fmt: skip
 
 
-def _context_groups(data: int, fsdp: int, size: int, rank: int, device: torch.device) -> Ranks:
+def _context_groups(data: int, fsdp: int, size: int, kind: str, rank: int, device: torch.device) -> Ranks:
     """Return the layout of groups of ``size`` adjacent ranks that divide the positions of their rows.
 
     Parameters are replicated on all ranks, or with FSDP sharded over ``fsdp x size`` ranks.
@@ -367,7 +371,7 @@ def _context_groups(data: int, fsdp: int, size: int, rank: int, device: torch.de
     group = _subgroup([list(range(first, first + size)) for first in range(0, world_size, size)])
     return Ranks(
         DataShard(rank // size, data * fsdp), num_replicas, num_shards, mesh, context_parallel_size=size,
-        context_group=group,
+        context_group=group, context_parallel_kind=kind,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class ForwardContext:
         recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
             also matrix products and attention.
         part: The part of the residual stream that is here; ``None`` for all.
-        exchange: Exchanges positions for heads, if ``shape_BT`` is the part of every row that is here.
+        exchange: Attends to the positions of other ranks, if ``shape_BT`` is the part of every row that is here.
         router: Losses and metrics of the routers of experts; ``None`` in evaluation, and without experts.
     """
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,21 +77,34 @@ class PositionPart:
     Attributes:
         index: Index of the part.
         size: Number of parts.
+        is_zigzag: Whether a part is a chunk of the first half and the opposite one of the second half, so that parts
+            have equal work under a causal mask.
     """
 
     index: int
     size: int
+    is_zigzag: bool = False
+
+    def slices(self, num_positions: int) -> list[slice]:
+        """Return the consecutive positions of this part."""
+        count = 2 * self.size if self.is_zigzag else self.size
+        width = num_positions // count
+        chunks = (self.index, count - 1 - self.index) if self.is_zigzag else (self.index,)
+        return [slice(chunk * width, (chunk + 1) * width) for chunk in chunks]
 
     def select(self, array_BT: Array) -> Array:
         """Return the columns of this part."""
-        width = array_BT.shape[1] // self.size
-        return array_BT[:, self.index * width : (self.index + 1) * width]
+        parts = [array_BT[:, chunk] for chunk in self.slices(array_BT.shape[1])]
+        if len(parts) == 1:
+            return parts[0]
+        join: Any = torch.cat if isinstance(array_BT, Tensor) else np.concatenate
+        return join(parts, 1)
 
     def sample(self, x_MD: Tensor, num_rows: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this part of ``draw(ones)``, which is drawn for whole rows, so that it is that of one process."""
         width, hidden_size = x_MD.shape[0] // num_rows, x_MD.shape[1]
         drawn = draw(torch.ones(num_rows, width * self.size, hidden_size, device=x_MD.device))
-        return drawn[:, self.index * width : (self.index + 1) * width].reshape(x_MD.shape).to(x_MD.dtype)
+        return self.select(drawn).reshape(x_MD.shape).to(x_MD.dtype)
 
 
 def dropout(x_MD: Tensor, fraction: float, num_rows: int, part: PositionPart | None) -> Tensor:

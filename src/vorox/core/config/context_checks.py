@@ -9,6 +9,7 @@ from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig
 
 SIZE = "parallel.context_parallel_size"
+KIND = "parallel.context_parallel_kind"
 _REFUSED = (
     "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "parallel.tensor_parallel_size",
     "parallel.pipeline_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
@@ -22,11 +23,35 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     if size == 1:
         return
     yield from unsupported(config, SIZE, _REFUSED)
+    is_ring = config.parallel.context_parallel_kind == "ring"
+    if is_ring:
+        yield from _ring_problems(config)
+    divisor, context = (
+        (2 * size, f"2 x {SIZE}={2 * size}, which {KIND}=ring needs") if is_ring else (size, f"{SIZE}={size}")
+    )
     for key, length in _row_lengths(config):
-        if length % size:
+        if length % divisor:
             yield Problem(
-                f"{key}={length:,} is not divisible by {SIZE}={size}; set {key}={length // size * size or size}",
+                f"{key}={length:,} is not divisible by {context}; set {key}={length // divisor * divisor or divisor}",
                 keys=(key, SIZE),
+            )
+
+
+def _ring_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what ring attention does not support and Ulysses does."""
+    model = config.model
+    for is_refused, key, value, remedy in (
+        (model.dropout_fraction > 0, "model.dropout_fraction", model.dropout_fraction, "model.dropout_fraction=0"),
+        (
+            model.attention_kernel != "auto",
+            "model.attention_kernel",
+            model.attention_kernel,
+            "model.attention_kernel=auto",
+        ),
+    ):
+        if is_refused:
+            yield Problem(
+                f"{key}={value} is not supported with {KIND}=ring; set {remedy}, or {KIND}=ulysses", keys=(key, KIND)
             )
 
 

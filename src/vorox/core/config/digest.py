@@ -99,6 +99,7 @@ DIGEST_OMITS_DEFAULT = (
         f"parallel.{key}"
         for key in ("pipeline_parallel_size", "pipeline_schedule", "context_parallel_size", "expert_parallel_size")
     ),
+    "parallel.context_parallel_kind",
     "parallel.sequence_parallel",
     "parallel.gradient_bucket_bytes",
     *(f"train.{key}" for key in ("spike_policy", "spike_deviations", "spike_window_steps", "max_spike_steps")),

@@ -289,17 +289,13 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         Dependency(f"parallel.{key}_parallel_size", "parallel.kind", _is("native"), "parallel.kind native")
         for key in ("tensor", "pipeline", "context")
     ),
-    Dependency(
-        "parallel.sequence_parallel",
-        "parallel.tensor_parallel_size",
-        lambda value: value != 1,
-        "parallel.tensor_parallel_size above 1",
-    ),
-    Dependency(
-        "parallel.pipeline_schedule",
-        "parallel.pipeline_parallel_size",
-        lambda value: value != 1,
-        "parallel.pipeline_parallel_size above 1",
+    *(
+        Dependency(f"parallel.{key}", f"parallel.{size}", lambda value: value != 1, f"parallel.{size} above 1")
+        for key, size in (
+            ("sequence_parallel", "tensor_parallel_size"),
+            ("pipeline_schedule", "pipeline_parallel_size"),
+            ("context_parallel_kind", "context_parallel_size"),
+        )
     ),
     *(
         Dependency(

@@ -1,10 +1,10 @@
 """Context parallelism: the ranks of a group divide the positions of their rows.
 
-As in DeepSpeed-Ulysses (arXiv 2309.14509), all ranks of a group read the same rows. Embedding, norms, projections, MLP
-and loss treat each position by itself, so each rank computes them for its consecutive positions. Attention needs all
-positions: before it, an all-to-all exchanges positions for heads, so that a rank has some of the heads for whole rows;
-after it, another one exchanges them back. Masks are those of whole rows. Gradients are sums over a rank's positions and
-are added as those of replicas.
+All ranks of a group read the same rows. Embedding, norms, projections, MLP and loss treat each position by itself, so
+each rank computes them for its positions. Attention needs all positions. As in DeepSpeed-Ulysses (arXiv 2309.14509), an
+all-to-all before it exchanges positions for heads, so that a rank has some of the heads for whole rows; after it,
+another one exchanges them back. Masks are those of whole rows. Or keys and values pass through the ranks
+(``ring_attention.py``). Gradients are sums over a rank's positions and are added as those of replicas.
 
 Shape legend: R ranks of the group, B rows, T positions of a row, P = T / R positions of a rank, N query heads, K
 key/value heads, X any heads, S = X / R heads of a rank, H head width.
@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from vorox.backends.torch_engine.attention import Attend, AttentionMask, attend_with_share
+from vorox.backends.torch_engine.attention import Attend, AttentionMask, attend_with_share, ring_mask
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.inputs import PositionPart
+from vorox.backends.torch_engine.parallel.ring_attention import passing, ring_attention
+from vorox.core.batch import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class ContextParallel:
     """This rank's part of the positions.
 
     Attributes:
-        part: The positions of this rank.
+        part: The positions of this rank; with ring attention in zigzag.
         group: The ranks that divide the positions of the same rows.
     """
 
@@ -43,11 +46,45 @@ class ContextParallel:
     def of(cls, ranks: Ranks) -> ContextParallel | None:
         """Return the part of a rank; ``None`` without context parallelism."""
         group = ranks.context_group
-        return None if group is None else cls(PositionPart(dist.get_rank(group), ranks.context_parallel_size), group)
+        if group is None:
+            return None
+        is_ring = ranks.context_parallel_kind == "ring"
+        return cls(PositionPart(dist.get_rank(group), ranks.context_parallel_size, is_zigzag=is_ring), group)
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values pass through the ranks."""
+        return self.part.is_zigzag
 
     def attend(self, attend: Attend) -> Attend:
         """Return attention of this rank's positions to all positions of their rows."""
+        if self.is_ring:
+            return self._attend_in_ring
         return partial(self._attend, attend_with_share(attend, self.part.index, self.part.size))
+
+    def mask(
+        self, segments_BT: Int32Array | None, window_tokens: int | None, device: torch.device
+    ) -> AttentionMask | None:
+        """Return the mask of ring attention; ``None`` if attention has whole rows."""
+        return ring_mask(segments_BT, window_tokens, device) if self.is_ring else None
+
+    def select_positions(self, positions_BT: Int32Array | None, num_positions: int) -> Int32Array | None:
+        """Return the positions of this rank in their documents; ``None`` if they are consecutive ones of a row."""
+        if positions_BT is None and self.is_ring:
+            positions_BT = np.arange(num_positions, dtype=np.int32)[None]
+        return None if positions_BT is None else self.part.select(positions_BT)
+
+    def _attend_in_ring(
+        self,
+        query_BNPH: Tensor,
+        key_BKPH: Tensor,
+        value_BKPH: Tensor,
+        attention_mask: AttentionMask,
+        dropout: float,
+    ) -> Tensor:
+        assert attention_mask.ring is not None
+        assert dropout == 0
+        return ring_attention(query_BNPH, key_BKPH, value_BKPH, attention_mask.ring, self.part, passing(self.group))
 
     def _attend(
         self,
