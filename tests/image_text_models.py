@@ -185,3 +185,23 @@ def packed_documents(batch: Any) -> list[tuple[int, ...]]:
                 ids.append(int(labels[-1]))
             found.append(tuple(ids))
     return found
+
+
+def as_published(model: Path) -> Path:
+    """Rewrite a Qwen2.5-VL directory in the form of the published files: a flat configuration, and older names."""
+    from safetensors.numpy import load_file, save_file
+
+    values = json.loads((model / "config.json").read_bytes())
+    text = values.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    text.pop("layer_types", None)
+    values = text | values | {"model_type": "qwen2_5_vl"}
+    (model / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    arrays = load_file(model / "model.safetensors")
+    names = {name: name.replace("model.visual.", "visual.").replace("language_model.", "") for name in arrays}
+    save_file({names[name]: array for name, array in arrays.items()}, model / "model.safetensors", {"format": "pt"})
+    return model
