@@ -38,3 +38,41 @@ def test_a_plan_of_tensors_has_no_ratio_to_the_memory_of_a_process(
     parts = {part["name"]: part["bytes"] for part in found["memory_parts"]}
     assert all(parts)
     assert sum(parts.values()) == memory["planned"]
+
+
+HELD = {"memory/parameter_bytes": 4000.0, "memory/gradient_bytes": 3000.0, "memory/optimizer_bytes": 8000.0}
+
+
+@pytest.mark.parametrize(
+    ("stats", "settings", "gradients", "beyond"),
+    [
+        (HELD | {"memory/step_peak_bytes": 500.0}, [], 3000.0, 500.0),
+        (HELD, [], 3000.0, None),
+        ({key: value for key, value in HELD.items() if "gradient" not in key}, [], None, None),
+        ({}, [], None, None),
+    ],
+    ids=["cuda", "cpu", "jax", "another engine"],
+)
+def test_the_parts_of_the_memory_are_compared(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stats: dict[str, float],
+    settings: list[str],
+    gradients: float | None,
+    beyond: float | None,
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    monkeypatch.setattr(tiny_runs.NumpyEngine, "device_stats", lambda _: stats)
+    config = tiny_runs.configuration(tmp_path, settings)
+    directory = tiny_runs.run(config).run_directory
+    series = MetricSeries(directory)
+    series.refresh()
+    rows = {row["name"]: row for row in plan_and_actual(directory, series)["rows"]}
+    assert rows["Memory, parameters"]["planned"] == rows["Memory, gradients"]["planned"] > 0
+    assert rows["Memory, optimizer state"]["planned"] == 2 * rows["Memory, gradients"]["planned"]
+    assert rows["Memory, parameters"]["actual"] == stats.get("memory/parameter_bytes")
+    assert rows["Memory, gradients"]["actual"] == gradients
+    assert rows["Memory, peak beyond these"]["actual"] == beyond
+    for name, value in (("Memory, gradients", gradients), ("Memory, peak beyond these", beyond)):
+        assert (rows[name]["ratio"] is None) == (value is None)
+        assert ("Not measured" in rows[name]["note"]) == (value is None)

@@ -99,6 +99,16 @@ def test_every_placement_trains_as_one_process(runs: Runs, alone: Path, placemen
     np.testing.assert_allclose(trained, expected, atol=1e-3)  # in this process, whatever the placement was
 
 
+def test_a_shard_of_the_state_is_held(alone: Path, pair: Path) -> None:
+    """Parameters, gradients and moments of the fuller of two ranks are about half of those of one process."""
+    for part in ("parameter", "gradient", "optimizer"):
+        whole, half = (
+            max(record["values"].get(f"memory/{part}_bytes", 0.0) for record in lines(run, "metrics"))
+            for run in (alone, pair)
+        )
+        assert 0.5 * whole <= half + 64 * 40 <= 0.65 * whole, part
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -15,7 +15,7 @@ from vorox.dashboard.run_index import environment_of
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import planned_memory
+from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
@@ -67,12 +67,39 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
         _row("Disk, all checkpoints", "bytes", None if space is None else space.total_bytes, sum(saved) or None,
              why or "Planned: the most that are on disk at any time."),
     ]  # fmt: skip
+    if spec is not None:
+        rows[1:1] = _part_rows(memory_per_device(spec, config, kind), config, series)
     parts = (
         []
         if memory is None
         else [{"name": name, "bytes": getattr(memory, field)} for field, name in PART_NAMES.items()]
     )
     return {"rows": rows, "memory_parts": [part for part in parts if part["bytes"]]}
+
+
+def _part_rows(planned: MemoryEstimate, config: RunConfig, series: MetricSeries) -> list[dict[str, Any]]:
+    """Return the rows of the parts of a device's memory: planned, and held by the fullest rank."""
+    fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    held = {field: _largest(series, f"memory/{field}") for field in fields}
+    step_peak = _largest(series, "memory/step_peak_bytes")
+    is_transient = config.optimizer.in_backward or held["gradient_bytes"] is None
+    notes = {
+        "parameter_bytes": "",
+        "gradient_bytes": "Not measured: they exist within a step only." if is_transient else "",
+        "optimizer_bytes": "",
+    }
+    if not any(value for value in held.values()):
+        notes = dict.fromkeys(fields, "Not measured by this run.")
+    rows = [
+        _row(f"Memory, {PART_NAMES[field]}", "bytes", getattr(planned, field),
+             None if notes[field] else held[field], notes[field])
+        for field in fields
+    ]  # fmt: skip
+    beyond = planned.total_bytes - sum(getattr(planned, field) for field in fields)
+    note = "Measured: the peak of the device's allocator less the parts above."
+    if step_peak is None:
+        note = "Not measured: only CUDA counts what a step allocates. Planned: activations, logits, copies, workspace."
+    return [*rows, _row("Memory, peak beyond these", "bytes", beyond, step_peak, note)]
 
 
 def _row(name: str, unit: str, planned: float | None, actual: float | None, note: str) -> dict[str, Any]:

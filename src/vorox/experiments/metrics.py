@@ -187,6 +187,10 @@ _METRICS = (
     Metric("memory/device_bytes", "bytes", "max", "Device memory allocated by tensors.", "lower"),
     Metric("memory/device_peak_bytes", "bytes", "max", "Peak device memory allocated by tensors.", "lower"),
     Metric("memory/device_reserved_bytes", "bytes", "max", "Device memory reserved by the framework.", "lower"),
+    Metric("memory/parameter_bytes", "bytes", "max", "Parameters, and frozen weights, that a rank holds.", "lower"),
+    Metric("memory/gradient_bytes", "bytes", "max", "Gradients that a rank holds between steps.", "lower"),
+    Metric("memory/optimizer_bytes", "bytes", "max", "Optimizer state that a rank holds.", "lower"),
+    Metric("memory/step_peak_bytes", "bytes", "max", "Peak device memory beyond the three parts above.", "lower"),
 )
 
 _STAGE = r"pipeline/[a-z]+"

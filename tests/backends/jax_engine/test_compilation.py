@@ -39,3 +39,16 @@ def test_a_product_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.matmul_seconds(8, 16, 24) > 0
     monkeypatch.setattr(engine_module.jax, "jit", lambda *_: pytest.fail("compiled again"))
     assert np.isfinite(engine.matmul_seconds(8, 16, 24))
+
+
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("muon", 1)])
+def test_the_memory_that_is_held_between_steps(optimizer: str, moments: int) -> None:
+    engine = make(LLAMA, optimizer__name=optimizer)
+    engine.train_step(batch_of(random_rows(8)), lr=1e-3, weight_decay=0.0)
+    found = engine.device_stats()
+    rows = engine._spec.parameters
+    whole = sum(row.num_elements for row in rows)
+    assert found["memory/parameter_bytes"] == 4 * whole
+    matrices = sum(row.num_elements for row in rows if row.kind == "matrix")
+    assert found["memory/optimizer_bytes"] == 8 * whole - (2 - moments) * 4 * matrices
+    assert "memory/gradient_bytes" not in found, "they exist within the compiled step only"

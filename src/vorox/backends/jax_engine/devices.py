@@ -11,7 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -277,15 +278,30 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
     return facts
 
 
-def memory_stats(compute: Compute) -> dict[str, float]:
-    """Return current and peak memory of the fullest device. Reads counters only."""
+def memory_stats(compute: Compute, parts: Mapping[str, Any]) -> dict[str, float]:
+    """Return current and peak memory of the fullest device, and the size of ``parts``. Reads counters only.
+
+    Args:
+        compute: The devices.
+        parts: Metric name to arrays that are held between steps.
+    """
+    held = {name: _held_bytes(arrays) for name, arrays in parts.items()}
     stats = [found for device in compute.mesh.local_devices if (found := device.memory_stats())]
     names = {"memory/device_bytes": "bytes_in_use", "memory/device_peak_bytes": "peak_bytes_in_use"}
-    return {
+    return held | {
         metric: float(max(found[key] for found in stats))
         for metric, key in names.items()
         if stats and all(key in found for found in stats)
     }
+
+
+def _held_bytes(arrays: Any) -> float:
+    """Return the bytes of arrays on the device of this process that has most of them."""
+    sizes: Counter[int] = Counter()
+    for array in jax.tree.leaves(arrays):
+        for shard in array.addressable_shards:
+            sizes[shard.device.id] += math.prod(shard.data.shape) * shard.data.dtype.itemsize
+    return float(max(sizes.values(), default=0))
 
 
 @contextlib.contextmanager

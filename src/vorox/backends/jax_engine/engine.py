@@ -368,7 +368,8 @@ class JaxEngine:
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory and compile time by metric name. Never synchronises."""
-        return {**devices.memory_stats(self.compute), "runtime/compile_seconds": self.compile_seconds}
+        parts = {"memory/parameter_bytes": self.state.params, "memory/optimizer_bytes": self.state.moments}
+        return {**devices.memory_stats(self.compute, parts), "runtime/compile_seconds": self.compile_seconds}
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, devices, kernels
+from vorox.backends.torch_engine import checkpoint, compilation, devices, held_memory, kernels
 from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
@@ -354,8 +354,8 @@ class TorchEngine:
         return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks, like)
 
     def device_stats(self) -> Mapping[str, float]:
-        """Return device memory by metric name. Never synchronises."""
-        return devices.memory_stats(self.compute.device)
+        """Return device memory, and its parts, by metric name. Never synchronises."""
+        return held_memory.measure(self.compute.device, self.model, self.parameters, self.optimizer, self._reference)
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""

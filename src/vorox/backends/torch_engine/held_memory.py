@@ -1,0 +1,87 @@
+"""Measure the memory that a rank holds between steps: parameters, gradients and optimizer state.
+
+The modules, parameters and optimizer of the engine go in; bytes by metric name come out, for the comparison with the
+plan (``models/memory_estimate.py``). Sizes are those of the storages on the device, each counted once. On CUDA, the
+rest of the peak is reported too: what steps allocate beyond these parts. DeepSpeed keeps the state itself, so nothing
+is reported with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vorox.backends.torch_engine import devices
+from vorox.backends.torch_engine.optim import Optimizer
+from vorox.backends.torch_engine.optimizer_in_backward import TransientGradients
+from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
+from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.quantized_adamw import QuantizedTensor
+from vorox.backends.torch_engine.reference_model import ReferenceModel
+
+
+def measure(
+    device: torch.device,
+    module: nn.Module,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    reference: ReferenceModel | None,
+) -> dict[str, float]:
+    """Return device memory by metric name. Reads counters and sizes only."""
+    found = devices.memory_stats(device)
+    if isinstance(parameters, ZeroParameters):
+        return found
+    counted: set[int] = set()
+    parts = {
+        "memory/parameter_bytes": [*module.parameters(), *module.buffers(), *_tensors(reference)],
+        "memory/gradient_bytes": _gradients(module, parameters),
+        "memory/optimizer_bytes": _tensors(optimizer),
+    }
+    held = {name: float(_new_bytes(tensors, device, counted)) for name, tensors in parts.items()}
+    return found | held | beyond(found, held)
+
+
+def beyond(stats: Mapping[str, float], held: Mapping[str, float]) -> dict[str, float]:
+    """Return the peak of the device's allocator beyond the parts that it holds; empty without such a peak."""
+    peak = stats.get("memory/device_peak_bytes")
+    return {} if peak is None else {"memory/step_peak_bytes": max(0.0, peak - sum(held.values()))}
+
+
+def _gradients(module: nn.Module, parameters: Parameters) -> Iterator[Tensor]:
+    yield from (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
+    if isinstance(parameters, FlatParameters) and not isinstance(parameters, TransientGradients):
+        yield from _tensors(parameters.gradients)  # the buffers stay if an optimizer sets ``grad`` to None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and in the state of optimizers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors(value.state)
+    elif isinstance(value, Optimizer | QuantizedTensor | ReferenceModel):
+        yield from _tensors(vars(value))
+
+
+def _new_bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int]) -> int:
+    """Return the size of the storages that are not counted yet."""
+    total = 0
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type != device.type:
+            continue
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
