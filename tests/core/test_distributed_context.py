@@ -27,7 +27,7 @@ def test_the_main_process_decides_upon_what_all_say(count: int) -> None:
 
 
 def test_a_rank_does_as_many_operations_for_any_number_of_ranks() -> None:
-    """Ranks agree after every step: a serial read per rank would slow large runs."""
+    """Ranks agree in every step: a serial read per rank would slow large runs."""
 
     def program(dist: DistributedContext) -> None:
         for step in range(50):

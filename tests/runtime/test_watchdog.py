@@ -47,6 +47,7 @@ def test_the_least_advanced_rank_is_named(tmp_path: Path) -> None:
     )
     assert verdict(tmp_path, [beat(0, "step"), beat(1, "step")])[1].startswith("Rank 0 on host b (so have") is False
     assert verdict(tmp_path, [beat(0, "step"), beat(1, "step")])[0] == [0, 1]
+    assert verdict(tmp_path, [beat(0, "sync"), beat(1, "data", 813)])[0] == [1], "rank 0 waits for its report"
     ranks, text = verdict(tmp_path, [beat(0, "data", queue_depth=3)])
     assert text.startswith("Rank 0 on host b has waited for the batch of step 812 for 3 s; its data queue has 3")
     ranks, text = verdict(tmp_path, [beat(0, "step"), beat(1, "step")], ["running", "stopped"])

@@ -167,6 +167,10 @@ def _invalid(found: Mapping[str, str], name: str, wanted: str) -> ConfigError:
     )  # fmt: skip
 
 
+class AbandonedError(Exception):
+    """This rank no longer takes part in a collective, because it ends."""
+
+
 class Channel(Protocol):
     """A key-value store shared by all ranks; a key is written once."""
 
@@ -225,7 +229,13 @@ class DistributedContext:
         folder, _, name = key.rpartition("/")
         return self._wait(folder, [name])[0]["value"]
 
-    def agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def agree(
+        self,
+        topic: str,
+        value: Any,
+        decide: Callable[[list[Any]], Any],
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> Any:
         """Gather a value from every rank, reduce them on rank 0, and return the result on every rank.
 
         Each rank does the same number of operations of the channel for any number of ranks.
@@ -234,15 +244,22 @@ class DistributedContext:
             topic: Name of a sequence of collectives.
             value: Plain JSON of this rank.
             decide: Called on rank 0 with the values by rank; returns plain JSON.
+            is_abandoned: Polled before this rank takes part and while it waits.
+
+        Raises:
+            AbandonedError: ``is_abandoned`` returned true.
         """
         if self.world_size == 1:
             return decide([value])
+        if is_abandoned():
+            raise AbandonedError
         previous, key = f"vorox/{topic}/{self._turns[topic]}", self._next(topic)
         if not self.is_main:
             self._channel.remove(f"{previous}/{self.rank}")  # rank 0 has read it, or there would be no decision
             self._channel.put(f"{key}/{self.rank}", canonical_json({"value": value}))
-            return self._wait(key, ["decision"])[0]["value"]
-        others = [found["value"] for found in self._wait(key, [str(rank) for rank in range(1, self.world_size)])]
+            return self._wait(key, ["decision"], is_abandoned)[0]["value"]
+        names = [str(rank) for rank in range(1, self.world_size)]
+        others = [found["value"] for found in self._wait(key, names, is_abandoned)]
         self._channel.remove(f"{previous}/decision")  # all have read it, or they would not take part in this turn
         with self.propagating_failure():
             decision = decide([value, *others])
@@ -302,7 +319,7 @@ class DistributedContext:
         self._turns[topic] += 1
         return f"vorox/{topic}/{self._turns[topic]}"
 
-    def _wait(self, folder: str, names: Sequence[str]) -> list[Any]:
+    def _wait(self, folder: str, names: Sequence[str], is_abandoned: Callable[[], bool] = lambda: False) -> list[Any]:
         while True:
             found = self._channel.get_all(folder, names, _SLICE_SECONDS)
             if found is not None:
@@ -310,6 +327,8 @@ class DistributedContext:
             failed = self._channel.get(_FAILED, 0.0)
             if failed is not None:
                 raise reported_error(json.loads(failed))
+            if is_abandoned():
+                raise AbandonedError
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Return an error of this rank as plain JSON, for ``reported_error``."""

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from vorox.core.run_layout import RunLayout
 from vorox.runtime.heartbeat import Beat, Phase, read_beat
-from vorox.runtime.watchdog import PHASE_ORDER, Condition, condition_of
+from vorox.runtime.watchdog import PHASE_ORDER, Condition, condition_of, place
 
 HISTORY_READINGS = 120
 """Readings kept per rank; the page takes one per second."""
@@ -84,7 +84,7 @@ class RankActivity:
 
 def _slowest(found: list[tuple[Beat, Condition]]) -> int | None:
     """Return the rank that is least advanced within a step; ``None`` if all are equally far."""
-    places = {beat.rank: (beat.step, PHASE_ORDER[beat.phase]) for beat, _ in found if beat.phase in PHASE_ORDER}
+    places = {beat.rank: place(beat) for beat, _ in found if beat.phase in PHASE_ORDER}
     if len(set(places.values())) < 2:
         return None
     return min(places, key=lambda rank: places[rank])

@@ -51,7 +51,7 @@ class Prefetcher(Generic[Item]):
         self._closed = False
         self._changed = threading.Condition()
         self.wait_seconds = 0.0
-        """Total time that the consumer has waited for items."""
+        """Total time that ``next`` has waited for items."""
         self._threads = [
             threading.Thread(target=self._work, name=f"vorox-prefetch-{number}", daemon=True)
             for number in range(num_threads)
@@ -74,7 +74,11 @@ class Prefetcher(Generic[Item]):
             Exception: The error that ``read`` raised for this item, or for the index past the end. It closes the
                 iterator.
         """
-        result = self._await_next()
+        start = time.perf_counter()
+        try:
+            result = self._await_next()
+        finally:
+            self.wait_seconds += time.perf_counter() - start
         with self._changed:
             self._ready.pop(self._next_index, None)
             self._next_index += 1
@@ -122,7 +126,7 @@ class Prefetcher(Generic[Item]):
         """Wait until the next item is ready; return a function that returns it or raises its error."""
         if self._closed:
             raise RuntimeError("The prefetcher is closed")
-        start, index = time.perf_counter(), self._next_index
+        index = self._next_index
         try:
             if not self._threads:
                 if index not in self._ready:
@@ -139,8 +143,6 @@ class Prefetcher(Generic[Item]):
         except BaseException:
             self.close()
             raise
-        finally:
-            self.wait_seconds += time.perf_counter() - start
 
     def _read_past_end(self, index: int) -> Item:
         self._read(index)  # raises the reason

@@ -37,10 +37,18 @@ _STACKS_SECONDS = 2.0
 _END_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _SHOWN_STACK_CHARACTERS = 20_000
-PHASE_ORDER = {"compile": 0, "data": 0, "step": 1, "sync": 2, "settle": 3}
-"""Phases of a step, in order: the least advanced rank is the one that the others wait for."""
+PHASE_ORDER = {"compile": 0, "step": 1, "data": 2, "sync": 3, "settle": 4}
+"""Phases from one step to the next, in order; ``data`` is that of the next step."""
 
 Condition = Literal["running", "stopped", "dead", "remote"]
+
+
+def place(beat: Beat) -> tuple[int, int]:
+    """Return how far a rank is. The others wait for the least advanced one.
+
+    Ranks agree after step N only once each knows whether it can read the batch of step N + 1.
+    """
+    return beat.step - (beat.phase == "data"), PHASE_ORDER.get(beat.phase, 0)
 
 
 @dataclass(slots=True)
@@ -148,7 +156,7 @@ class Watchdog:
         for condition in ("dead", "stopped"):
             if any(rank.condition == condition for rank in idle):
                 return [rank for rank in idle if rank.condition == condition]
-        places = [(rank.beat.step, PHASE_ORDER.get(rank.beat.phase, 0)) for rank in idle]
+        places = [place(rank.beat) for rank in idle]
         return [rank for rank, place in zip(idle, places, strict=True) if place == min(places)]
 
     def _end_run(self, stalled: Sequence[Watched]) -> None:

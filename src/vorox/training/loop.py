@@ -42,14 +42,16 @@ def train(session: Session, progress: Progress) -> Progress:
         lr, weight_decay = schedule.lr(progress.step), schedule.weight_decay(progress.step)
         max_loss = session.spikes.max_loss(progress.step + 1)
         session.heartbeat.compute(progress.step + 1, batch.tokens_ABT.shape)
+        after = progress.advance(batch, engine.data_shard)
+        exchange = session.sync.start(after, batch, session.batches if after.step < schedule.total_steps else None)
         with session.statistics.computing():
             result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
-        progress = progress.advance(batch, engine.data_shard)
-        following = session.batches if progress.step < schedule.total_steps else None
-        decision = session.sync.after(progress, batch, following, session.batches.wait_seconds)
+        progress = after
+        decision = session.sync.finish(exchange)
         missing = decision.missing
         session.provenance.started(progress)
-        session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds)
+        waited_seconds = session.batches.wait_seconds + session.sync.waited_seconds
+        session.observer.started(progress, batch.row_tokens, waited_seconds)
         step = InFlightStep(
             progress, decision.batch_digest, result, lr, weight_decay, batch.row_tokens, batch, max_loss
         )

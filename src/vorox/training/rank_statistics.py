@@ -1,4 +1,4 @@
-"""Times and metrics of ranks in the exchange after every step; names a slow rank.
+"""Times and metrics of ranks in the exchange during every step; names a slow rank.
 
 In: the time that this rank waited for its batch and computed, without collectives, in which all ranks wait for the
 slowest. Out, on the main rank: metrics of all ranks, combined by their declared reductions, and a warning that names a
@@ -30,6 +30,8 @@ FACTOR = 1.5
 WINDOW_SECONDS = 10.0
 NUM_WINDOWS = 3
 """Windows in a row in which a rank must be slower: a rank that is busy for a moment is no straggler."""
+_NUM_UNTIMED_REPORTS = 2
+"""Reports of a process without a time of computing: a report has that of the step before, and the first may compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class RankStatistics:
         self._dist, self._engine, self._log, self._is_logged = dist, engine, log, is_logged
         self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
         self._memory, self._host = HostMemory(), platform.node()
-        self._compute_seconds = self._waited_before = 0.0
+        self._compute_seconds = 0.0
         self._num_reports = 0
         self._hosts: list[str] = []
         self.metrics: dict[str, float] = {}
@@ -143,33 +145,36 @@ class RankStatistics:
         collectives = 0.0 if waits is None else waits.seconds - before
         self._compute_seconds = max(0.0, time.perf_counter() - started - collectives)
 
-    def report(self, step: int, waited_seconds: float) -> dict[str, Any]:
-        """Return this rank's part of the exchange after a step, as plain JSON.
+    def report(self, step: int) -> dict[str, Any]:
+        """Return this rank's part of the exchange during a step, as plain JSON.
+
+        The exchange adds ``waited_seconds``: how long the next batch took longer than the step.
 
         Args:
-            step: The step that was started.
-            waited_seconds: Total time that the loop has waited for batches.
+            step: The step that starts.
         """
-        waited, self._waited_before = waited_seconds - self._waited_before, waited_seconds
         self._num_reports += 1
-        report: dict[str, Any] = {"times": [waited, self._compute_seconds]}
+        report: dict[str, Any] = {}
         if self._num_reports == 1:
             report["host"] = self._host
+        if self._num_reports > _NUM_UNTIMED_REPORTS:
+            report["compute_seconds"] = self._compute_seconds
         if self._is_logged(step - 1):  # the step that settles next
             report["metrics"] = {**self._memory.read(), **self._engine.device_stats()}
         return report
 
     def receive(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Combine the reports of all ranks of a step; on the main rank."""
-        if "host" in reports[0]:  # the first step of the process, which may compile
+        if "host" in reports[0]:
             self._hosts = [str(report.get("host", "?")) for report in reports]
-            return
-        times = [(float(waited), float(compute)) for waited, compute in (report["times"] for report in reports)]
-        totals = [waited + compute for waited, compute in times]
-        self.metrics = {"ranks/slowest_seconds": max(totals), "ranks/median_seconds": statistics.median(totals)}
         values = [report["metrics"] for report in reports if "metrics" in report]
         for name in values[0] if values else ():
             self.metrics[name] = reduce(name, [value[name] for value in values if name in value])
+        if "compute_seconds" not in reports[0]:
+            return
+        times = [(float(report["waited_seconds"]), float(report["compute_seconds"])) for report in reports]
+        totals = [waited + compute for waited, compute in times]
+        self.metrics |= {"ranks/slowest_seconds": max(totals), "ranks/median_seconds": statistics.median(totals)}
         found = self._detector.add(times)
         if found is not None:
             what = {"data": "waits for its batches", "compute": "computes"}[found.cause]

@@ -305,7 +305,7 @@ def open_session(
             spikes, recomputation, heartbeat, profiler, statistics,
         )  # fmt: skip
         try:
-            with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler):
+            with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler), sync:
                 yield session
         except Exception as error:
             set_saved(error, checkpoints.safe())

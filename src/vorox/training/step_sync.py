@@ -1,18 +1,23 @@
-"""Synchronise ranks after each step: save and stop decisions, global batch digest.
+"""Synchronise ranks during each step: save and stop decisions, global batch digest.
 
 In: what each rank knows by itself: the rows that it read, whether it can read the next ones, a signal that it got, and
 on the main rank the clock and a request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none
-saves or stops alone. A single process decides without communication. The exchange runs while the devices compute. A
-step is a collective of the devices, so a rank without a batch must report it before the others start the step.
+saves or stops alone. A single process decides without communication. Of several ranks, a thread of each exchanges the
+reports of a step while the main thread computes it; all apply the decision after the step. A step is a collective of
+the devices, so a rank without a batch must report it before the others start the step. The exchange uses the key-value
+store only, so it cannot interleave with collectives of the devices.
 Invariant: a rank that gives up ends the wait for rows on all ranks, so the exchange never waits for a batch that does
 not come.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -101,8 +106,39 @@ class StepDecision:
     missing: MissingBatch | None = None
 
 
+class Exchange:
+    """The exchange of one step, which a thread runs while the main thread computes the step.
+
+    Args:
+        progress: The progress, including this step.
+        batch: The batch of the step.
+        batches: The batches that follow; ``None`` after the last step.
+    """
+
+    def __init__(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> None:
+        self.progress, self.batch, self.batches = progress, batch, batches
+        self.is_batch_known = threading.Event()
+        self.decision: Future[dict[str, Any]] = Future()
+        self.reports: list[dict[str, Any]] = []
+        self._batch_at = self._step_ended_at = float("inf")
+
+    def end_step(self) -> None:
+        """Note that the step has ended on this rank."""
+        self._step_ended_at = time.perf_counter()
+
+    def end_wait(self) -> None:
+        """Note that it is known whether the next batch can be read."""
+        self._batch_at = time.perf_counter()
+        self.is_batch_known.set()
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that the next batch took longer than the step."""
+        return max(0.0, self._batch_at - self._step_ended_at)
+
+
 class StepSync:
-    """Synchronises one rank with the others after every step.
+    """Synchronises one rank with the others during every step; a context manager that ends the exchange in progress.
 
     Args:
         dist: This process's rank and its communication.
@@ -115,6 +151,7 @@ class StepSync:
 
     Attributes:
         stop: Stop request of the run: ``stop`` itself for one process, the common decision for several.
+        waited_seconds: Total time that batches took longer than the steps before them.
     """
 
     def __init__(
@@ -130,46 +167,85 @@ class StepSync:
         self._next_batch, self._statistics = next_batch, statistics
         self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.world_size == 1 else _AgreedStop()
+        self.waited_seconds = 0.0
+        self._thread = None if dist.world_size == 1 else ThreadPoolExecutor(1, "vorox-sync")
+        self._is_closed = threading.Event()
+        self._running: Exchange | None = None
 
-    def after(
-        self, progress: Progress, batch: Batch, batches: BatchStream | None, waited_seconds: float = 0.0
-    ) -> StepDecision:
-        """Decide what to do after a started step.
+    def start(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> Exchange:
+        """Start the exchange of a step, before the step.
 
         Args:
             progress: The progress, including this step.
             batch: The batch of the step.
-            batches: The batches that follow; ``None`` after the last step.
-            waited_seconds: Total time that the loop has waited for batches.
+            batches: The batches that follow; ``None`` after the last step. Nothing else may read them until ``finish``.
+        """
+        exchange = self._running = Exchange(progress, batch, batches)
+        if self._thread is not None:
+            report = {
+                "chain": self._chain.head, "statistics": self._statistics.report(progress.step),
+                **rows_of(batch, self._shard),
+            }  # fmt: skip
+            exchange.decision = self._thread.submit(self._agree, exchange, report)
+        return exchange
+
+    def finish(self, exchange: Exchange) -> StepDecision:
+        """Return what all ranks do after a step that has been started; wait for their reports.
 
         Raises:
             NumericalError: The ranks computed different numbers.
+            CheckpointError: The checkpoint that was being written failed.
         """
-        if self._dist.world_size == 1:
-            return StepDecision(batch.digest(), self._due(progress))
-
-        def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
-            _check_heads([report["chain"] for report in reports], progress)
-            self._statistics.receive([report["statistics"] for report in reports])
-            stop = next((report["stop"] for report in reports if report["stop"]), "")
-            missing = self._next_batch.find([report["missing"] for report in reports])
-            return {
-                "batch_digest": digest_of(reports), "save": self._due(progress), "stop": stop, "missing": missing
-            }  # fmt: skip
-
+        progress = exchange.progress
+        if self._thread is None:
+            self._running = None
+            return StepDecision(exchange.batch.digest(), self._due(progress))
+        exchange.end_step()
         heartbeat = self._next_batch.heartbeat
         heartbeat.enter("data", progress.step + 1)
-        missing = None if batches is None else self._next_batch.report(batches)
+        exchange.is_batch_known.wait()
         heartbeat.enter("sync", progress.step)
-        report = {
-            "stop": self._local_stop.requested, "chain": self._chain.head, "missing": missing,
-            "statistics": self._statistics.report(progress.step, waited_seconds), **rows_of(batch, self._shard),
-        }  # fmt: skip
-        decided = self._dist.agree("step", report, decide)
+        decided = exchange.decision.result()
+        self._running = None
+        self.waited_seconds += exchange.waited_seconds
+        if exchange.reports:
+            self._statistics.receive([report["statistics"] for report in exchange.reports])
         if decided["stop"] and not self.stop.requested:
             self.stop.requested = decided["stop"]
             self.stop.requested_at = self._local_stop.requested_at or time.monotonic()
         return StepDecision(decided["batch_digest"], decided["save"], self._next_batch.missing(decided["missing"]))
+
+    def _agree(self, exchange: Exchange, report: dict[str, Any]) -> dict[str, Any]:
+        """Report and receive the decision; in the thread."""
+
+        def decide(reports: list[dict[str, Any]]) -> dict[str, Any]:
+            _check_heads([report["chain"] for report in reports], exchange.progress)
+            exchange.reports = reports
+            stop = next((report["stop"] for report in reports if report["stop"]), "")
+            missing = self._next_batch.find([report["missing"] for report in reports])
+            save = self._due(exchange.progress)
+            return {"batch_digest": digest_of(reports), "save": save, "stop": stop, "missing": missing}
+
+        try:
+            missing = None if exchange.batches is None else self._next_batch.report(exchange.batches)
+        finally:
+            exchange.end_wait()
+        statistics = {**report["statistics"], "waited_seconds": exchange.waited_seconds}
+        report |= {"stop": self._local_stop.requested, "missing": missing, "statistics": statistics}
+        return self._dist.agree("step", report, decide, self._is_closed.is_set)
+
+    def __enter__(self) -> StepSync:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the exchange of a step that failed, and the thread."""
+        self._is_closed.set()
+        if self._thread is not None:
+            if self._running is not None and self._running.batches is not None:
+                self._running.batches.close()
+            self._thread.shutdown()
 
 
 class _AgreedStop:

@@ -1,0 +1,188 @@
+"""The exchange of a step: whole runs, the ranks as threads, with an engine whose steps depend on the exchange."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vorox.run
+from numpy_engine import NumpyEngine
+from rank_threads import together
+from tiny_runs import NumpyBackend, configuration, run
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.errors import NumericalError, Preempted
+from vorox.core.schema import RunConfig
+from vorox.data import loader
+from vorox.training.checkpoints.store import step_directories
+from vorox.training.rank_statistics import RankStatistics
+from vorox.training.replay_chain import ReplayChain, read_chain
+from vorox.training.stop import StopRequest
+
+LIMIT_SECONDS = 20.0
+RANK = threading.local()
+"""The rank of the thread that runs it."""
+
+
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend(NumpyBackend):
+        def connect(self, config: RunConfig) -> DistributedContext:
+            return getattr(RANK, "dist", DistributedContext())
+
+    monkeypatch.setattr(vorox.run.backends, "load", lambda name: Backend())
+
+
+def run_ranks(count: int, config: RunConfig) -> list[Any]:
+    """What every rank returned or raised."""
+
+    def program(dist: DistributedContext) -> Any:
+        RANK.dist = dist
+        return run(config)
+
+    return together(count, program)[0]
+
+
+def before_step(patch: pytest.MonkeyPatch, action: Any) -> None:
+    """Call ``action`` with the step, from 1, at its start."""
+    original = NumpyEngine.train_step
+
+    def train_step(self: NumpyEngine, batch: Any, **arguments: Any) -> Any:
+        action(batch.step + 1)
+        return original(self, batch, **arguments)
+
+    patch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def wait_for_decision(step: int) -> None:
+    decision = RANK.dist.channel.get(f"vorox/step/{step}/decision", LIMIT_SECONDS)
+    assert decision is not None, f"step {step} ran, and the ranks did not decide what follows it"
+
+
+def reports_of(patch: pytest.MonkeyPatch) -> list[Sequence[Any]]:
+    """The reports of all ranks by step, as the main rank receives them."""
+    found: list[Sequence[Any]] = []
+    original = RankStatistics.receive
+
+    def receive(self: RankStatistics, reports: Sequence[Any]) -> None:
+        found.append(reports)
+        original(self, reports)
+
+    patch.setattr(RankStatistics, "receive", receive)
+    return found
+
+
+def chain(directory: Path) -> list[str]:
+    (found,) = (directory / "runs").iterdir()
+    return [entry.chain for entry in read_chain(found).values()]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_decide_while_they_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """No step ends before its decision is there; the run is that of one process."""
+    run(configuration(tmp_path / "one"))
+    with monkeypatch.context() as patch:
+        before_step(patch, wait_for_decision)
+        reports = reports_of(patch)
+        outcomes = run_ranks(count, configuration(tmp_path / "ranks"))
+    assert [outcome.progress.step for outcome in outcomes] == [12] * count
+    assert chain(tmp_path / "ranks") == chain(tmp_path / "one")
+    assert len(reports) == 12
+    assert {report["waited_seconds"] for step in reports for report in step} == {0.0}, "batches came during the steps"
+
+
+def test_a_batch_that_takes_longer_than_the_step_is_a_wait_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, computed = list[Any](), threading.Event()
+    original_read, original_init = loader._BatchReader.read, loader._BatchReader.__init__
+
+    def create(self: Any, *arguments: Any) -> None:
+        original_init(self, *arguments)
+        if RANK.dist.rank == 1:
+            slow.append(self)
+
+    def read(self: Any, number: int) -> Any:
+        if number + 1 == 6 and self in slow:
+            assert computed.wait(LIMIT_SECONDS)
+            time.sleep(0.1)
+        return original_read(self, number)
+
+    original_step = NumpyEngine.train_step
+
+    def train_step(self: NumpyEngine, batch: Any, **arguments: Any) -> Any:
+        result = original_step(self, batch, **arguments)
+        if batch.step + 1 == 5 and RANK.dist.rank == 1:
+            computed.set()
+        return result
+
+    monkeypatch.setattr(loader._BatchReader, "__init__", create)
+    monkeypatch.setattr(loader._BatchReader, "read", read)
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    reports = reports_of(monkeypatch)
+    run_ranks(2, configuration(tmp_path, ["data.loader.num_threads=0", "eval.every_steps=null"]))
+    assert reports[4][1]["waited_seconds"] > 0.05
+    assert reports[4][0]["waited_seconds"] < 0.05
+
+
+def test_a_step_that_fails_on_one_rank_ends_all_and_their_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of the rank; its next batch, for which a thread waits at that time, never comes."""
+
+    def fail(step: int) -> None:
+        if step == 6 and RANK.dist.rank == 1:
+            raise NumericalError("Device is broken", hint="replace it")
+
+    before_step(monkeypatch, fail)
+    errors = run_ranks(3, configuration(tmp_path))
+    assert [(type(error), error.what.removeprefix("rank 1: ")) for error in errors] == [
+        (NumericalError, "Device is broken")
+    ] * 3
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while any("vorox-sync" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread outlives its run"
+        time.sleep(0.01)
+
+
+def test_ranks_that_diverged_stop_before_they_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ReplayChain.record
+
+    def record(self: ReplayChain, step: int, *arguments: Any) -> None:
+        original(self, step, *arguments)
+        if step == 5 and RANK.dist.rank == 2:
+            self.head = "0" * 32
+
+    monkeypatch.setattr(ReplayChain, "record", record)
+    errors = run_ranks(3, configuration(tmp_path, ["eval.every_steps=null"]))
+    assert all(isinstance(error, NumericalError) for error in errors), errors
+    assert {error.what.removeprefix("rank 0: ") for error in errors} == {
+        "Ranks diverged: rank 2 recorded other numbers than rank 0"
+    }
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert max(step_directories(directory)) == 4
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal during a step is reported with the next one: no report is changed after it was sent."""
+    stops = dict[int, StopRequest]()
+
+    class Stop(StopRequest):
+        def __init__(self) -> None:
+            super().__init__()
+            stops[RANK.dist.rank] = self
+
+    def signal(step: int) -> None:
+        wait_for_decision(step)
+        if step == 5 and RANK.dist.rank == 1:
+            stops[1].requested = "SIGTERM"
+
+    monkeypatch.setattr(vorox.run, "StopRequest", Stop)
+    before_step(monkeypatch, signal)
+    errors = run_ranks(3, configuration(tmp_path))
+    assert [type(error) for error in errors] == [Preempted] * 3
+    assert {error.what for error in errors[1:]} == {errors[0].what} == {"SIGTERM: stopped after step 6 of 12"}, errors
