@@ -16,7 +16,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from vorox.backends.torch_engine.parameters import (
     BufferSlice,
     FlatParameters,
     fused_parts,
+    register_gradient_hooks,
 )
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -61,12 +61,7 @@ class TransientGradients(FlatParameters):
         self._parts = {name: [part.name for part in parts] for name, parts in fused_parts(spec, table).items()}
         self.on_complete: Callable[[str], None] = lambda _: None
         self.objective: Tensor | None = None
-        self._nodes: list[Any] = []
-        """The nodes that accumulate gradients: autograd refers to them weakly, and their hooks end with them."""
-        for name, parameter in self.trained.items():
-            node = _accumulation_node(parameter)
-            node.register_hook(partial(self._completed, name))
-            self._nodes.append(node)
+        self._nodes = register_gradient_hooks(self.trained, lambda name: self.on_complete(name))
         self._head = self.modules.get(_head_name(spec))
 
     def _place_gradients(self, shapes: Mapping[str, tuple[Group, int, tuple[int, ...]]]) -> None:
@@ -78,9 +73,6 @@ class TransientGradients(FlatParameters):
     def trained(self) -> dict[str, nn.Parameter]:
         """Name to parameter, of those that are not frozen."""
         return {name: parameter for name, parameter in self.modules.items() if parameter.requires_grad}
-
-    def _completed(self, name: str, *_: object) -> None:
-        self.on_complete(name)
 
     @property
     def gradients(self) -> Buffers:
@@ -220,15 +212,6 @@ def check_passes(config: RunConfig, separates_documents: bool) -> None:
             "they run in several passes", where=KEY,
             hint="set optimizer.in_backward=false, or data.document_mask=false",
         )  # fmt: skip
-
-
-def _accumulation_node(parameter: nn.Parameter) -> Any:
-    """Return the node of the autograd graph that adds to a parameter's gradient.
-
-    Unlike ``register_post_accumulate_grad_hook``, its hooks run as well after kernels that wrote the gradient
-    themselves (``kernels.py``).
-    """
-    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _head_name(spec: ModelSpec) -> str:

@@ -15,10 +15,11 @@ Invariant of ``FlatParameters``: alignment gaps between parameters stay zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +255,25 @@ class FlatParameters:
         for name, buffer_slice in self.slices.items():
             if buffer_slice.group in buffers:
                 yield name, buffer_slice.view(buffers)
+
+
+def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], report: Callable[[str], None]) -> list[Any]:
+    """Call ``report`` with the name of each parameter once all its uses in a backward pass have added to its gradient.
+
+    The hooks are those of the autograd nodes that accumulate gradients. Unlike ``register_post_accumulate_grad_hook``,
+    they run as well after kernels that wrote the gradient themselves (``kernels.py``).
+
+    Returns:
+        The nodes. The caller keeps them: autograd holds only weak references, and the hooks end with them.
+    """
+
+    def run(name: str, *_: object) -> None:
+        report(name)
+
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters.values()]
+    for name, node in zip(parameters, nodes, strict=True):
+        node.register_hook(partial(run, name))
+    return nodes
 
 
 def fused_parts(spec: ModelSpec, table: Sequence[ParameterSpec] | None = None) -> dict[str, list[ParameterSpec]]:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.devices import Choices
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.parameters import FlatParameters, Parameters, register_gradient_hooks
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
@@ -78,14 +76,10 @@ class GradientBuckets:
         self._is_open, self._is_logged = False, False
         self._missing: list[set[str]] = []
         self._works: list[Work] = []
-        self._nodes = [  # autograd holds only weak references to them
-            torch.autograd.graph.get_gradient_edge(parameters.modules[name]).node
-            for bucket in self.buckets
-            for name in bucket.names
-        ]
-        places = [(number, name) for number, bucket in enumerate(self.buckets) for name in bucket.names]
-        for node, (number, name) in zip(self._nodes, places, strict=True):
-            node.register_hook(partial(self._complete, number, name))  # also runs where a kernel adds the gradient
+        self._numbers = {name: number for number, bucket in enumerate(self.buckets) for name in bucket.names}
+        self._nodes = register_gradient_hooks(
+            {name: parameters.modules[name] for name in self._numbers}, self._complete
+        )
 
     @property
     def is_chosen(self) -> bool:
@@ -113,10 +107,11 @@ class GradientBuckets:
         extra = {"event_kind": "gradient_buckets", "event_fields": {"buckets": fields}}
         _log.info("Gradients are summed over ranks in %s", pluralize(len(self.buckets), "bucket"), extra=extra)
 
-    def _complete(self, number: int, name: str, *_: object) -> None:
+    def _complete(self, name: str) -> None:
         """Note that a gradient is complete; start the sums whose turn it is."""
         if not self._is_open:
             return
+        number = self._numbers[name]
         if name not in self._missing[number]:
             raise ConfigError(
                 f"Backward pass adds to the gradient of {name} more than once", where="parallel.gradient_bucket_bytes",
