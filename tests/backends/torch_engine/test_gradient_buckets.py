@@ -157,10 +157,10 @@ def test_a_gradient_that_nobody_computes_is_summed_after_the_backward_pass() -> 
     doubling = Doubling(engine, bucket_bytes=1)
     last = doubling.buckets.buckets[0].names[0]
     doubling.buckets.open(overlaps=True)
-    for number, bucket in enumerate(doubling.buckets.buckets):
+    for bucket in doubling.buckets.buckets:
         for name in bucket.names:
             if name != last:
-                doubling.buckets._complete(number, name)
+                doubling.buckets._complete(name)
     assert doubling.events == []
     doubling.buckets.finish()
     count = len(doubling.buckets.buckets)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.document_attention import DocumentSlices, attend_slices, find_lengths
 from vorox.backends.torch_engine.parallel.ring_mask import RingMask
 from vorox.core.batch import Int32Array
@@ -71,7 +72,7 @@ def document_mask(
     num_positions = segment_ids_BT.shape[1]
     same_BTT = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
     mask_BTT = same_BTT & np.tril(np.ones((num_positions, num_positions), np.bool_))
-    return AttentionMask(torch.from_numpy(mask_BTT)[:, None].to(device, non_blocking=True), False)
+    return AttentionMask(to_device(mask_BTT[:, None], device), False)
 
 
 def _has_one_document(segment_ids_BT: Int32Array) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine import attention, compilation, kernels
 from vorox.backends.torch_engine.decoder import KeyValueCache, PrefixDecoder, TorchDecoder
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.dpo_loss import (
@@ -27,7 +28,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 )
 from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.forward_context import ForwardContext
-from vorox.backends.torch_engine.inputs import labels_to_device, to_device
+from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock

@@ -248,6 +248,12 @@ class Ranks:
         if self.mesh is not None:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
+    def maximum_count(self, count: int) -> int:
+        """Return the maximum of a number on the host over all ranks. Waits for the ranks, not for their devices."""
+        largest = torch.tensor(count)
+        self.maximum(largest)
+        return int(largest)
+
     def sum_over_shards(self, tensor: Tensor) -> None:
         """Add the tensors of the ranks that share one replica, in place."""
         if self.mesh is not None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vorox.backends.torch_engine.inputs import to_device
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.core.preference_pairs import Pairs
 from vorox.core.schema import LossConfig, RunConfig
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.inputs import to_device
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.core.batch import AnyImages, BatchPatches, Int32Array
 from vorox.core.errors import DataError
 from vorox.core.schema.image_processor import ImageProcessorConfig
@@ -41,7 +41,7 @@ def image_inputs(
     inputs = {"positions": to_device(positions_4BT, device)}
     if len(images.grids_I2):
         grids_I3 = np.concatenate([np.ones((len(images.grids_I2), 1), np.int64), images.grids_I2], axis=1)
-        inputs["pixel_values"] = pixel_values(torch.from_numpy(images.patches_PCSS).to(device), processor)
+        inputs["pixel_values"] = pixel_values(to_device(images.patches_PCSS, device), processor)
         inputs["image_grid_thw"] = to_device(grids_I3, device)
     return inputs
 
@@ -53,7 +53,7 @@ def pixel_values(patches_PCSS: Tensor, processor: ImageProcessorConfig) -> Tenso
     """
     levels_C256 = np.repeat((np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)[None], 3, axis=0)
     mean, std = (np.array(values, np.float32)[:, None] for values in (processor.mean, processor.std))
-    table = torch.from_numpy((levels_C256 - mean) / std).to(patches_PCSS.device)
+    table = to_device((levels_C256 - mean) / std, patches_PCSS.device)
     colours = torch.arange(3, device=patches_PCSS.device)[:, None, None]
     values_PCSS = table[colours, patches_PCSS.long()]
     values_PCFSS = values_PCSS[:, :, None].expand(-1, -1, processor.temporal_patch_size, -1, -1)

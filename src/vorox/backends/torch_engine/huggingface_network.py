@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.decoder import PrefixDecoder
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.huggingface_images import image_inputs
-from vorox.backends.torch_engine.inputs import add_noise, to_device
+from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers

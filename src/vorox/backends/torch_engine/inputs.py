@@ -19,17 +19,10 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.loss import Labels
 from vorox.core.atomic import canonical_json
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
-
-
-def to_device(array_BT: Int32Array | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copy an array to the device, asynchronously on CUDA."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array_BT))
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.decoder import PrefixDecoder
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.document_rows import group_documents
@@ -32,7 +33,7 @@ from vorox.backends.torch_engine.dpo_loss import (
     log_probs_of_logits,
     targets_to_device,
 )
-from vorox.backends.torch_engine.inputs import labels_to_device, to_device
+from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, replace_tensors
@@ -305,11 +306,7 @@ class ModuleNetwork(ABC):
 
     def _largest(self, count: int) -> int:
         """Return the largest count of all ranks: ranks that share a model run equally many forward passes."""
-        if self._ranks.fsdp_size == 1:
-            return max(1, count)
-        largest = torch.tensor(max(1, count), device=self._compute.device)
-        self._ranks.maximum(largest)
-        return int(largest)
+        return max(1, count) if self._ranks.fsdp_size == 1 else self._ranks.maximum_count(max(1, count))
 
     # -- packed rows --------------------------------------------------------------------------------------------------
 

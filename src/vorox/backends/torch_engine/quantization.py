@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.document_rows import group_documents
-from vorox.backends.torch_engine.inputs import labels_to_device, to_device
+from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels
 from vorox.core.batch import Batch

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.inputs import to_device
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.kernels import Kernels
 from vorox.core.batch import AnyImages, BatchImages, Int32Array
 from vorox.core.errors import DataError
@@ -42,7 +42,7 @@ def images_to_device(images: AnyImages, tokens_BT: Int32Array, device: torch.dev
     positions_K = np.flatnonzero(tokens_BT.reshape(-1) == images.token_id)
     if not len(images.pixels_ISSC) and not positions_K.size:
         return None
-    return ImageInputs(torch.from_numpy(images.pixels_ISSC).to(device), to_device(positions_K, device))
+    return ImageInputs(to_device(images.pixels_ISSC, device), to_device(positions_K, device))
 
 
 class ImageEncoder(nn.Module):
