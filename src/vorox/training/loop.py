@@ -46,12 +46,10 @@ def train(session: Session, progress: Progress) -> Progress:
         exchange = session.sync.start(after, batch, session.batches if after.step < schedule.total_steps else None)
         with session.statistics.computing():
             result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
-        progress = after
-        decision = session.sync.finish(exchange)
+        progress, decision = after, session.sync.finish(exchange)
         missing = decision.missing
         session.provenance.started(progress)
-        waited_seconds = session.batches.wait_seconds + session.sync.waited_seconds
-        session.observer.started(progress, batch.row_tokens, waited_seconds)
+        session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds + session.sync.waited_seconds)
         step = InFlightStep(
             progress, decision.batch_digest, result, lr, weight_decay, batch.row_tokens, batch, max_loss
         )
