@@ -86,6 +86,6 @@ def test_a_step_does_not_wait(case: str) -> None:
         with recorded() as found:
             result = engine.train_step(batch, lr=LR, weight_decay=0.1, max_loss=max_loss)
         assert found == [], f"step {step + 1}"
-    with recorded() as found:
-        result.fetch()
-    assert found, "the loop reads the numbers of a step one step later"
+        with recorded() as found:
+            result.fetch()
+        assert found, "the loop reads the numbers of a step one step later"
