@@ -30,6 +30,7 @@ from vorox.core.errors import ConfigError
         ("model.vision.image_size_pixels=8", "fewer than 4"),
         ("data.sequence_length_tokens=5", "data.sequence_length_tokens"),
         ("model.vision.num_heads=3", "model.vision.num_heads=3"),
+        ("model.image_processor.max_pixels=401408", "needs model.kind huggingface"),  # dynamic resolution
     ],
 )
 def test_contradictions_name_the_setting(tmp_path: Path, override: str, named: str) -> None:

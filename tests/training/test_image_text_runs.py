@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,33 @@ def test_a_killed_run_resumes_with_the_same_bits_generates_and_is_exported(
     assert again.model.image_processor == config.model.image_processor
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_an_adapter_replays_generates_from_an_image_and_is_exported(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = image_configuration(tmp_path, [f"adapter.kind={kind}", "train.num_steps=6", "optimizer.lr=0.01"])
+    run = str(train(config, argv=["test"]).run_directory)
+    assert main(["replay", run, "--from", "2", "--to", "6"]) == 0
+    (tmp_path / "one.png").write_bytes(picture("red", 1, (30, 50)))
+    prompt = ["-p", "No. 7: <image> is", "--image", str(tmp_path / "one.png"), "--tokens", "8", "--temperature", "0"]
+    capsys.readouterr()
+    assert main(["generate", run, *prompt]) == 0
+    said = capsys.readouterr().out
+    assert main(["export", run, "--to", "peft", "--output", "adapter", "--check"]) == 0
+    assert main(["export", run, "--to", "hf", "--output", "merged", "--check"]) == 0
+    assert (tmp_path / "merged/preprocessor_config.json").exists()
+    capsys.readouterr()
+    images = [picture("red", 1, (30, 50))]
+    model = load_model(run)
+    text = model.generate("No. 7: <image> is", num_tokens=8, temperature=0, images=images)
+    shown = "".join(sign if sign.isprintable() else "\ufffd" for sign in text)  # as a terminal gets it
+    assert shown in said
+
+
 def test_limits_of_pixels_are_the_users_and_build_another_cache(tmp_path: Path) -> None:
     found = [prepare(image_configuration(tmp_path, text)) for text in ([], ["model.image_processor.max_pixels=512"])]
     recipes = [corpus.sources[0].train.recipe for corpus in found]
@@ -83,9 +111,8 @@ def test_limits_of_pixels_are_the_users_and_build_another_cache(tmp_path: Path) 
     [
         ("data.packing=concat", "data.packing=best_fit"),
         ("data.mode=streaming", "data.mode=cached"),
-        ("parallel.fsdp_size=2", "parallel.fsdp_size=1"),
-        ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1"),
-        ("adapter.kind=lora", "adapter.kind=none"),
+        ("parallel.tensor_parallel_size=2", "replicas and FSDP2 are supported"),
+        ("adapter.kind=lora parallel.fsdp_size=2", "parallel.data_parallel_size"),
         ("model.image_processor.max_pixels=200", "max_pixels"),
         ("model.image_processor.min_pixels=100", "at least 256"),
         ("model.image_processor.merge_size=1", "remove the setting"),
@@ -100,7 +127,7 @@ def test_contradictions_name_the_setting(tmp_path: Path, override: str, named: s
             image_configuration(tmp_path, [override, *extra])
         return
     with pytest.raises(ConfigError) as caught:
-        image_configuration(tmp_path, [override])
+        image_configuration(tmp_path, override.split())
     assert named in f"{caught.value} {caught.value.hint}"
 
 

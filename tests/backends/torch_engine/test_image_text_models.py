@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.data.corpus import prepare
 from vorox.data.image_decoding import PatchInput, decode_patches
 from vorox.data.image_layout import PatchGrid, image_layout
+from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.huggingface_config import huggingface_files
 from vorox.run import resolve_model
 from vorox.training.dataloading import preview_batches
+from vorox.training.export.adapter import peft_config
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -64,7 +67,13 @@ def plain_losses(config: RunConfig, engine: TorchEngine, batches: list[Batch], i
     model = Path(str(config.model.name_or_path))
     module = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).train()
     decayed = {row.name for row in engine._spec.rows if row.decay and row.kind != "embedding"}
-    optimizer = plain_adamw(module, decayed, LR)
+    return losses_of(module, plain_adamw(module, decayed, LR), batches, inputs)
+
+
+def losses_of(
+    module: Any, optimizer: torch.optim.Optimizer, batches: list[Batch], inputs: dict[Any, Any]
+) -> list[float]:
+    """The losses of a plain loop, one document in a forward pass."""
     losses: list[float] = []
     for batch in batches:
         total, count = torch.zeros(()), 0
@@ -131,6 +140,38 @@ def decoded_logits(
     reads = PatchInput(layout.grid, config.model.image_processor.image_token_id)
     ids = pictured["input_ids"].numpy().astype(np.int32)
     return engine.decoder(1, ids.shape[1], reads.read(contents, np.zeros(2, np.int64))).feed(ids)[0]
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_an_adapter_of_the_language_model_trains_as_peft_does(name: str, tmp_path: Path) -> None:
+    """The oracle is peft around transformers. By default, all linear layers outside of the vision tower are adapted."""
+    import peft
+
+    config = image_configuration(tmp_path, ["adapter.kind=lora", "adapter.rank=4"], name)
+    batches, vocab_size = batches_of(config, 8)
+    engine = engine_of(config, vocab_size)
+    spec = engine._spec
+    assert isinstance(spec, AdapterSpec)
+    layers = 3 if name == "qwen3_vl" else 2
+    leaves = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    leaves += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    expected = {f"model.language_model.layers.{layer}.{leaf}" for layer in range(layers) for leaf in leaves}
+    assert {layer for layer, _, _ in spec.layers} == expected
+
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32)
+    settings = {key: value for key, value in peft_config(spec).items() if key not in ("peft_type", "inference_mode")}
+    module = peft.get_peft_model(base, peft.LoraConfig(**settings)).train()
+    initial = {f"base_model.model.{key}": torch.from_numpy(array) for key, array in engine.export_weights()}
+    assert not peft.set_peft_model_state_dict(module, initial).unexpected_keys
+    trained = [value for value in module.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    inputs = [plain_inputs(tmp_path / name, *record) for record in records_of(tmp_path / "text/captions.jsonl")]
+    by_ids = {tuple(found["input_ids"][0].tolist()): found for found in inputs}
+    losses = [engine.train_step(batch, lr=LR, weight_decay=0.1).fetch().loss for batch in batches]
+    assert losses == pytest.approx(losses_of(module, optimizer, batches, by_ids), rel=1e-5)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -91,6 +91,9 @@ def write_model(directory: Path, name: str, **values: Any) -> Path:
         for parameter in module.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.15)
+        for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros would choose experts by their scores alone
+                buffer.normal_(std=0.5)
     module.save_pretrained(directory)
     return directory
 

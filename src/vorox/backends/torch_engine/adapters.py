@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import huggingface_model
-from vorox.backends.torch_engine.module_network import blocks
+from vorox.backends.torch_engine.huggingface_images import language_blocks
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
 from vorox.core.schema import RunConfig
@@ -179,8 +179,8 @@ def _canonical(name: str) -> str:
 
 
 def _linear_layers(module: Any) -> dict[str, nn.Module]:
-    """Return the linear layers of the blocks by name."""
-    inside = {id(child) for block in blocks(module) for child in block.modules()}
+    """Return the linear layers of the blocks by name; a vision tower stays frozen."""
+    inside = {id(child) for block in language_blocks(module) for child in block.modules()}
     return {
         name: child
         for name, child in module.named_modules()

@@ -12,9 +12,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vorox.backends.torch_engine.device_copy import to_device
+from vorox.backends.torch_engine.module_network import blocks
 from vorox.core.batch import AnyImages, BatchPatches, Int32Array
 from vorox.core.errors import DataError
 from vorox.core.schema.image_processor import ImageProcessorConfig
@@ -44,6 +45,29 @@ def image_inputs(
         inputs["pixel_values"] = pixel_values(to_device(images.patches_PCSS, device), processor)
         inputs["image_grid_thw"] = to_device(grids_I3, device)
     return inputs
+
+
+def vision_tower(module: nn.Module) -> nn.Module | None:
+    """Return the part of a model that reads images; ``None`` if it reads text only."""
+    return getattr(getattr(module, "model", None), "visual", None)
+
+
+def language_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks (``module_network.py``) outside of the vision tower."""
+    tower = vision_tower(module)
+    inside = set() if tower is None else set(tower.modules())
+    return [block for block in blocks(module) if block not in inside]
+
+
+def unused_tower(module: nn.Module) -> Tensor | None:
+    """Return 0 with a zero gradient for each trained parameter of the vision tower; ``None`` if it is frozen.
+
+    A rank whose micro-batch has no image adds it to its objective: FSDP2 sums gradients of parameters that have one, so
+    ranks must agree which do.
+    """
+    tower = vision_tower(module)
+    trained = [] if tower is None else [value for value in tower.parameters() if value.requires_grad]
+    return 0 * torch.stack([value.flatten()[0].float() for value in trained]).sum() if trained else None
 
 
 def pixel_values(patches_PCSS: Tensor, processor: ImageProcessorConfig) -> Tensor:

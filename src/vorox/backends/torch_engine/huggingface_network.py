@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.decoder import PrefixDecoder
 from vorox.backends.torch_engine.device_copy import to_device
-from vorox.backends.torch_engine.huggingface_images import image_inputs
+from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
@@ -120,7 +120,13 @@ class HuggingFaceNetwork(ModuleNetwork):
         inputs = {name: value for name, value in given.items() if value is not None}
         output = self._run(**inputs, use_cache=False)
         auxiliary = output.get("aux_loss")
+        has_images = self._config.model.image_processor.patch_size_pixels is not None
+        if self._ranks.fsdp_size > 1 and has_images and "pixel_values" not in images:
+            return output.logits, unused_tower(self.module)
         return output.logits, None if auxiliary is None else self._auxiliary_weight * auxiliary
+
+    def _sharded_units(self) -> list[nn.Module]:
+        return language_blocks(self.module)  # the vision tower is gathered with the root: some ranks have no images
 
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
         """Yield random weights; zeros if pretrained ones are imported before step 1."""

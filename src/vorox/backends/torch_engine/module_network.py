@@ -36,7 +36,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
-from vorox.backends.torch_engine.module_table import move_buffers, replace_tensors
+from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
 from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters
 from vorox.backends.torch_engine.parallel.module_tensor_parallel import divide, local_spec
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
@@ -150,26 +150,31 @@ class ModuleNetwork(ABC):
             replace_tensors(module, self.parameters.modules)
             move_buffers(module, self._compute.device)
             return
-        frozen = [row.name for row in spec.rows if not row.trainable]
-        if frozen:
-            raise ConfigError(
-                f"{frozen[0]} is not trainable, which sharding does not support",
-                where="parallel.kind" if is_zero else "parallel.fsdp_size",
-                hint="set parallel.kind=native and parallel.fsdp_size=1",
-            )  # fmt: skip
         if is_zero:
+            frozen = [row.name for row in spec.rows if not row.trainable]
+            if frozen:
+                raise ConfigError(
+                    f"{frozen[0]} is not trainable, which DeepSpeed does not support", where="parallel.kind",
+                    hint="set parallel.kind=native; FSDP2 supports it",
+                )  # fmt: skip
             device, dtype = self._compute.device, self._compute.dtype
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, device, dtype)
             replace_tensors(module, zero.modules)
             move_buffers(module, device)
             self._run = zero.shard_by_zero(module, external={})
             return
-        sharded = ShardedParameters(spec, groups, ranks=self._ranks)
+        buffers = {name for name, _ in named_tensors(module)} - {name for name, _ in module.named_parameters()}
+        constants = dict.fromkeys(sorted(buffers), self._compute.device)
+        sharded = ShardedParameters(spec, groups, ranks=self._ranks, constants=constants)
         self.parameters = self._shared(sharded, division)
         replace_tensors(module, sharded.modules)
         move_buffers(module, self._compute.device)
         reshard = config.parallel.reshard_after_forward
-        sharded.shard(module, blocks(module), self._compute.dtype, reshard=reshard)
+        sharded.shard(module, self._sharded_units(), self._compute.dtype, reshard=reshard)
+
+    def _sharded_units(self) -> list[nn.Module]:
+        """Return the modules that FSDP2 gathers as a whole: all ranks run each of them in every forward pass."""
+        return blocks(self.module)
 
     def _shared(self, inner: Parameters, division: Division | None) -> Parameters:
         """Return the parameters of a share as parts of the whole ones."""

@@ -96,7 +96,8 @@ def _image_processor(config: RunConfig) -> Iterator[Problem]:
 def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]:
     wanted = f"{what} needs"
     is_native = config.model.kind != "huggingface"
-    parallel, train, is_one = config.parallel, config.train, "1; replicas are supported"
+    parallel, train = config.parallel, config.train
+    is_one = "1; replicas are supported" if is_native else "1; replicas and FSDP2 are supported"
     transforms = [*config.data.transforms, *(t for source in config.data.sources for t in source.transforms or ())]
     needed = (
         ("tokenizer.special_tokens", not is_native or IMAGE_TOKEN in config.tokenizer.special_tokens
@@ -106,14 +107,13 @@ def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]
         ("data.mode", config.data.mode == "cached", "data.mode=cached"),
         ("data.transforms", not transforms, "data without transforms"),
         ("parallel.kind", parallel.kind == "native", "parallel.kind=native"),
-        ("parallel.fsdp_size", parallel.fsdp_size == 1, f"parallel.fsdp_size={is_one}"),
+        ("parallel.fsdp_size", not is_native or parallel.fsdp_size == 1, f"parallel.fsdp_size={is_one}"),
         ("parallel.tensor_parallel_size", parallel.tensor_parallel_size == 1,
             f"parallel.tensor_parallel_size={is_one}"),
         ("parallel.context_parallel_size", parallel.context_parallel_size == 1,
             f"parallel.context_parallel_size={is_one}"),
         ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size == 1,
             f"parallel.pipeline_parallel_size={is_one}"),
-        ("adapter.kind", config.adapter.kind == "none", "adapter.kind=none"),
         ("loss.name", config.loss.name != "dpo", "another loss than dpo"),
         ("train.forward_backward", train.forward_backward is None, "train.forward_backward=null"),
         ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),

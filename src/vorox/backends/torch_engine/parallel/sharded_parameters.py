@@ -4,6 +4,9 @@ Each residual block is a unit, gathered before it runs; embedding, final norm an
 gathered once per pass. Gradients are summed, not averaged, because the loss is already divided by the global
 number of targets.
 
+Constants of the model (persistent buffers, such as the routing bias of Nemotron-H) are whole on every rank, because
+FSDP2 shards parameters only. Their rows are divided as those of parameters in checkpoints.
+
 Shape legend: the first dimension of a parameter ("rows") is sharded, as ``torch.chunk`` divides it.
 """
 
@@ -63,9 +66,18 @@ class ShardedParameters:
         *,
         ranks: Ranks,
         table: Sequence[ParameterSpec] | None = None,
+        constants: Mapping[str, torch.device] | None = None,
     ) -> None:
-        """Create them for a model, or for the parameters of a ``table``, as ``FlatParameters``."""
-        self._spec, self._ranks = spec, ranks
+        """Create them for a model.
+
+        Args:
+            spec: The model.
+            groups: The optimizer group of every parameter.
+            ranks: The ranks that share it.
+            table: Its parameters on this rank, as in ``FlatParameters``; default: all.
+            constants: Persistent buffers by name, with the device of each.
+        """
+        self._spec, self._ranks, self._constants = spec, ranks, constants or {}
         self._sharded: list[_Sharded] = []
         self.modules: dict[str, nn.Parameter] = {}
         counts = dict.fromkeys(in_order(groups.values()), 0)
@@ -73,7 +85,8 @@ class ShardedParameters:
         for name, parts in fused_parts(spec, table).items():
             group = fused_group(parts, groups)
             shape = fused_shape(parts)
-            self.modules[name] = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=not group.is_frozen)
+            device = self._constants.get(name, "meta")
+            self.modules[name] = nn.Parameter(torch.zeros(shape, device=device), requires_grad=not group.is_frozen)
             share = -(-shape[0] // size)
             first = min(share * index, shape[0])
             num_rows = min(share, shape[0] - first)
@@ -106,7 +119,8 @@ class ShardedParameters:
         assert self._ranks.mesh is not None
         buffers = dict(model.named_buffers())
         paths = {id(parameter): path for path, parameter in model.named_parameters()}
-        paths = {name: paths[id(parameter)] for name, parameter in self.modules.items()}
+        sharded = {name: value for name, value in self.modules.items() if name not in self._constants}
+        paths = {name: paths[id(parameter)] for name, parameter in sharded.items()}
         mesh = self._ranks.mesh["data", "fsdp"] if self._ranks.data_parallel_size > 1 else self._ranks.mesh["fsdp"]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -124,7 +138,7 @@ class ShardedParameters:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer
         found = dict(model.named_parameters())
-        self.modules = {name: found[path] for name, path in paths.items()}
+        self.modules |= {name: found[path] for name, path in paths.items()}
 
     @property
     def local(self) -> ShardedParameters:
@@ -135,21 +149,32 @@ class ShardedParameters:
             unit.reshard()
 
     def store(self, values: Buffers) -> None:
-        """Do nothing: ``values`` are the parameters themselves."""
+        """Complete the constants from the rows that each rank has changed; other ``values`` are the parameters."""
+        for one in self._sharded:
+            if one.name in self._constants:
+                whole = self.modules[one.name].data
+                whole.copy_(self._gather(one, values[one.group][one.place])[: len(whole)])
 
     def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
         (objective if loss_scale is None else objective * loss_scale).backward()
 
     @property
     def values(self) -> Buffers:
-        return self._by_group([_local(self.modules[one.name]) for one in self._sharded])
+        return self._by_group([self._rows(one) for one in self._sharded])
+
+    def _rows(self, one: _Sharded) -> Tensor:
+        """Return this rank's rows of a parameter."""
+        value = self.modules[one.name]
+        if one.name in self._constants:
+            return value.detach()[one.first_row : one.first_row + one.num_rows]
+        return _local(value)
 
     @property
     def gradients(self) -> Buffers:
         found: list[Tensor] = []
         for one in self._sharded:
             gradient = self.modules[one.name].grad
-            found.append(torch.zeros_like(_local(self.modules[one.name])) if gradient is None else _local(gradient))
+            found.append(torch.zeros_like(self._rows(one)) if gradient is None else _local(gradient))
         return {group: tensors for group, tensors in self._by_group(found).items() if not group.is_frozen}
 
     def _by_group(self, tensors: Sequence[Tensor]) -> dict[Group, list[Tensor]]:
