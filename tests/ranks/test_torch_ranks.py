@@ -198,6 +198,12 @@ def test_the_world_may_change_at_a_resume(runs: Runs, alone: Path) -> None:
     assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
 
 
+def test_the_state_in_host_memory_changes_no_bit_on_a_cpu(runs: Runs, pair: Path) -> None:
+    run, _ = runs.train("offload", ["parallel.fsdp_size=2", "parallel.fsdp_offload=true", "--nproc", "2"])
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+
+
 def test_auto_uses_all_ranks(runs: Runs, alone: Path) -> None:
     """As many replicas as ranks, with micro-batches that divide a rank's rows; the same run as of one process."""
     run, _ = runs.train("auto", ["train.micro_batch_sequences=8", "--nproc", "3"])

@@ -200,7 +200,8 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
 
     FSDP and tensor parallelism shard parameters, gradients and optimizer state; ranks that divide positions share the
     shards of FSDP. FSDP gathers two blocks (one computes while the next arrives) and the embedding and head, or all
-    blocks without ``reshard_after_forward``; a block's gradients exist whole until they are summed.
+    blocks without ``reshard_after_forward``; a block's gradients exist whole until they are summed. With
+    ``fsdp_offload``, a GPU has nothing else of parameters, gradients and optimizer state.
     """
     parallel, planned = config.parallel, planned_memory(spec, config, device_kind)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
@@ -224,11 +225,12 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         experts = sum(row.num_elements for row in spec.parameters if split_expert(row.name) is not None)
         share = 1 - experts / spec.num_parameters * (1 - 1 / parallel.expert_parallel_size)
         copies = round(copies * share)
+    on_device = 0 if parallel.fsdp_offload and device_kind != "cpu" else share
     return replace(
         planned,
-        parameter_bytes=round(planned.parameter_bytes * share),
-        gradient_bytes=round(planned.gradient_bytes * share),
-        optimizer_bytes=round(planned.optimizer_bytes * share),
+        parameter_bytes=round(planned.parameter_bytes * on_device),
+        gradient_bytes=round(planned.gradient_bytes * on_device),
+        optimizer_bytes=round(planned.optimizer_bytes * on_device),
         snapshot_bytes=round(planned.snapshot_bytes * share),
         copy_bytes=copies,
     )

@@ -123,7 +123,8 @@ class DecoderNetwork:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
         model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
         if isinstance(inner, ShardedParameters):
-            inner.shard(model, list(model.blocks), compute.dtype, reshard=config.parallel.reshard_after_forward)
+            reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload
+            inner.shard(model, list(model.blocks), compute.dtype, reshard=reshard, offload=offload)
         self.parameters = inner
         if parallel is not None:
             assert not isinstance(inner, ExpertParallelParameters)

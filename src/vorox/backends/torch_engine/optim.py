@@ -51,8 +51,8 @@ class Optimizer:
             config.optimizer, config.train.ema_decay, config.train.ema_warmup,
         )  # fmt: skip
         self._parameters, self._ranks = parameters, ranks
-        self._device = compute.device
-        self._has_fused = compute.device.type in {"cpu", "cuda"}
+        self._device = torch.device("cpu") if config.parallel.fsdp_offload else compute.device
+        self._has_fused = self._device.type in {"cpu", "cuda"}
         self._initial_loss_scale = config.precision.initial_loss_scale
         self.is_scaled = compute.dtype == torch.float16
         self._kept_zeros: frozenset[str] = frozenset()
@@ -132,6 +132,8 @@ class Optimizer:
             max_loss: Change nothing if the loss is larger, at most the loss scale; with ``-inf`` not even that.
                 ``None``: no limit.
         """
+        if loss.device != self._device:  # parallel.fsdp_offload; FSDP has waited for the device already
+            loss = loss.cpu()
         gradients, zeros = self._parameters.gradients, self._zeros()
         for _, gradient, is_zero in zeros:
             gradient.masked_fill_(is_zero, 0.0)

@@ -30,14 +30,14 @@ class TorchStepResult:
         scalars = [*measured.values(), *extras.values()]
         device = scalars[0].device
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        values = torch.stack([scalar.detach().to(dtype) for scalar in scalars])
+        values = torch.stack([_on(device, scalar.detach().to(dtype)) for scalar in scalars])
         self._extra_names = list(extras)
         if statistics is not None and statistics[1] is not None:
             self._extra_names += statistics[0]
-            values = torch.cat([values, statistics[1].to(dtype)])
+            values = torch.cat([values, _on(device, statistics[1].to(dtype))])
         self._num_bits = 0 if gradient_bits is None else len(gradient_bits)
         if gradient_bits is not None:
-            values = torch.cat([values, gradient_bits.to(dtype)])
+            values = torch.cat([values, _on(device, gradient_bits.to(dtype))])
         self._done: torch.cuda.Event | None = None
         if device.type == "cuda":
             host = torch.empty(values.shape, dtype=dtype, pin_memory=True)
@@ -58,6 +58,11 @@ class TorchStepResult:
             bits = tuple(others[len(others) - self._num_bits :])
             self._fetched = StepValues(loss, grad_norm, bool(finite), extras, bits)
         return self._fetched
+
+
+def _on(device: torch.device, values: Tensor) -> Tensor:
+    """Return values on the device of the loss; with ``parallel.fsdp_offload``, those of gradients are on the host."""
+    return values if values.device == device else values.to(device)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from vorox.core.config.expert_checks import expert_parallel_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.in_backward_checks import in_backward_problems
 from vorox.core.config.model_checks import model_problems
+from vorox.core.config.offload_checks import offload_problems
 from vorox.core.config.pipeline_checks import pipeline_problems
 from vorox.core.config.preference_checks import preference_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
@@ -339,6 +340,7 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     model_problems,
     deepspeed_problems,
+    offload_problems,
     in_backward_problems,
     expert_parallel_problems,
     pipeline_problems,

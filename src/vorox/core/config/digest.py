@@ -102,6 +102,7 @@ DIGEST_OMITS_DEFAULT = (
     "parallel.context_parallel_kind",
     "parallel.sequence_parallel",
     "parallel.gradient_bucket_bytes",
+    "parallel.fsdp_offload",
     *(f"train.{key}" for key in ("spike_policy", "spike_deviations", "spike_window_steps", "max_spike_steps")),
     *(f"train.{key}" for key in ("spike_rollback_steps", "max_spike_rollbacks")),
     *(f"{sources}.*.{key}" for sources in SOURCE_LISTS for key in ("chat_fields", "preference_pairs", "images_field")),

@@ -55,7 +55,7 @@ _TOKENS = ("bin", "mds")
 _TORCH = (
     "model.vision.num_layers", "train.distillation.teacher", "optimizer.in_backward", "parallel.pipeline_parallel_size",
     "parallel.context_parallel_size", "parallel.sequence_parallel", "parallel.expert_parallel_size",
-    "parallel.gradient_bucket_bytes",
+    "parallel.gradient_bucket_bytes", "parallel.fsdp_offload",
 )  # fmt: skip
 _FILE_FORMAT = "a format other than python_stdlib"
 
@@ -294,6 +294,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         for key, size in (
             ("sequence_parallel", "tensor_parallel_size"),
             ("pipeline_schedule", "pipeline_parallel_size"),
+            ("fsdp_offload", "fsdp_size"),
             ("context_parallel_kind", "context_parallel_size"),
         )
     ),

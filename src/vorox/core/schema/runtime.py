@@ -137,6 +137,12 @@ class ParallelConfig(Section):
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "
         "(ZeRO-3), or keep them (ZeRO-2: more memory, less communication).",
     )
+    fsdp_offload: bool = Field(
+        default=False,
+        description="PyTorch with fsdp_size > 1, the native decoder: keep parameters, gradients and optimizer state in "
+        "host memory, and update them there; a GPU holds the parameters of the blocks that it computes. No effect on "
+        "a CPU.",
+    )
     kind: Literal["native", "deepspeed"] = Field(
         default="native",
         description="What distributes the state over ranks. native: fsdp_size, tensor_parallel_size, "

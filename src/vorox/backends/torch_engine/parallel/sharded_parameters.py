@@ -102,6 +102,7 @@ class ShardedParameters:
         *,
         reshard: bool,
         roots: Sequence[nn.Module] = (),
+        offload: bool = False,
     ) -> None:
         """Shard a model that was built from ``modules``, and allocate this rank's rows.
 
@@ -112,9 +113,17 @@ class ShardedParameters:
             reshard: Free the gathered rows of a unit between its forward and backward pass (ZeRO-3), or keep them
                 (ZeRO-2).
             roots: The modules that are called, if not ``model``: the stages of a pipeline.
+            offload: Keep the rows and their gradients in host memory; a unit is copied to the device when it is
+                gathered.
         """
         # Takes more than a second to import, and one device needs none of it.
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         assert self._ranks.mesh is not None
         buffers = dict(model.named_buffers())
@@ -125,15 +134,17 @@ class ShardedParameters:
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        device_type = self._ranks.mesh.device_type
+        place = CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
         for unit in units:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=place)
         for root in roots or (model,):
-            fully_shard(root, mesh=mesh, mp_policy=policy)
+            fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=place)
         self._units = [cast("FSDPModule", module) for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        model.to_empty(device=self._ranks.mesh.device_type)
+        model.to_empty(device="cpu" if offload else device_type)
         for name, buffer in buffers.items():  # emptied too
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer
