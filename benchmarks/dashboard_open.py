@@ -5,7 +5,7 @@ disk holds ``--files`` of them; the dashboard reads each link as a file of its o
 1,280 x 900. Times are from the browser's ``goto``:
 
 * list: until the rows of all runs are on the page, with their loss curves.
-* curves: until the loss of one run is drawn; a large file is sampled at first.
+* curves: until the loss of one run is drawn; a file above 64 MiB is sampled at first.
 * all points: until its metrics are complete.
 * frame: the longest and the 99th percentile of times between two frames while the list scrolls, and while the pointer
   moves over the curves.
@@ -40,7 +40,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- dashboard_open: begin -->", "<!-- dashboard_open: end -->"
 ROWS = {
     "list_seconds": "list of all runs with their loss curves",
-    "curves_seconds": "curves of one run, from a sample of its file",
+    "curves_seconds": "curves of one run",
     "all_points_seconds": "all of its points",
     "scroll_longest_ms": "longest time between two frames while the list scrolls",
     "hover_longest_ms": "the same while the pointer moves over the curves",

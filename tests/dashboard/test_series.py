@@ -13,7 +13,9 @@ import pytest
 
 from vorox.core.json_lines import LineTail
 from vorox.core.run_layout import RunLayout
+from vorox.dashboard import metric_series
 from vorox.dashboard.downsampling import min_max_indices, moving_average
+from vorox.dashboard.metric_blocks import decode
 from vorox.dashboard.metric_series import MetricSeries
 from vorox.experiments.tracking import read_metrics
 
@@ -50,7 +52,7 @@ def test_short_series_are_not_sampled() -> None:
 def test_the_moving_average_is_the_weighted_mean_of_the_past() -> None:
     values = np.random.default_rng(3).normal(size=60)
     smooth = moving_average(values, 0.9)
-    for index in (0, 1, 7, 59):
+    for index in range(60):
         weights = 0.9 ** np.arange(index, -1, -1)
         assert math.isclose(smooth[index], float(np.average(values[: index + 1], weights=weights)), rel_tol=1e-9)
     assert np.isnan(moving_average(np.array([1.0, np.nan, 3.0]), 0.5)).tolist() == [False, True, False]
@@ -71,8 +73,14 @@ def lines_of_a_run(chooser: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_incremental_reading_equals_the_reader_of_the_command_line(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_decoded", [False, True])
+def test_incremental_reading_equals_the_reader_of_the_command_line(
+    seed: int, is_decoded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file grows by arbitrary bytes: lines are torn and completed later."""
+    if is_decoded:  # blocks of a few lines, decoded as columns wherever they are plain
+        monkeypatch.setattr(metric_series, "_MIN_DECODED_BYTES", 1)
+        monkeypatch.setattr(metric_series, "_BLOCK_BYTES", 150)
     chooser, path = random.Random(seed), RunLayout(tmp_path).metrics
     text = ("\n".join(lines_of_a_run(chooser)) + "\n").encode()
     series, written = MetricSeries(tmp_path), 0
@@ -91,6 +99,54 @@ def test_incremental_reading_equals_the_reader_of_the_command_line(seed: int, tm
             {step: sorted(values.items()) for step, values in expected.items()}
         )
         assert series.last_step == max(expected, default=0)
+
+
+PLAIN = '{"step":1,"attempt":1,"time":0.1,"values":{"loss":0.30000000000000004,"rate":null}}'
+UNUSUAL = {
+    "a value that is not finite": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":"NaN"}}',
+    "a resume": '{"resume_step":0,"attempt":2}',
+    "a damaged line": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":1.5}',
+    "two records in a line": PLAIN + PLAIN + "\n",
+    "a truth value": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":true}}',
+    "a nested value": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":{"a":1}}}',
+    "no values": '{"step":2,"attempt":1,"time":0.1,"values":null}',
+    "a step that is a float": '{"step":2.0,"attempt":1,"time":0.1,"values":{"loss":1.5}}',
+    "no attempt": '{"step":2,"time":0.1,"values":{"loss":1.5}}',
+    "a name that is not ASCII": '{"step":2,"attempt":1,"time":0.1,"values":{"\u00e9":1.5}}',
+    "a large number": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":123456789012345678901234}}',
+}
+
+
+@pytest.mark.parametrize("line", UNUSUAL.values(), ids=UNUSUAL.keys())
+def test_an_unusual_line_is_read_as_the_command_line_reads_it(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_series, "_MIN_DECODED_BYTES", 1)
+    text = f"{PLAIN}\n{line}\n{PLAIN.replace('1,', '7,', 1)}\n"
+    RunLayout(tmp_path).metrics.write_text(text, encoding="utf-8")
+    series = MetricSeries(tmp_path)
+    series.refresh()
+    found = [
+        (step, name, repr(value))
+        for name in series.names
+        for step, value in zip(*(column.tolist() for column in series.points(name)), strict=True)
+    ]
+    expected = [(s, n, repr(float(v))) for s, values in read_metrics(tmp_path).items() for n, v in values.items()]
+    assert sorted(found) == sorted(expected)
+
+
+def test_plain_lines_are_decoded_as_columns() -> None:
+    lines = [PLAIN, PLAIN.replace('"loss"', '"grad"'), '{"step":3,"attempt":2,"time":4,"values":{"rate":7}}']
+    block = decode(("\n".join(lines) + "\n").encode())
+    assert block is not None
+    assert (block.steps.tolist(), block.attempts.tolist(), block.times.tolist()) == (
+        [1, 1, 3],
+        [1, 1, 2],
+        [0.1, 0.1, 4],
+    )
+    values = {name: (rows.tolist(), numbers.tolist()) for name, (rows, numbers) in block.values.items()}
+    assert values == {"loss": ([0], [0.1 + 0.2]), "grad": ([1], [0.1 + 0.2]), "rate": ([2], [7.0])}
+    assert list(values) == ["loss", "grad", "rate"]
 
 
 def test_a_torn_line_that_the_next_writer_truncates_is_not_read(tmp_path: Path) -> None:

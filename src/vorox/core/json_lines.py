@@ -19,6 +19,7 @@ from typing import Any, cast
 from vorox.core import atomic
 
 MAX_PENDING_LINES = 100_000
+_BLOCK_BYTES = 1 << 20
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -134,14 +135,24 @@ class LineTail:
     def read(self) -> tuple[Iterator[dict[str, Any]], bool]:
         """Return the new complete records, to be consumed before the next read, and whether the file was replaced:
         earlier records are then void."""
+        is_replaced = self._begin_read()
+        return self._new_records(), is_replaced
+
+    def read_blocks(self, block_bytes: int) -> tuple[Iterator[bytes], bool]:
+        """Like ``read``, but return the new complete lines undecoded, in blocks of about ``block_bytes``."""
+        is_replaced = self._begin_read()
+        return self._new_blocks(block_bytes), is_replaced
+
+    def _begin_read(self) -> bool:
+        """Start over where the file was replaced; return whether it was."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
             is_replaced, self._offset, self._inode = self._offset > 0, 0, -1
-            return iter(()), is_replaced
+            return is_replaced
         is_replaced = self._offset > 0 and (status.st_size < self._offset or status.st_ino != self._inode)
         self._offset, self._inode = 0 if is_replaced else self._offset, status.st_ino
-        return (self._new_records() if status.st_size > self._offset else iter(())), is_replaced
+        return is_replaced
 
     @property
     def unread_bytes(self) -> int:
@@ -149,15 +160,29 @@ class LineTail:
         return max(0, self.path.stat().st_size - self._offset) if self.path.exists() else 0
 
     def _new_records(self) -> Iterator[dict[str, Any]]:
+        for block in self._new_blocks(_BLOCK_BYTES):
+            yield from decode_lines(block)
+
+    def _new_blocks(self, block_bytes: int) -> Iterator[bytes]:
+        if not self.unread_bytes:
+            return
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while block := file.read(block_bytes) + file.readline():
+                lines = block[: block.rfind(b"\n") + 1]
+                self._offset += len(lines)
+                if lines:
+                    yield lines
+                if len(lines) < len(block):  # the last line is torn; the next read may find it complete
                     return
-                self._offset += len(line)
-                record = _record(line)
-                if record is not None:
-                    yield record
+
+
+def decode_lines(block: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the records of complete lines; damaged lines are skipped."""
+    for line in block.split(b"\n"):
+        record = _record(line)
+        if record is not None:
+            yield record
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

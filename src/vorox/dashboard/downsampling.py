@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
+_NEGLIGIBLE_WEIGHT = 1e-20
 
 
 def min_max_indices(positions: npt.NDArray[np.int64], values: Numbers, num_points: int) -> Indices:
@@ -48,13 +49,11 @@ def moving_average(values: Numbers, weight: float) -> Numbers:
     """
     if weight <= 0:
         return values
-    smoothed = np.empty_like(values)
-    average, correction = 0.0, 1.0
-    for index, value in enumerate(values.tolist()):
-        if value - value != 0:  # NaN or infinite
-            smoothed[index] = np.nan
-            continue
-        average = weight * average + (1 - weight) * value
-        correction *= weight
-        smoothed[index] = average / (1 - correction)
+    smoothed, finite = np.full_like(values, np.nan), np.isfinite(values)
+    totals = (1 - weight) * values[finite]
+    distance, factor = 1, weight
+    while distance < len(totals) and factor > _NEGLIGIBLE_WEIGHT:  # doubles the length of the past in ``totals``
+        totals[distance:] = totals[distance:] + factor * totals[:-distance]
+        distance, factor = 2 * distance, factor * factor
+    smoothed[finite] = totals / (1 - weight ** np.arange(1.0, len(totals) + 1))
     return smoothed

@@ -15,10 +15,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.json_lines import LineTail, as_number, sample_lines
+from vorox.core.json_lines import LineTail, as_number, decode_lines, sample_lines
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.downsampling import Numbers
+from vorox.dashboard.metric_blocks import MetricBlock, decode
 
+_BLOCK_BYTES = 1 << 21
+_MIN_DECODED_BYTES = 1 << 14
+"""Shorter blocks, as a live run appends them, are read line by line."""
 Steps = npt.NDArray[np.int64]
 
 
@@ -61,19 +65,35 @@ class MetricSeries:
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
         self._resumes: list[tuple[int, int]] = []
         self._alive: npt.NDArray[np.bool_] | None = None
+        self._clock: tuple[Steps, Numbers] | None = None
 
     def refresh(self) -> bool:
         """Read what was appended; return whether anything was."""
         with self._lock:
-            records, is_replaced = self._tail.read()
+            blocks, is_replaced = self._tail.read_blocks(_BLOCK_BYTES)
             if is_replaced:
                 self._clear()
-            num_records = 0
-            for num_records, record in enumerate(records, start=1):  # noqa: B007 - counted below
-                self._read(record)
-            if num_records:
-                self._alive = None
-            return num_records > 0 or is_replaced
+            num_blocks = 0
+            for num_blocks, block in enumerate(blocks, start=1):  # noqa: B007 - counted below
+                columns = decode(block) if len(block) >= _MIN_DECODED_BYTES else None
+                if columns is not None:
+                    self._extend(columns)
+                    continue
+                for record in decode_lines(block):
+                    self._read(record)
+            if num_blocks:
+                self._alive = self._clock = None
+            return num_blocks > 0 or is_replaced
+
+    def _extend(self, block: MetricBlock) -> None:
+        first_row = len(self._steps)
+        self._steps.frombytes(block.steps.tobytes())
+        self._attempts.frombytes(block.attempts.tobytes())
+        self._times.frombytes(block.times.tobytes())
+        for name, (rows, numbers) in block.values.items():
+            column = self._columns.setdefault(name, (array("q"), array("d")))
+            column[0].frombytes((rows + first_row).tobytes())
+            column[1].frombytes(numbers.tobytes())
 
     def _read(self, record: dict[str, Any]) -> None:
         attempt, values, step = record.get("attempt"), record.get("values"), record.get("step")
@@ -135,14 +155,21 @@ class MetricSeries:
     def seconds_at(self, steps: Steps) -> Numbers:
         """Return the seconds of training at some steps; time between attempts does not count."""
         with self._lock:
-            valid = np.flatnonzero(self._valid_rows())
-            known, times = self._latest(valid, np.array(self._times)[valid])
-            _, attempts = self._latest(valid, np.array(self._attempts)[valid].astype(np.float64))
+            if self._clock is None:
+                self._clock = self._read_clock()
+            known, seconds = self._clock
+        return np.interp(steps, known, seconds) if known.size else np.zeros(len(steps))
+
+    def _read_clock(self) -> tuple[Steps, Numbers]:
+        """Return all steps, and the seconds of training until each."""
+        valid = np.flatnonzero(self._valid_rows())
+        known, times = self._latest(valid, np.array(self._times)[valid])
+        _, attempts = self._latest(valid, np.array(self._attempts)[valid].astype(np.float64))
         if known.size == 0:
-            return np.zeros(len(steps))
+            return known, times
         same = attempts[1:] == attempts[:-1]
         gaps = np.where(same, np.maximum(np.nan_to_num(np.diff(times)), 0.0), 0.0)
-        return np.interp(steps, known, np.concatenate([[0.0], np.cumsum(gaps)]))
+        return known, np.concatenate([[0.0], np.cumsum(gaps)])
 
     def tokens_at(self, steps: Steps) -> Numbers:
         """Return the tokens processed at some steps; NaN if the run recorded none."""

@@ -24,7 +24,7 @@ from vorox.experiments.tracking import read_metrics
 _SPARKLINE_POINTS = 48
 _TAIL_BYTES = 1 << 13
 _MAX_OPEN_SERIES = 24
-_LARGE_BYTES = 1 << 24
+_LARGE_BYTES = 1 << 26
 
 Signature = tuple[tuple[int, int], ...]
 
@@ -85,12 +85,15 @@ class RunIndex:
             self._series.move_to_end(run_id)
             if len(self._series) > _MAX_OPEN_SERIES:
                 self._series.popitem(last=False)
-            if preview and series.unread_bytes > _LARGE_BYTES:
+            is_large = preview and series.unread_bytes > _LARGE_BYTES
+        if is_large:
+            sample = MetricSeries.sampled(directory)  # before the other thread competes for the interpreter
+            with self._series_lock:
                 if run_id not in self._reading:
                     self._reading[run_id] = threading.Thread(target=series.refresh, daemon=True)
                     self._reading[run_id].start()
                 if self._reading[run_id].is_alive():
-                    return MetricSeries.sampled(directory)
+                    return sample
         series.refresh()
         self._reading.pop(run_id, None)
         return series
