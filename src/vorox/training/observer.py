@@ -72,7 +72,7 @@ class Observer:
         planned = planned_memory(workload.spec, config, device_kind)
         notice_seconds = config.checkpoint.notice_seconds
         earlier = MeasuredTimes() if notice_seconds is None else MeasuredTimes.of_run(setup.run.directory)
-        self.notice = PreemptionNotice(notice_seconds, workload.log, earlier)
+        self.notice = PreemptionNotice(notice_seconds, workload.log, earlier, workload.distributed)
         self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
 
     def started(self, progress: Progress, row_tokens: int, waited_seconds: float) -> None:

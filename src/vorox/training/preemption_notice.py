@@ -1,18 +1,23 @@
 """The notice before a preemption, against the measured time of steps and saves.
 
 In: the time between SIGTERM and the end of the process (``checkpoint.notice_seconds``), and the duration of steps and
-saves, of earlier attempts at the start. Out: a warning when a save would not fit, and how long the last one took.
+saves, of earlier attempts at the start. Out: a warning when a save would not fit, whether the last save is begun, the
+time that is left for the mirror, and how long the last save took.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from vorox.core.batch import Progress
+from vorox.core.distributed_context import DistributedContext
 from vorox.core.log import RunLog
 from vorox.experiments.tracking import read_metrics
+from vorox.training.checkpoints.writer import CheckpointWriter
 from vorox.training.stop import Stop
 
 _GROWTH = 1.25
@@ -21,10 +26,11 @@ _GROWTH = 1.25
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:
-    """The longest step and save of a run, in seconds; ``None`` if there was none."""
+    """The longest step and save of a run, and the shortest save, in seconds; ``None`` if there was none."""
 
     step_seconds: float | None = None
     save_seconds: float | None = None
+    shortest_save_seconds: float | None = None
 
     @classmethod
     def of_run(cls, directory: Path) -> MeasuredTimes:
@@ -36,7 +42,14 @@ class MeasuredTimes:
             for values in metrics
             if "checkpoint_write_seconds" in values
         ]
-        return cls(max(steps, default=None), max(saves, default=None))
+        return cls(max(steps, default=None), max(saves, default=None), min(saves, default=None))
+
+
+def seconds_left(notice_seconds: float | None, stop: Stop) -> float:
+    """Return the time until the process is ended; infinite without a signal or a notice."""
+    if notice_seconds is None or not stop.requested:
+        return math.inf
+    return max(0.0, notice_seconds - (time.monotonic() - stop.requested_at))
 
 
 class PreemptionNotice:
@@ -46,11 +59,20 @@ class PreemptionNotice:
         notice_seconds: ``checkpoint.notice_seconds``; ``None``: nothing is compared.
         log: Receives the warnings.
         earlier: Times of earlier attempts.
+        dist: The ranks that save together; default: one.
     """
 
-    def __init__(self, notice_seconds: float | None, log: RunLog, earlier: MeasuredTimes) -> None:
+    def __init__(
+        self,
+        notice_seconds: float | None,
+        log: RunLog,
+        earlier: MeasuredTimes,
+        dist: DistributedContext | None = None,
+    ) -> None:
         self._notice_seconds, self._log = notice_seconds, log
+        self._dist = dist or DistributedContext()
         self._step_seconds, self._save_seconds = earlier.step_seconds or 0.0, earlier.save_seconds
+        self._shortest_save_seconds = earlier.shortest_save_seconds
         self._reported_seconds = 0.0
         self._lock = threading.Lock()
         self._check()
@@ -65,7 +87,30 @@ class PreemptionNotice:
         """Take the duration of a save; from any thread."""
         with self._lock:
             self._save_seconds = max(self._save_seconds or 0.0, seconds)
+            self._shortest_save_seconds = min(self._shortest_save_seconds or seconds, seconds)
             self._check()
+
+    def skip_save(self, stop: Stop, checkpoints: CheckpointWriter, progress: Progress) -> str:
+        """Return why no rank begins the save after the last step; empty if all do. A collective.
+
+        A save that cannot end within the notice is not begun if there is an earlier checkpoint. The shortest save so
+        far decides, so that none is given up that can succeed. It is called when no write is in flight.
+        """
+        if not checkpoints.is_unsaved(progress):
+            return ""
+
+        def decide() -> str:
+            left, shortest = seconds_left(self._notice_seconds, stop), self._shortest_save_seconds
+            if shortest is None or shortest <= left or checkpoints.seconds_since_save() is None:
+                return ""
+            return f"{left:.1f} s of the notice are left, and the shortest save took {shortest:.1f} s"
+
+        reason = self._dist.decide("last save", decide)
+        if not reason:
+            return ""
+        text = f"State after step {progress.step:,} is not saved: {reason}. {checkpoints.safe()}"
+        self._log.event("save_skipped", text, level="warning", step=progress.step)
+        return f"state not saved, because {reason}"
 
     def stopped(self, stop: Stop) -> None:
         """Report the time from a signal to the end of its save."""

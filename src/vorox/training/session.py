@@ -17,7 +17,7 @@ from vorox.core.config import config_digest, flat_values
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.errors import CheckpointError, Preempted, VoroxError, set_saved
+from vorox.core.errors import Preempted, VoroxError, set_saved
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.redaction import redact_value
@@ -172,11 +172,15 @@ class Session:
                 self.checkpoints.wait()
 
     def save_and_preempt(self, progress: Progress, *, reason: str = "", where: str = "", hint: str) -> Preempted:
-        """Save the current state; return the error that ends the run and names the checkpoint."""
-        self.save(progress, is_last=True)
-        self.wait_for_save()
-        signal, because = self.sync.stop.requested, f": {reason}" if reason else ""
-        self.observer.notice.stopped(self.sync.stop)
+        """Save the current state, unless a signal leaves no time; return the error that names the newest checkpoint."""
+        progress = self.settle(progress)
+        self.wait_for_save()  # the state in flight is the first to be safe
+        skipped = self.observer.notice.skip_save(self.sync.stop, self.checkpoints, progress)
+        if not skipped:
+            self.save(progress, is_last=True)
+            self.wait_for_save()
+            self.observer.notice.stopped(self.sync.stop)
+        signal, because = self.sync.stop.requested, "".join(f": {why}" for why in (reason, skipped) if why)
         stopped = f"{signal}: stopped" if signal else "Stopped"
         what = f"{stopped} after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
         return Preempted(what, where=where, saved=self.checkpoints.safe(), hint=hint)
@@ -206,7 +210,7 @@ class Session:
             raise
         except (Exception, KeyboardInterrupt):
             if self.checkpoints.is_unsaved(progress) and not self.checkpoints.saves_alone:
-                self.checkpoints.log_failure(_state_lost(progress))
+                self.checkpoints.log_lost(progress)
             elif self.checkpoints.is_unsaved(progress):
                 try:
                     self.save(progress, is_last=True)
@@ -214,14 +218,6 @@ class Session:
                 except Exception as failure:  # the first failure is what ended the run
                     self.checkpoints.log_failure(failure)
             raise
-
-
-def _state_lost(progress: Progress) -> CheckpointError:
-    return CheckpointError(
-        f"State after step {progress.step:,} is lost: the other ranks cannot save after one has failed",
-        where=f"step {progress.step:,}",
-        hint="run the same command again to resume from the last checkpoint",
-    )
 
 
 @contextlib.contextmanager
@@ -278,7 +274,7 @@ def open_session(
     with (
         heartbeat,
         contextlib.closing(tracker),
-        setup.mirror.uploading(run.directory, progress.step, evaluations.losses, log),
+        setup.mirror.uploading(run.directory, progress.step, evaluations.losses, log, stop),
         open_provenance(run, config.log, progress, plan, plan_readers(plan, corpus), log) as provenance,
         training_batches(
             config, corpus, plan, engine.data_shard, progress.cursor, total_steps=total_steps,

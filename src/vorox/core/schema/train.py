@@ -240,8 +240,8 @@ class CheckpointConfig(Section):
         default=None,
         gt=0,
         description="Time between SIGTERM and the end of the process that the scheduler or cloud gives. The run warns, "
-        "at its start if an earlier attempt measured them, when a step and two saves take longer. `vorox launch` sets "
-        "it. None: unknown.",
+        "at its start if an earlier attempt measured them, when a step and two saves take longer; after SIGTERM, it "
+        "begins no save that cannot end in time. `vorox launch` sets it. None: unknown.",
     )
     mirror_wait_seconds: float = Field(
         default=300.0, ge=0, description="Timeout at the end of a run for copying its last checkpoint to the mirror."

@@ -222,6 +222,16 @@ class CheckpointWriter:
         """Log a failed checkpoint when another error ends the run."""
         self._log.event("checkpoint_failed", str(failure), level="error")
 
+    def log_lost(self, progress: Progress) -> None:
+        """Log that the state of the last step is lost, because another rank has failed."""
+        self.log_failure(
+            CheckpointError(
+                f"State after step {progress.step:,} is lost: the other ranks cannot save after one has failed",
+                where=f"step {progress.step:,}",
+                hint="run the same command again to resume from the last checkpoint",
+            )
+        )
+
     @property
     def is_writing(self) -> bool:
         """Whether a write is in flight, or has ended without a ``wait``."""

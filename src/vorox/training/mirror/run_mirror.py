@@ -36,6 +36,8 @@ from vorox.training.mirror.contents import (
 from vorox.training.mirror.ownership import Ownership, acquire
 from vorox.training.mirror.restore import restore_run
 from vorox.training.mirror.uploader import Uploader
+from vorox.training.preemption_notice import seconds_left
+from vorox.training.stop import Stop
 
 CLOSE_SECONDS = 20.0
 """Time limit of the final run snapshot, and of releasing the mirror."""
@@ -73,7 +75,14 @@ class Mirror:
         return {} if self._uploader is None else self._uploader.metrics()
 
     @contextlib.contextmanager
-    def uploading(self, directory: Path, step: int, losses: Mapping[int, float], log: RunLog) -> Generator[None]:
+    def uploading(
+        self,
+        directory: Path,
+        step: int,
+        losses: Mapping[int, float],
+        log: RunLog,
+        stop: Stop,
+    ) -> Generator[None]:
         """Upload checkpoints in the background; wait for the last ones at the end, within a time limit.
 
         Args:
@@ -81,6 +90,7 @@ class Mirror:
             step: Step from which the run starts or resumes.
             losses: Validation losses by step, for the retention rules.
             log: The run's log.
+            stop: Stop request, whose notice limits the wait.
         """
         if self._ownership is None or self._found is None:
             yield
@@ -94,11 +104,15 @@ class Mirror:
         try:
             yield
         except VoroxError as error:
-            status = self._uploader.wait(checkpoint.mirror_wait_seconds)
+            status = self._uploader.wait(self._seconds_to_wait(stop))
             error.saved = f"{error.saved}; {status}" if error.saved else status
             raise
-        status = self._uploader.wait(checkpoint.mirror_wait_seconds)
+        status = self._uploader.wait(self._seconds_to_wait(stop))
         log.event("mirror_settled", status[0].upper() + status[1:], level="warning" if "NOT" in status else "info")
+
+    def _seconds_to_wait(self, stop: Stop) -> float:
+        checkpoint = self._config.checkpoint
+        return min(checkpoint.mirror_wait_seconds, seconds_left(checkpoint.notice_seconds, stop))
 
     def _enqueue_current(self, uploader: Uploader, directory: Path, step: int) -> None:
         """Enqueue the checkpoint from which the run resumes, unless the mirror has it."""
