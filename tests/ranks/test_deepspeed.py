@@ -6,6 +6,8 @@ import json
 import os
 import secrets
 import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,3 +58,47 @@ def test_one_process_saves_resumes_and_replays(tmp_path: Path) -> None:
     runs.vorox(["train", "--resume", str(run), "train.num_steps=12"])
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
     assert "bit-exact" in runs.vorox(["replay", run.name])
+
+
+COPIES = """
+from conformance.engines import POSITIONS, VOCAB, torch_config
+from vorox import backends
+from vorox.backends.torch_engine import checkpoint
+from vorox.backends.torch_engine.parallel import zero_parameters
+from vorox.core.distributed_context import DistributedContext
+from vorox.models.decoder_spec import decoder_spec
+
+copied = dict.fromkeys((checkpoint, zero_parameters), 0)
+
+
+def counting(module):
+    copy = module.host_copy
+
+    def host_copy(tensor):
+        copied[module] += tensor.numel() * tensor.element_size()
+        return copy(tensor)
+
+    return host_copy
+
+
+for module in copied:
+    module.host_copy = counting(module)
+config = torch_config(parallel={"kind": "deepspeed"})
+spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+engine = backends.load("torch").create(config, spec, DistributedContext())
+copied.update(dict.fromkeys(copied, 0))
+engine.snapshot(detached=True)
+print(12 * spec.num_parameters, copied[zero_parameters], copied[checkpoint])
+"""
+
+
+def test_the_copy_for_a_checkpoint_is_made_once_and_by_host_copy() -> None:
+    """Parameters and two moments; ``host_copy`` has its own test that the system gets the memory back."""
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    state, by_zero, again = map(int, done.stdout.split()[-3:])
+    assert by_zero == state
+    assert again == 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.host_copy import host_copy
 from vorox.backends.torch_engine.optim import Optimizer
+from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
@@ -70,7 +71,8 @@ def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = Fals
 
     If the parameters are sharded, reading an array is a collective.
     """
-    capture, moments = _to_host if detached else dict[Group, Sequence[Tensor]], optimizer.buffers
+    copies = detached and not isinstance(parameters, ZeroParameters)  # whose buffers are copies in host memory
+    capture, moments = _to_host if copies else dict[Group, Sequence[Tensor]], optimizer.buffers
     return EngineState(
         weights=partial(arrays, parameters, capture(parameters.values)),
         moments={kind: partial(arrays, parameters, capture(buffers)) for kind, buffers in moments.items()},
@@ -91,8 +93,9 @@ def snapshot(
         return Snapshot(spec, state(parameters, optimizer, detached=detached) if ranks.replica == 0 else _NOTHING)
     moments, shard = optimizer.buffers, (ranks.shard_index, ranks.num_shards)
     kinds = {WEIGHTS: parameters.values, **moments} if ranks.replica == 0 else {}
-    # Rows that were put together from columns of several ranks are copies on the device already.
-    copies = detached or ranks.tensor_parallel_size > 1
+    # Rows that were put together from columns of several ranks are copies on the device already, those of DeepSpeed in
+    # host memory.
+    copies = (detached or ranks.tensor_parallel_size > 1) and not isinstance(parameters, ZeroParameters)
     rows: list[ShardRows] = []
     for kind, buffers in kinds.items():
         for piece in parameters.whole_rows(buffers):

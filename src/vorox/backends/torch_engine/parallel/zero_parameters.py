@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.host_copy import host_copy
 from vorox.backends.torch_engine.parallel.deepspeed_config import deepspeed_config, has_output
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parameters import Buffers
@@ -173,7 +174,7 @@ class ZeroParameters(ShardedParameters):
         found: list[Tensor] = []
         for one in self._sharded:
             whole = get(self.modules[one.name]).detach()
-            found.append(whole[one.first_row : one.first_row + one.num_rows].to("cpu", copy=True))
+            found.append(host_copy(whole[one.first_row : one.first_row + one.num_rows]))
         return self._by_group(found)
 
     def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
