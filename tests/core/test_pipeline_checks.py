@@ -48,6 +48,24 @@ def test_what_a_pipeline_does_not_support_is_refused(config: RunConfig) -> None:
     assert "parallel.pipeline_parallel_size" not in named_keys(config.model_copy(update={"parallel": alone}))
 
 
+def test_the_refusal_of_zero_bubble_with_fsdp_names_what_goes() -> None:
+    refused = config_of(parallel__fsdp_size=2, parallel__pipeline_schedule="zero_bubble")
+    (text,) = [problem.what for problem in find_problems(refused) if "parallel.fsdp_size" in problem.keys]
+    assert text.endswith(
+        "needs parallel.pipeline_schedule=1f1b or interleaved, or replicas (parallel.data_parallel_size)"
+    )
+    for fitting in (
+        {"parallel__fsdp_size": 2, "parallel__pipeline_schedule": "1f1b", "train__micro_batch_sequences": 1},
+        {"parallel__fsdp_size": 2, "parallel__pipeline_schedule": "interleaved", "train__micro_batch_sequences": 1},
+        {
+            "parallel__data_parallel_size": 2,
+            "parallel__pipeline_schedule": "zero_bubble",
+            "train__micro_batch_sequences": 1,
+        },
+    ):
+        assert "parallel.pipeline_parallel_size" not in named_keys(config_of(**fitting))
+
+
 def test_too_many_stages_for_the_layers_are_refused() -> None:
     config = config_of(parallel__pipeline_schedule="interleaved")
     assert layers_fault(config, 4) == ""

@@ -30,7 +30,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
             parallel.fsdp_size > 1 and parallel.pipeline_schedule == "zero_bubble",
             "parallel.fsdp_size",
             parallel.fsdp_size,
-            "another parallel.pipeline_schedule than zero_bubble, or parallel.fsdp_size=1",
+            "parallel.pipeline_schedule=1f1b or interleaved, or replicas (parallel.data_parallel_size)",
         ),
     )
     fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
