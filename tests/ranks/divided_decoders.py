@@ -1,8 +1,9 @@
 """One rank of PyTorch that trains divided decoders, started by ``layouts.py`` for every kind of parallelism.
 
 Arguments: a seed, a checkpoint of one device, a folder, then layouts ``DATA,FSDP,TP,PP,CP,SP,EP,RING``, of which the
-last ones may be left out; SP is 1 with sequence parallelism, RING with ring attention. The rank is in the environment,
-as for every command. Every rank writes what it computed. Each layout loads what the one before it saved.
+last ones may be left out; SP is 1 with sequence parallelism, RING with ring attention. ``LAYOUT:CASE+CASE`` trains
+these cases. The rank is in the environment, as for every command. Every rank writes what it computed. Each layout loads
+what the one before it saved.
 
 Shape legend: A micro-batches.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.models.decoder_spec import decoder_spec
+from vorox.models.spec import ModelSpec
 
 STEPS = 20
 CASES: dict[str, dict[str, Any]] = {
@@ -60,14 +63,27 @@ CASES: dict[str, dict[str, Any]] = {
         "data__document_mask": True,
     },
     "experts, muon": {"model": MODELS["mixtral"], "optimizer__name": "muon"},
+    **{
+        f"transformers {name}": {
+            "model": {"kind": "huggingface", "name_or_path": name, "pretrained": False}, "data__document_mask": True,
+            "train__activation_checkpointing": recompute,
+        }
+        for name, recompute in (("qwen3", "none"), ("llama", "block"))
+    },
     "multi-query": {
         "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,
     },
 }  # fmt: skip
 
 
+def sizes_of(layout: str) -> list[int]:
+    return [int(size) for size in layout.partition(":")[0].split(",")]
+
+
 def cases_of(layout: str) -> list[str]:
     """The cases that a layout trains: all alone, one of them with other divisions."""
+    if ":" in layout:
+        return layout.partition(":")[2].split("+")
     by_layout = {
         "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,2,1,1,1": ["gemma3", "gpt2"],
         "1,1,1,2": ["llama", "gemma3", "documents", "zero bubble"], "2,1,1,2": ["documents"],
@@ -75,7 +91,8 @@ def cases_of(layout: str) -> list[str]:
         "1,1,1,1,2": ["gemma3", "noise"], "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"],
         "1,2,1,1,2": ["gemma3"],
         "1,1,1,1,2,0,1,1": ["gemma3", "documents", "three heads"], "1,1,1,1,4,0,1,1": ["multi-query", "three heads"],
-        "2,1,1,1,2,0,1,1": ["three heads"], "1,2,1,1,2,0,1,1": ["gemma3"],
+        "2": ["llama", "noise"], "1,2": ["gemma3", "documents"], "4": ["noise"], "1,4": ["gemma3"],
+        "2,2": ["documents"], "2,1,1,1,2,0,1,1": ["three heads"], "1,2,1,1,2,0,1,1": ["gemma3"],
         "2,1,1,1,1,0,2": ["experts"], "4,1,1,1,1,0,2": ["experts"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
@@ -83,6 +100,8 @@ def cases_of(layout: str) -> list[str]:
 
 def state_case(layout: str) -> str:
     """The case whose state moves through a layout."""
+    if ":" in layout:
+        return cases_of(layout)[0]
     return "experts, muon" if layout.count(",") == 6 else "gemma3"
 
 
@@ -129,8 +148,22 @@ def rows_of_step(config: RunConfig, seed: int, step: int) -> Batch:
 
 
 def engine_of(config: RunConfig, dist: DistributedContext) -> Any:
-    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
-    return backends.load("torch").create(config, spec, dist)
+    return backends.load("torch").create(config, spec_of(config), dist)
+
+
+def spec_of(config: RunConfig) -> ModelSpec:
+    if config.model.kind == "decoder":
+        return decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+    import transformers
+
+    from backends.torch_engine.transformers_models import MODELS as TRANSFORMERS_MODELS
+    from backends.torch_engine.transformers_models import SHARED
+    from vorox.backends.torch_engine.huggingface_settings import resolve
+
+    name = str(config.model.name_or_path)
+    own = {**SHARED, **TRANSFORMERS_MODELS[name], "vocab_size": VOCAB, "tie_word_embeddings": name != "llama"}
+    values = transformers.AutoConfig.for_model(name, **own).to_json_string()
+    return resolve(config, json.loads(values), revision=None, tokenizer_vocab_size=VOCAB)
 
 
 def part_of(batch: Batch, shard: DataShard) -> Batch:
@@ -216,10 +249,10 @@ def main() -> None:
     dist = backends.load("torch").connect(config_of("llama"))
     for layout in sys.argv[4:]:
         for case in cases_of(layout):
-            engine = engine_of(config_of(case, *map(int, layout.split(","))), dist)
+            engine = engine_of(config_of(case, *sizes_of(layout)), dist)
             found = train(engine, seed)
             np.savez(folder / f"{layout}-{case}-{dist.rank}.npz", bits=replicated_bits(engine), **found)
-        engine = engine_of(config_of(state_case(layout), *map(int, layout.split(","))), dist)
+        engine = engine_of(config_of(state_case(layout), *sizes_of(layout)), dist)
         recorded = read_manifest(source)["metadata"]["fingerprint"]
         engine.load(source)
         assert engine.fingerprint(recorded) == recorded
@@ -230,7 +263,7 @@ def main() -> None:
         source = folder / f"saved-{layout}"
         middle = {"1,1,1,2": "documents", "1,2,1,1,2": "noise", "1,2,1,1,2,0,1,1": "three heads"}
         if layout in middle:
-            config = config_of(middle[layout], *map(int, layout.split(",")))
+            config = config_of(middle[layout], *sizes_of(layout))
             check_resume(config, dist, seed, folder / f"middle-{layout}")
     dist.barrier("end")
 

@@ -7,11 +7,15 @@ checkpointing, embedding noise and Muon are among the cases.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from ranks.layouts import check_layouts, save_one_device
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from ranks.test_torch_ranks import MODEL
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -24,3 +28,26 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through a pipeline, FSDP2 and back to one process unchanged."""
     check_layouts(save_one_device(tmp_path), layouts, count, tmp_path)
+
+
+def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
+    """Two stages that are killed and start again repeat every bit; other layouts read the same rows."""
+    runs = Runs(tmp_path, [*MODEL, "schedule.name=constant"])  # another train.num_steps changes no learning rate
+    alone, _ = runs.train("alone", ["train.num_steps=18"])
+    stages = ["parallel.pipeline_parallel_size=2", "--nproc", "2"]
+    pair, _ = runs.train("pair", stages)
+    assert losses(pair) == pytest.approx(losses(alone)[:12], rel=1e-5)
+    process = runs.start("killed", stages, tmp_path / "hold")
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    (tmp_path / "hold").unlink()
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 2, 75), errors
+    run, _ = runs.train("killed", stages)
+    assert any("num_devices = 2, pipeline_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+    for fsdp, size, steps in ((1, 1, 14), (2, 2, 16), (2, 1, 18)):
+        sizes = [f"parallel.fsdp_size={fsdp}", f"parallel.pipeline_parallel_size={size}"]
+        runs.vorox(["train", "--resume", str(run), *sizes, f"train.num_steps={steps}", "--nproc", str(fsdp * size)])
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)

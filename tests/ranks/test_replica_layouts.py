@@ -1,0 +1,24 @@
+"""Replicas, FSDP2 and both, also with tensor parallelism, with PyTorch: on every rank the numbers of one process.
+
+Tolerances are those of ``layouts.py``, rows those of a fresh seed. Three kinds together need eight ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ranks.layouts import check_layouts, save_one_device
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "count"),
+    [(["2", "1,2"], 2), (["4", "1,4", "2,2"], 4), (["2,2,2"], 8)],
+    ids=["two", "four", "replicas, FSDP2 and tensor parallelism"],
+)
+def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
+    """The state of one process also goes through every layout and back to one process unchanged."""
+    check_layouts(save_one_device(tmp_path), layouts, count, tmp_path)
