@@ -51,7 +51,7 @@ from vorox.training.mirror import Mirror, open_mirror
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
-from vorox.training.teacher import find_teacher, load_teacher
+from vorox.training.teacher import find_stored_logits, find_teacher, load_teacher
 from vorox.training.user_functions import record_taps, report_changed_functions
 from vorox.training.workload import Workload
 
@@ -116,6 +116,7 @@ def train(
             _check_groups(config)
         if dist.is_main:
             find_teacher(config)
+            find_stored_logits(config)
         tasks = open_tasks(config)
         if minutes is not None:
             config = _fit_to_time(config, time_budget.check_minutes(minutes), dist, display, on_progress)

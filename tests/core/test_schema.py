@@ -89,6 +89,7 @@ WITHOUT_UNIT = {
     "loss.z_loss_weight": "a pure number",
     "loss.dpo_beta": "a pure number",
     "train.distillation.temperature": "a pure number",
+    "train.distillation.top_k": "tokens of the vocabulary, as everybody calls it",
     "train.distillation.weight": "a ratio of two losses",
     "precision.initial_loss_scale": "a pure number",
     "eval.sample_temperature": "a pure number",

@@ -118,7 +118,7 @@ class RunPreview:
         from vorox.training.checkpoints.weights_source import check_weights
         from vorox.training.evaluation.scheduled_tasks import check_tasks
         from vorox.training.startup import check_resume
-        from vorox.training.teacher import find_teacher
+        from vorox.training.teacher import find_stored_logits, find_teacher
 
         resume_from = self.resume_from
         micro_batch = choose_micro_batch(self.config, resume_from, DistributedContext())
@@ -143,9 +143,11 @@ class RunPreview:
         if fresh and text.listed.tokenizer is not None:
             check_weights(config, tokenizer=text.listed.tokenizer)
         spec, tokenizer = resolve_model(config, text.vocab_size), text.listed.tokenizer
-        find_teacher(config, None if tokenizer is None else spec, tokenizer)
-        if config.train.distillation.teacher is not None:
-            yield f"teacher        {config.train.distillation.teacher}"
+        distillation, known = config.train.distillation, None if tokenizer is None else spec
+        find_teacher(config, known, tokenizer)
+        find_stored_logits(config, known, tokenizer)
+        if distillation.is_active:
+            yield f"teacher        {distillation.teacher or f'logits in {distillation.logits}'}"
         if config.eval.tasks:
             check_tasks(config)
             yield f"tasks          {', '.join(config.eval.tasks)}"

@@ -134,6 +134,19 @@ AnyImages = BatchImages | BatchPatches
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherLogits:
+    """The largest logits of a teacher at every position, less the largest, by falling size (``train.distillation``).
+
+    Attributes:
+        ids_ABTK: Their tokens, int32.
+        logits_ABTK: The logits, fp32.
+    """
+
+    ids_ABTK: Int32Array
+    logits_ABTK: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """All micro-batches of one step, for this rank.
 
@@ -148,6 +161,7 @@ class Batch:
         num_target_tokens: Labels of this rank that are trained on.
         cursor_after: The data state after this batch.
         images_A: Images of each micro-batch; ``None`` for a model that reads text only.
+        teacher: Stored logits of a teacher; ``None`` without ``train.distillation.logits``.
     """
 
     step: int
@@ -159,6 +173,7 @@ class Batch:
     num_target_tokens: int
     cursor_after: DataCursor
     images_A: tuple[AnyImages, ...] | None = None
+    teacher: TeacherLogits | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.batch import Batch, DataCursor, DataShard
+from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.growth import PlanGrower
 from vorox.data.image_decoding import ImageInput, PatchInput
@@ -31,6 +31,8 @@ __all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "val
 Int64Array = npt.NDArray[np.int64]
 BatchStream = Prefetcher[Batch]
 """An iterator over the batches of consecutive steps."""
+ReadTeacher = Callable[[Batch], TeacherLogits]
+"""Reads the stored logits of a teacher for the rows of a batch."""
 
 _LOCATED_ROWS = 4096
 """Number of rows located together, to amortise numpy's cost per call. The first step locates only its own rows."""
@@ -63,6 +65,7 @@ def open_batches(
     grower: PlanGrower | None = None,
     stop: Callable[[], bool] | None = None,
     image_input: ImageInput | PatchInput | None = None,
+    read_teacher: ReadTeacher | None = None,
 ) -> BatchStream:
     """Open the batches from ``cursor`` on, up to the last step that the plan covers.
 
@@ -80,6 +83,7 @@ def open_batches(
         grower: Extends the plan as the caches grow; its readers replace ``readers``.
         stop: Polled while a step waits for rows that are not built yet; true ends the wait.
         image_input: How the model reads images; ``None`` if it reads text only.
+        read_teacher: Reads what a teacher predicts for a batch; ``None`` without stored logits.
 
     Raises:
         ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has a different batch size.
@@ -98,13 +102,17 @@ def open_batches(
     source = RowSource(plan, readers, grower=grower, stop=stop)
     batches = _BatchReader(source, slots, document_mask, cursor, image_input)
 
+    def read(step: int) -> Batch:
+        batch = batches.read(step)
+        return batch if read_teacher is None else replace(batch, teacher=read_teacher(batch))
+
     def num_steps() -> int:
         if grower is None:
             return sizes.step_at(plan.num_positions)
         return _ENDLESS_STEPS if grower.total_steps is None else grower.total_steps
 
     return Prefetcher(
-        batches.read, num_steps, first=cursor.step, num_threads=num_threads, depth=prefetch_batches,
+        read, num_steps, first=cursor.step, num_threads=num_threads, depth=prefetch_batches,
         on_close=source.close,
     )  # fmt: skip
 

@@ -23,11 +23,13 @@ from vorox.data.difficulty_buckets import readers_of
 from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
 from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.image_layout import image_layout
-from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
+from vorox.data.loader import BatchStream, ReadTeacher, first_cursor, open_batches, validation_batches
 from vorox.data.plan import Plan
 from vorox.data.rows import RowReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.run_plan import plan_readers
+from vorox.training.run_plan import dataset_size, plan_readers, update_plan
+from vorox.training.schedule import horizon
+from vorox.training.teacher_logits import LogitsReader
 
 
 def _never() -> bool:
@@ -85,7 +87,13 @@ def training_batches(
         grower=grower,
         stop=stop,
         image_input=image_input(config, corpus.tokenizer),
+        read_teacher=_teacher_reader(config),
     )
+
+
+def _teacher_reader(config: RunConfig) -> ReadTeacher | None:
+    directory = config.train.distillation.logits
+    return None if directory is None else LogitsReader(Path(directory)).read
 
 
 def image_input(config: RunConfig, tokenizer: Tokenizer) -> ImageInput | PatchInput | None:
@@ -124,6 +132,26 @@ def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_ste
         cursor = first_cursor(plan, config.run.seed)
         with training_batches(config, corpus, plan, shard, cursor, total_steps=num_steps) as batches:
             yield batches
+
+
+@contextlib.contextmanager
+def planned_batches(config: RunConfig, corpus: Corpus) -> Generator[tuple[BatchStream, int]]:
+    """Open the batches of all steps of a run, as a new run would read them, under a temporary plan.
+
+    Yields:
+        The batches, and the number of steps.
+
+    Raises:
+        DataError: A source is exhausted before the end of the run.
+    """
+    size = dataset_size(config, corpus)
+    length = horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
+    with tempfile.TemporaryDirectory(prefix="vorox-plan-") as directory:
+        plan, events = update_plan(None, RunLayout(Path(directory)).plan, config, corpus, length)
+        plan.add(events)
+        cursor = first_cursor(plan, config.run.seed)
+        with training_batches(config, corpus, plan, DataShard(), cursor, total_steps=length.total_steps) as batches:
+            yield batches, length.total_steps
 
 
 def validation_set(config: RunConfig, corpus: Corpus) -> Callable[[], Iterator[Batch]] | None:

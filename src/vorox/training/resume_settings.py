@@ -38,7 +38,7 @@ from vorox.training.checkpoints.store import (
 
 REFUSED = (
     "model", "adapter", "data", "tokenizer", "optimizer.name", "run.seed", "train.global_batch_sequences",
-    "train.batch_stages", "train.distillation.teacher",
+    "train.batch_stages", "train.distillation.teacher", "train.distillation.top_k", "train.distillation.logits",
 )  # fmt: skip
 """Sections and keys that decide the architecture, the data or its order: a resume refuses a change."""
 

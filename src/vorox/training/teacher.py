@@ -1,12 +1,13 @@
-"""The frozen teacher of a distillation: find it, load it and identify it by its weights.
+"""The teacher of a distillation: find it or its stored logits, load it and identify it by its weights.
 
 Checkpoints hold the fingerprint of its weights, not the weights. So every start reads the teacher again, and a resume
-or replay with another one is refused.
+or replay with another one is refused. Stored logits are identified by what they were computed with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from vorox.core.engine import Engine, NamedArray
@@ -17,10 +18,12 @@ from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.spec import ModelSpec
 from vorox.training.checkpoints.init_from import open_weights
 from vorox.training.checkpoints.weights_source import check_tokenizer, describe_weights
+from vorox.training.teacher_logits import LogitsHeader, read_header
 
 MANIFEST_KEY = "teacher"
 """Key of a checkpoint's metadata: the fingerprint of the teacher's weights."""
 _KEY = "train.distillation.teacher"
+_LOGITS_KEY = "train.distillation.logits"
 
 
 class _Student(Protocol):
@@ -28,17 +31,22 @@ class _Student(Protocol):
 
     def set_teacher(self, spec: ModelSpec, weights: Iterable[NamedArray]) -> None: ...
 
+    def set_stored_teacher(self, identity: str) -> None: ...
+
 
 def load_teacher(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, engine: Engine) -> None:
     """Load the teacher into a new engine, if the run has one.
 
     Raises:
-        ConfigError: The teacher does not exist, or cannot teach this model.
+        ConfigError: The teacher or its logits do not exist, or cannot teach this model.
         CheckpointError: Its weights are damaged.
     """
+    header = find_stored_logits(config, spec, tokenizer)
+    if header is not None:
+        cast(_Student, engine).set_stored_teacher(header.identity)
     found = find_teacher(config, spec, tokenizer)
     if found is not None:
-        with open_weights(_as_initial(config), found) as weights:
+        with open_weights(as_initial(config), found) as weights:
             cast(_Student, engine).set_teacher(found, weights)
 
 
@@ -59,7 +67,7 @@ def find_teacher(
     name = config.train.distillation.teacher
     if name is None:
         return None
-    source = _as_initial(config)
+    source = as_initial(config)
     try:
         described = describe_weights(source)
         if described is not None and tokenizer is not None:
@@ -74,6 +82,12 @@ def find_teacher(
             f"Teacher has a vocabulary of {teacher.vocab_size:,}, the model one of {spec.vocab_size:,}",
             where=_KEY, hint=f"set model.vocab_size={teacher.vocab_size} and use the tokenizer of the teacher",
         )  # fmt: skip
+    top_k = config.train.distillation.top_k
+    if top_k is not None and top_k > teacher.vocab_size:
+        raise ConfigError(
+            f"Teacher has a vocabulary of {teacher.vocab_size:,}, fewer tokens than top_k={top_k:,}",
+            where="train.distillation.top_k", hint="set train.distillation.top_k=null for all tokens",
+        )  # fmt: skip
     if teacher.max_positions_tokens < config.data.sequence_length_tokens:
         raise ConfigError(
             f"Teacher has {teacher.max_positions_tokens:,} positions, rows have {config.data.sequence_length_tokens:,}",
@@ -82,7 +96,41 @@ def find_teacher(
     return teacher
 
 
-def _as_initial(config: RunConfig) -> RunConfig:
+def find_stored_logits(
+    config: RunConfig, spec: ModelSpec | None = None, tokenizer: Tokenizer | None = None
+) -> LogitsHeader | None:
+    """Read what the stored logits of a run were computed with, and check that they fit; ``None`` without any.
+
+    Args:
+        config: The run.
+        spec: Its model; ``None`` if the vocabulary is not known yet.
+        tokenizer: Its tokenizer; ``None`` if it is not known yet.
+
+    Raises:
+        ConfigError: There are none, or they are those of another vocabulary, tokenizer, row length or document mask.
+    """
+    directory, data = config.train.distillation.logits, config.data
+    if directory is None:
+        return None
+    header = read_header(Path(directory))
+    compared = [
+        ("rows of {} positions", header.row_tokens, data.sequence_length_tokens),
+        ("data.document_mask={}", str(header.document_mask).lower(), str(data.document_mask).lower()),
+    ]
+    if spec is not None:
+        compared.append(("a vocabulary of {}", header.vocab_size, spec.vocab_size))
+    if tokenizer is not None:
+        compared.append(("tokenizer {}", header.tokenizer[:16], tokenizer.fingerprint[:16]))
+    for what, stored, here in compared:
+        if stored != here:
+            raise ConfigError(
+                f"Stored logits have {what.format(stored)}, the run has {what.format(here)}", where=_LOGITS_KEY,
+                hint="write logits for this run: vorox data teacher-logits CONFIG --to NEW_DIRECTORY",
+            )  # fmt: skip
+    return header
+
+
+def as_initial(config: RunConfig) -> RunConfig:
     """Return the configuration with the teacher as initial weights, as readers of weights expect."""
     train = config.train.model_copy(update={"from_weights": config.train.distillation.teacher})
     return config.model_copy(update={"train": train})

@@ -29,7 +29,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
-from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput
+from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput, TopLogits
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.optimizer_in_backward import flat_parameters
@@ -60,6 +60,7 @@ class DecoderNetwork:
         module: The decoder.
         parameters: Its parameters and gradients on this rank.
         taps: Functions attached to the residual stream.
+        loss: Head and loss.
         teach: Computes what the loss needs of a teacher (``train.distillation``).
     """
 
@@ -76,11 +77,11 @@ class DecoderNetwork:
         self._run_block = compilation.compiled_block(compute) if compute.compiled else None
         self._products = kernels.products(compute)
         make_loss = HeadLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
-        self._loss = make_loss(
+        self.loss = make_loss(
             config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
             count_correct=config.log.accuracy, distillation=config.train.distillation,
         )  # fmt: skip
-        self.teach: Callable[[Batch, int], TeacherOutput] | None = None
+        self.teach: Callable[[Batch, int], TeacherOutput | TopLogits] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)
         self._routers = None if spec.num_experts is None else RouterMetrics(spec, config.loss, ranks)
 
@@ -158,7 +159,7 @@ class DecoderNetwork:
         objective, sums = self._forward(
             tokens_M,
             context,
-            lambda hidden_MD, head_VD: self._loss.train(hidden_MD, head_VD, labels, scale, loss_scale),
+            lambda hidden_MD, head_VD: self.loss.train(hidden_MD, head_VD, labels, scale, loss_scale),
             run_block,
         )
         self.parameters.backward(objective)
@@ -199,7 +200,7 @@ class DecoderNetwork:
     def evaluate(self, batch: Batch, index: int) -> LossSums:
         labels = self._labels(batch, index)
         tokens_M, context = self._inputs(batch, index, is_training=False)
-        return self._forward(tokens_M, context, partial(self._loss.evaluate, labels=labels))
+        return self._forward(tokens_M, context, partial(self.loss.evaluate, labels=labels))
 
     def _labels(self, batch: Batch, index: int) -> Labels:
         labels_BT = batch.labels_ABT[index]

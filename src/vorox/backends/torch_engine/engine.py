@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, devices, held_memory, kernels
+from vorox.backends.torch_engine import checkpoint, compilation, devices, held_memory, kernels, teacher
 from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
@@ -41,7 +41,6 @@ from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
 from vorox.backends.torch_engine.results import TorchStepResult, gradient_bits
 from vorox.backends.torch_engine.taps import ActivationStatistics
-from vorox.backends.torch_engine.teacher import Teacher
 from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import AnyImages, Batch, Int32Array
@@ -98,7 +97,7 @@ class TorchEngine:
         model: The modules.
         parameters: Parameters and gradients.
         optimizer: Update rule and its state.
-        teacher_fingerprint: Hash of the teacher's weights; empty without one.
+        teacher_fingerprint: Identifies the teacher; empty without one.
         collective_time: Time that this host has spent in sums over ranks.
     """
 
@@ -334,11 +333,12 @@ class TorchEngine:
 
     def set_teacher(self, spec: ModelSpec, weights: Iterable[NamedArray]) -> None:
         """Train towards the predictions of a frozen model (``train.distillation``)."""
-        assert isinstance(self._network, DecoderNetwork)
-        assert isinstance(spec, DecoderSpec)
         with devices.memory_errors("loading the teacher", self._memory):
-            teacher = Teacher(self._config, spec, self.compute, weights)
-        self._network.teach, self.teacher_fingerprint = teacher.output, teacher.fingerprint
+            self.teacher_fingerprint = teacher.attach(self._network, self._config, spec, self.compute, weights)
+
+    def set_stored_teacher(self, identity: str) -> None:
+        """Train towards the logits that batches carry (``train.distillation.logits``)."""
+        self.teacher_fingerprint = teacher.attach_stored(self._network, self.compute.device, identity)
 
     def exchange_average(self) -> None:
         """Exchange the parameters and their moving average (``train.ema_decay``)."""

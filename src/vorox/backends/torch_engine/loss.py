@@ -6,15 +6,16 @@ product is not repeated. Sums are over target positions; the caller divides by t
 
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
 weight ``z``; the reported cross entropy is the plain ``nll``. With a teacher (``train.distillation``), it is
-``(1 - w)`` times that plus ``w T^2 KL(teacher || student)``; logits of the teacher exist per chunk as well. A user
-function (``loss.name``) replaces the objective.
+``(1 - w)`` times that plus ``w T^2 KL(teacher || student)``; logits of the teacher exist per chunk as well. With
+``top_k``, the teacher's distribution is that of its K largest logits alone. A user function (``loss.name``) replaces
+the objective.
 
-Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary.
+Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary, K tokens of a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class Labels:
 
     index_M: Tensor
     kept_M: Tensor | None
-    teacher: TeacherOutput | None = None
+    teacher: TeacherOutput | TopLogits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,22 @@ class TeacherOutput:
 
     def split(self, size: int) -> list[TeacherOutput]:
         return [TeacherOutput(hidden_CE, self.head_VE) for hidden_CE in self.hidden_ME.split(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogits:
+    """The largest logits of a teacher at each position, less the largest, with their tokens."""
+
+    ids_MK: Tensor
+    logits_MK: Tensor
+
+    @classmethod
+    def of(cls, logits_MV: Tensor, top_k: int) -> TopLogits:
+        values_MK, ids_MK = logits_MV.topk(top_k, dim=1)
+        return cls(ids_MK, values_MK - values_MK[:, :1])
+
+    def split(self, size: int) -> list[TopLogits]:
+        return [TopLogits(*part) for part in zip(self.ids_MK.split(size), self.logits_MK.split(size), strict=True)]
 
 
 class LossSums(NamedTuple):
@@ -77,7 +94,7 @@ class LossSums(NamedTuple):
             found["accuracy"] = self.num_correct / count
         if config.loss.z_loss_weight:
             found["z_loss"] = self.squared_log_partition * (config.loss.z_loss_weight / count)
-        if config.loss.name != "cross_entropy" or config.train.distillation.teacher is not None:
+        if config.loss.name != "cross_entropy" or config.train.distillation.is_active:
             found["objective"] = self.objective / count
         return found
 
@@ -240,19 +257,38 @@ class HeadLoss:
         logits_CV: Tensor,
         nll_C: Tensor,
         kept_C: Tensor | None,
-        teacher: TeacherOutput,
+        teacher: TeacherOutput | TopLogits,
         sums: _Sums,
     ) -> None:
         """Mix the gradient, in place, with that of ``T^2 KL(teacher || student)``, and add up the objective."""
         temperature, weight = self._distillation.temperature, self._distillation.weight
-        head_VE = teacher.head_VE.to(self._dtype)
-        teacher_CV = self._products(teacher.hidden_ME.to(self._dtype), head_VE).float().div_(temperature)
-        teacher_CV = torch.log_softmax(teacher_CV, dim=1)
         student_CV = torch.log_softmax(logits_CV / temperature, dim=1)
+        if isinstance(teacher, TeacherOutput) and self._distillation.top_k is not None:
+            teacher = TopLogits.of(self._logits_of(teacher), self._distillation.top_k)
+        if isinstance(teacher, TopLogits):
+            log_wanted_CK = torch.log_softmax(teacher.logits_MK / temperature, dim=1)
+            wanted_CK, ids_CK = log_wanted_CK.exp(), teacher.ids_MK
+            divergence_C = (wanted_CK * (log_wanted_CK - student_CV.gather(1, ids_CK))).sum(1)
+            sums.add(divergence_C.mul_(weight * temperature**2).add_(nll_C, alpha=1 - weight), kept_C, "objective")
+            gradient_CV.mul_(1 - weight).add_(student_CV.exp_(), alpha=weight * temperature)
+            at_ids_CK = gradient_CV.gather(1, ids_CK).sub_(wanted_CK, alpha=weight * temperature)
+            gradient_CV.scatter_(1, ids_CK, at_ids_CK)
+            return
+        teacher_CV = torch.log_softmax(self._logits_of(teacher).div_(temperature), dim=1)
         wanted_CV = teacher_CV.exp()
         divergence_C = (wanted_CV * (teacher_CV - student_CV)).sum(1).mul_(weight * temperature**2)
         sums.add(divergence_C.add_(nll_C, alpha=1 - weight), kept_C, "objective")
         gradient_CV.mul_(1 - weight).add_(student_CV.exp_().sub_(wanted_CV), alpha=weight * temperature)
+
+    def _logits_of(self, teacher: TeacherOutput) -> Tensor:
+        """Return the logits of a teacher, in fp32."""
+        return self._products(teacher.hidden_ME.to(self._dtype), teacher.head_VE.to(self._dtype)).float()
+
+    def teacher_logits(self, teacher: TeacherOutput, top_k: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tokens and largest logits of a teacher in the chunks of the loss, ``[C, K]``."""
+        for part in teacher.split(self._chunk_positions):
+            found = TopLogits.of(self._logits_of(part), top_k)
+            yield found.ids_MK, found.logits_MK
 
     def _function_gradient(self, function: UserLoss, logits_CV: Tensor, labels: Labels, sums: _Sums) -> Tensor:
         kept_C = labels.kept_M

@@ -13,6 +13,7 @@ from vorox.cli.data.contamination import contamination
 from vorox.cli.data.inspect import peek, stats, verify
 from vorox.cli.data.losses import losses
 from vorox.cli.data.provenance import sql, where
+from vorox.cli.data.teacher_logits import teacher_logits
 from vorox.cli.data.transfer import download, export
 from vorox.cli.data.upkeep import gc, pin, unpin
 from vorox.cli.data.when import when
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin):
+for _command in (build, fill, grow, repair, verify, stats, peek, export, gc, pin, unpin, teacher_logits):
     app.command(context_settings=OVERRIDES_CONTEXT)(_command)
 
 for _command in (where, when, losses, contamination, sql, download):

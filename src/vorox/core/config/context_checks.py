@@ -13,7 +13,7 @@ KIND = "parallel.context_parallel_kind"
 _REFUSED = (
     "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "parallel.tensor_parallel_size",
     "parallel.pipeline_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
-    "train.forward_backward", "runtime.compile", "runtime.determinism",
+    "train.distillation.logits", "train.forward_backward", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from vorox.core.config.batch_checks import batch_problems
 from vorox.core.config.context_checks import context_problems, sequence_problems
 from vorox.core.config.deepspeed_checks import deepspeed_problems
+from vorox.core.config.distillation_checks import distillation_problems
 from vorox.core.config.expert_checks import expert_parallel_problems
 from vorox.core.config.fine_tuning_checks import fine_tuning_problems
 from vorox.core.config.in_backward_checks import in_backward_problems
@@ -348,6 +349,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     context_problems,
     sequence_problems,
     fine_tuning_problems,
+    distillation_problems,
     _sources,
     _validation,
     _tokenizer,

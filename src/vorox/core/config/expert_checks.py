@@ -11,8 +11,8 @@ from vorox.core.schema import RunConfig
 SIZE = "parallel.expert_parallel_size"
 _REFUSED = (
     "parallel.fsdp_size", "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size",
-    "parallel.context_parallel_size", "parallel.kind", "loss.name", "train.distillation.teacher", "optimizer.name",
-    "runtime.compile", "runtime.determinism",
+    "parallel.context_parallel_size", "parallel.kind", "loss.name", "train.distillation.teacher",
+    "train.distillation.logits", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def unsupported(config: RunConfig, size_key: str, keys: tuple[str, ...], *others
 
 def _common(config: RunConfig) -> tuple[Refusal, ...]:
     model, parallel, runtime, train = config.model, config.parallel, config.runtime, config.train
-    optimizer, teacher = config.optimizer.name, train.distillation.teacher
+    optimizer, distillation = config.optimizer.name, train.distillation
     is_other_optimizer = is_extension(optimizer) or optimizer == "adamw_8bit"
     sizes = ("fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     return (
@@ -74,7 +74,13 @@ def _common(config: RunConfig) -> tuple[Refusal, ...]:
         Refusal(parallel.kind != "native", "parallel.kind", parallel.kind, "parallel.kind=native"),
         Refusal(config.adapter.kind != "none", "adapter.kind", config.adapter.kind, "adapter.kind=none"),
         Refusal(config.loss.name == "dpo", "loss.name", "dpo", "another loss"),
-        Refusal(teacher is not None, "train.distillation.teacher", teacher, "no teacher"),
+        *(
+            Refusal(value is not None, f"train.distillation.{key}", value, remedy)
+            for key, value, remedy in (
+                ("teacher", distillation.teacher, "no teacher"),
+                ("logits", distillation.logits, "no logits of a teacher"),
+            )
+        ),
         Refusal(
             train.forward_backward is not None,
             "train.forward_backward",

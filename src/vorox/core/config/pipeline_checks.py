@@ -13,7 +13,7 @@ SIZE = "parallel.pipeline_parallel_size"
 _REFUSED = (
     "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
     "parallel.tensor_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
-    "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
+    "train.distillation.logits", "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
 
 

@@ -53,9 +53,9 @@ _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
 _CHATS = ("jsonl", "csv", "parquet", "arrow")
 _TOKENS = ("bin", "mds")
 _TORCH = (
-    "model.vision.num_layers", "train.distillation.teacher", "optimizer.in_backward", "parallel.pipeline_parallel_size",
-    "parallel.context_parallel_size", "parallel.sequence_parallel", "parallel.expert_parallel_size",
-    "parallel.gradient_bucket_bytes", "parallel.fsdp_offload",
+    "model.vision.num_layers", "train.distillation.teacher", "train.distillation.logits", "optimizer.in_backward",
+    "parallel.pipeline_parallel_size", "parallel.context_parallel_size", "parallel.sequence_parallel",
+    "parallel.expert_parallel_size", "parallel.gradient_bucket_bytes", "parallel.fsdp_offload",
 )  # fmt: skip
 _FILE_FORMAT = "a format other than python_stdlib"
 
@@ -129,18 +129,13 @@ DEPENDENCIES: tuple[Dependency, ...] = (
     ),
     Dependency("train.from_weights", "model.kind", _is("decoder"), "model.kind decoder; or set model.name_or_path"),
     *(
-        Dependency(
-            f"train.distillation.{key}",
-            "train.distillation.teacher",
-            _is_set,
-            "train.distillation.teacher",
+        Dependency(f"train.distillation.{key}", switch, _is(value), f"{switch} {value}")
+        for key in ("teacher", "logits")
+        for switch, value in (
+            *(("loss.name", "cross_entropy"), ("model.kind", "decoder"), ("parallel.kind", "native")),
+            ("parallel.tensor_parallel_size", 1),
         )
-        for key in ("temperature", "weight")
     ),
-    Dependency("train.distillation.teacher", "loss.name", _is("cross_entropy"), "loss cross_entropy"),
-    Dependency("train.distillation.teacher", "model.kind", _is("decoder"), "model.kind decoder"),
-    Dependency("train.distillation.teacher", "parallel.kind", _is("native"), "parallel.kind native"),
-    Dependency("train.distillation.teacher", "parallel.tensor_parallel_size", _is(1), "tensor_parallel_size 1"),
     *(
         Dependency(f"train.{key}", "train.spike_policy", _is("rollback"), "train.spike_policy rollback")
         for key in ("spike_rollback_steps", "max_spike_rollbacks")

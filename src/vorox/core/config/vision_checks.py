@@ -117,6 +117,7 @@ def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]
         ("loss.name", config.loss.name != "dpo", "another loss than dpo"),
         ("train.forward_backward", train.forward_backward is None, "train.forward_backward=null"),
         ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),
+        ("train.distillation.logits", train.distillation.logits is None, "train.distillation.logits=null"),
     )  # fmt: skip
     for key, holds, remedy in needed:
         if not holds:

@@ -1,0 +1,53 @@
+"""``vorox data teacher-logits``: write the logits of a teacher for the rows of a configuration."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vorox.cli import humanize
+from vorox.cli.data.loading import ConfigArguments, load, progress_display
+from vorox.cli.output import AsJson, print_json
+from vorox.core.pluralize import pluralize
+
+_REPORT_SECONDS = 10.0
+
+
+def teacher_logits(
+    arguments: ConfigArguments,
+    to: Annotated[Path, typer.Option("--to", help="Directory: a new one, or one to continue.")],
+    precision: Annotated[
+        Literal["fp16", "fp32"], typer.Option("--precision", help="Number format of the stored logits.")
+    ] = "fp16",
+    as_json: AsJson = False,
+) -> None:
+    """Write the top-k logits of train.distillation.teacher for all rows of a run.
+
+    Students read them with train.distillation.logits=DIRECTORY, without the
+    teacher in memory. Rows that the directory has are not computed again.
+    """
+    from vorox.api.teacher_logits import write_teacher_logits
+
+    config = load(arguments, ("--to", "--precision", "--json"))
+    last = time.monotonic()
+
+    def report(step: int, num_steps: int) -> None:
+        nonlocal last
+        if not as_json and time.monotonic() - last > _REPORT_SECONDS:
+            last = time.monotonic()
+            typer.echo(f"Step {step:,} of {num_steps:,}", err=True)
+
+    with progress_display() as display:
+        done = write_teacher_logits(config, to, precision=precision, on_progress=display, on_step=report)
+    if as_json:
+        print_json({**asdict(done), "path": str(done.path)})
+        return
+    typer.echo(
+        f"{done.path}: {pluralize(done.num_rows, 'row')}, {done.num_new_rows:,} of them new, for "
+        f"{pluralize(done.num_steps, 'step')}; {humanize.size(done.size_bytes)}"
+    )
+    typer.echo(f"Train a student with: train.distillation.logits={done.path}")
