@@ -64,10 +64,11 @@ def settings(name: str, scale: str, backend: str, text: Path) -> list[str]:
 
 
 def plan(arguments: list[str]) -> dict[str, Any]:
-    """Return what ``vorox plan`` says, in a process of its own."""
+    """Return what ``vorox plan`` says, in a process of its own; with JAX, of the compiled step."""
+    compiles = ["--compile"] if "backend=jax" in arguments else []
     done = subprocess.run(
-        [sys.executable, "-m", "vorox", "plan", "quickstart", *arguments, "--json"], capture_output=True, text=True,
-        check=True,
+        [sys.executable, "-m", "vorox", "plan", "quickstart", *arguments, *compiles, "--json"], capture_output=True,
+        text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 

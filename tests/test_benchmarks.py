@@ -149,14 +149,22 @@ def test_transformers_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_planned_memory_is_that_of_a_real_run() -> None:
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        pytest.param("torch", ["gpt2, T 256, no copy", "llama, T 1,024, block"], id="torch"),
+        pytest.param("jax", ["gpt2, T 256, no copy"], id="jax", marks=pytest.mark.jax),
+    ],
+)
+def test_planned_memory_is_that_of_a_real_run(backend: str, cases: list[str]) -> None:
     """Within 10%, as at 124M parameters, with a model that is large beside the libraries.
 
-    A run saves twice, so a copy of the state that does not find its place again counts here.
+    A run saves twice, so a copy of the state that does not find its place again counts here. JAX plans with the
+    compiled step.
     """
-    cases = ["gpt2, T 256, no copy", "llama, T 1,024, block"]
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "plan_memory.py", "--rounds", "1", "--scale", "small", "--only", *cases],
+        [sys.executable, BENCHMARKS / "plan_memory.py", "--rounds", "1", "--scale", "small",
+         "--backend", backend, "--only", *cases],
         capture_output=True, text=True, check=False,
         timeout=900,
     )  # fmt: skip

@@ -119,3 +119,29 @@ def test_the_command_refuses_what_does_not_fit_and_its_hint_fits(capsys: pytest.
     found = json.loads(CliRunner().invoke(app, ["plan", "gpt2-124m", "--hardware", "h200x8", "--json"]).output)
     assert found["fits"]
     assert found["hardware"]["num_devices"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["backend=torch"], "backend=torch does not compile a whole step", marks=pytest.mark.torch),
+        (["backend=jax", "--hardware", "h100"], "devices of this machine"),
+    ],
+    ids=["torch", "other hardware"],
+)
+def test_a_plan_that_cannot_be_compiled_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "gpt2-124m", "--compile", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+def test_a_compiled_plan_has_the_figure_of_the_compiler(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "tokenizer.kind=byte"]
+    words = ["plan", "gpt2-124m", *settings, "model.intermediate_size=128", "data.sequence_length_tokens=32"]
+    words += ["train.global_batch_sequences=4", "train.micro_batch_sequences=2", "backend=jax", "runtime.device=cpu"]
+    assert main([*words, "--compile", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["activation_bytes"] == memory["gradient_bytes"] == 0 < memory["workspace_bytes"]

@@ -27,6 +27,7 @@ from vorox.core.version import __version__
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import ARCHITECTURES
 from vorox.models.memory_advice import Devices
+from vorox.models.memory_estimate import MemoryEstimate
 from vorox.models.spec import ModelSpec
 
 _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -45,6 +46,9 @@ _USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.user_mo
 
 _DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.devices"}
 """Backends whose memory the plan knows, with the module of their devices; JAX's compiler plans a step itself."""
+
+_COMPILED_MEMORY: Mapping[str, str] = {"jax": "vorox.backends.jax_engine.compiled_memory"}
+"""Backends that compile a whole step before it runs, with the module that reads its memory."""
 
 _ONE_DEVICE_PER_PROCESS = frozenset({"torch"})
 """Backends of which a process has one device; the others divide a model over all devices of a process."""
@@ -182,6 +186,22 @@ def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | N
     """
     name = _DEVICES.get(config.backend)
     return None if name is None else importlib.import_module(name).training_devices(config, dist)
+
+
+def compiled_memory(config: RunConfig, spec: ModelSpec, estimate: MemoryEstimate) -> MemoryEstimate:
+    """Return the memory of a device of this machine, with the temporary arrays of a step as its compiler plans them.
+
+    Raises:
+        ConfigError: The backend does not compile a whole step, or does not support a setting.
+    """
+    check_installed(config.backend)
+    name = _COMPILED_MEMORY.get(config.backend)
+    if name is None:
+        raise ConfigError(
+            f"backend={config.backend} does not compile a whole step in advance", where="--compile",
+            hint=f"plan without --compile, or with backend={' or '.join(_COMPILED_MEMORY)}",
+        )  # fmt: skip
+    return importlib.import_module(name).compiled_memory(config, spec, estimate)
 
 
 def connect(config: RunConfig) -> DistributedContext:

@@ -45,12 +45,16 @@ def plan(
     mfu: Annotated[
         float, typer.Option("--mfu", min=0.01, max=1.0, help="Assumed model FLOPs utilisation of a GPU.")
     ] = 0.4,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the step for this machine, and plan with the compiler's memory.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory, speed, duration and disk of a run on some hardware; nothing is built or written.
 
     Exit code 3 if the run does not fit; settings that do are listed.
     """
+    from vorox import backends
     from vorox.cli.config import source_and_overrides
     from vorox.core.errors import ConfigError, DoesNotFitError
     from vorox.run import planned_model
@@ -58,9 +62,13 @@ def plan(
     from vorox.training.checkpoints.weights_source import load_config_with_weights
     from vorox.training.resource_plan import plan_resources
 
-    parsed = parse_arguments(arguments, options=("--hardware", "--mfu", "--json"), max_positional=1)
+    parsed = parse_arguments(arguments, options=("--hardware", "--mfu", "--compile", "--json"), max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="plan", hint="for example `vorox plan gpt2-124m`")
+    if compiled and hardware is not None:
+        raise ConfigError(
+            "--compile compiles for the devices of this machine", where="--hardware", hint="leave out one of the two"
+        )
     config = load_config_with_weights(*source_and_overrides(parsed))
     spec = planned_model(config)
     devices = (
@@ -68,7 +76,9 @@ def plan(
         if hardware is None
         else named_hardware(hardware)
     )
-    found = plan_resources(config, spec, devices, mfu_fraction=mfu)
+    found = plan_resources(
+        config, spec, devices, mfu_fraction=mfu, compiled=backends.compiled_memory if compiled else None
+    )
     if found.config.parallel.num_devices > devices.num_devices:
         raise DoesNotFitError(
             f"The configuration needs {found.config.parallel.num_devices:,} devices; {devices.name} has "

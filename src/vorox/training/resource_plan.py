@@ -6,6 +6,7 @@ Shapes and data-sheet figures go in; nothing is measured, loaded or built. Memor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -26,6 +27,9 @@ FAILURE_INTERVAL_DEVICE_HOURS = 16_384 * 54 * 24 / 419
 """Device hours between two interruptions in the training of Llama 3 405B (arXiv:2407.21783, section 3.3.4)."""
 
 RESTART_SECONDS = 300.0
+CompiledMemory = Callable[[RunConfig, ModelSpec, MemoryEstimate], MemoryEstimate]
+"""Replaces the estimate of a device by what a compiler plans (``backends.compiled_memory``)."""
+
 _STAGING_BYTES_PER_SECOND = 10e9  # from a device into host memory
 _WRITING_BYTES_PER_SECOND = 1e9  # a local disk
 
@@ -88,7 +92,12 @@ class ResourcePlan:
 
 
 def plan_resources(
-    config: RunConfig, spec: ModelSpec, hardware: Hardware, *, mfu_fraction: float = DEFAULT_MFU_FRACTION
+    config: RunConfig,
+    spec: ModelSpec,
+    hardware: Hardware,
+    *,
+    mfu_fraction: float = DEFAULT_MFU_FRACTION,
+    compiled: CompiledMemory | None = None,
 ) -> ResourcePlan:
     """Return the plan of a run on some hardware.
 
@@ -97,6 +106,7 @@ def plan_resources(
         spec: Its model.
         hardware: The devices.
         mfu_fraction: Assumed share of the data-sheet peak.
+        compiled: Returns the memory of the compiled step; ``None``: the estimate counts. Alternatives are estimates.
 
     Raises:
         ConfigError: The micro-batches of a step do not fill the pipeline.
@@ -113,6 +123,9 @@ def plan_resources(
         resolved = with_micro_batch(config, MicroBatch(max(1, rows), ""))
         resolved = on_devices(resolved, hardware.num_devices)
     memory, used = devices.memory(resolved, spec)
+    if compiled is not None:
+        memory = compiled(resolved, spec, memory)
+        used = memory.total_bytes_on("cpu" if hardware.is_cpu else "cuda")
     per_token = flops_per_token(spec, config.data.sequence_length_tokens)
     peak = hardware.peak_flops_per_second(_arithmetic(config))
     busy = min(1.0, resolved.parallel.num_devices / hardware.num_devices)

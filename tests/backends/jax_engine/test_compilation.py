@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from backends.jax_engine.jax_models import make
-from small_configurations import LLAMA, batch_of, random_rows
+from backends.jax_engine.jax_models import engine_of, jax_configuration, make
+from small_configurations import LLAMA, POSITIONS, batch_of, random_rows
+from vorox.backends.jax_engine import compiled_memory as compiled_memory_module
 from vorox.backends.jax_engine import engine as engine_module
+from vorox.backends.jax_engine.compiled_memory import compiled_memory
+from vorox.models.memory_estimate import planned_memory
 
 
 def temporary_bytes(**changes: object) -> int:
@@ -21,6 +27,37 @@ def temporary_bytes(**changes: object) -> int:
 def test_scanned_layers_keep_less_than_layers_one_by_one() -> None:
     """A scan that kept every intermediate for its backward pass needed a third more memory and time."""
     assert temporary_bytes(runtime__scan_layers=True) < 0.8 * temporary_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"runtime__scan_layers": True, "optimizer__name": "muon", "train__ema_decay": 0.99},
+        {"data__document_mask": True, "train__activation_checkpointing": "block"},
+    ],
+    ids=["layers", "scanned, muon, average", "documents, recomputed"],
+)
+def test_a_step_is_planned_as_it_is_compiled(changes: dict[str, Any]) -> None:
+    """Compiled for arrays that do not exist, a step needs what the same step of a run needs."""
+    config = jax_configuration(LLAMA | {"num_layers": 4}, train__micro_batch_sequences=2, **changes)
+    engine = engine_of(config)
+    batch = batch_of(random_rows(config.train.global_batch_sequences), config.train.global_batch_sequences // 2)
+    if config.data.document_mask:
+        positions = np.broadcast_to(np.arange(POSITIONS, dtype=np.int32), batch.tokens_ABT.shape)
+        batch = replace(batch, segment_ids_ABT=np.ones_like(positions), position_ids_ABT=positions)
+    engine.train_step(batch, lr=1e-3, weight_decay=0.0)
+    (step,) = engine._compiled_steps.values()
+    expected = step.memory_analysis()
+    estimate = planned_memory(engine._spec, config, "cpu")
+    found = compiled_memory(config, engine._spec, estimate)
+    process = compiled_memory_module._PROCESS_BYTES + compiled_memory_module._COMPILED_LAYER_BYTES * (
+        1 if config.runtime.scan_layers else 4
+    )
+    assert found.workspace_bytes - process == expected.temp_size_in_bytes + (
+        expected.output_size_in_bytes - expected.alias_size_in_bytes
+    )
+    assert (found.parameter_bytes, found.optimizer_bytes) == (estimate.parameter_bytes, estimate.optimizer_bytes)
 
 
 def test_the_log_says_when_a_step_is_compiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ def test_an_exhausted_device_names_settings_that_fit(
     def fail(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(text)
 
-    owner, name = (results.JaxStepResult, "_values") if is_running else (JaxEngine, "_compiled_step")
+    owner, name = (results.JaxStepResult, "_values") if is_running else (JaxEngine, "compiled_step")
     monkeypatch.setattr(owner, name, fail)
     engine = make_engine("jax")
     with pytest.raises(DoesNotFitError if text == EXHAUSTED else jax.errors.JaxRuntimeError) as found:

@@ -73,11 +73,13 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
     budget = devices.memory_budget(config, spec, compute.mesh)
     budget.check_state()
     with devices.memory_errors("creating the model", budget):
-        return JaxEngine(config, spec, compute)
+        engine = JaxEngine(config, spec, compute)
+        engine.import_weights(initial_weights(spec, config.run.seed))
+        return engine
 
 
 class JaxEngine:
-    """See ``core.engine.Engine``.
+    """See ``core.engine.Engine``. Without weights, until ``import_weights`` or ``load``.
 
     Attributes:
         data_shard: The part of each global batch that this process trains on.
@@ -101,11 +103,10 @@ class JaxEngine:
             dtype=compute.dtype, taps=self.taps, remat=config.train.activation_checkpointing,
             constrain=compute.constrain_rows,
         )  # fmt: skip
-        self._optimizer = Optimizer(config.optimizer, config.train, self.layout)
+        self.optimizer = Optimizer(config.optimizer, config.train, self.layout)
         self._reset_compiled()
         self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
         self.compile_seconds = 0.0
-        self.state = self._initial_state(self.layout.pack(initial_weights(spec, config.run.seed)))
 
     def _reset_compiled(self) -> None:
         """Drop compiled functions, which contain the attached taps."""
@@ -120,7 +121,7 @@ class JaxEngine:
         """Return packed parameters, their average and zeroed moments on the devices, sharded over the mesh."""
         shardings = {leaf: self.compute.parameter_sharding(self.layout, leaf) for leaf in packed}
         params = {leaf: distributed.to_devices(array, shardings[leaf]) for leaf, array in packed.items()}
-        empty = jax.eval_shape(self._optimizer.init, params)
+        empty = jax.eval_shape(self.optimizer.init, params)
         moments = {
             kind: {
                 leaf: distributed.to_devices(
@@ -143,14 +144,14 @@ class JaxEngine:
             arrays = batch_to_devices(batch, self.data_shard, self.compute)
             limit = np.float32(np.inf if max_loss is None else max_loss)  # one compiled step with and without a limit
             arguments = (self.state, arrays, np.float32(lr), np.float32(weight_decay), np.uint32(batch.step), limit)
-            self.state, numbers, moments_ALP3 = self._compiled_step(arguments)(*arguments)
+            self.state, numbers, moments_ALP3 = self.compiled_step(arguments)(*arguments)
             return JaxStepResult(numbers, moments_ALP3, self._memory)
 
-    def _compiled_step(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the step compiled for the shapes of a batch."""
+    def compiled_step(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the step compiled for the shapes of a state and a batch."""
         key = tuple((name, array.shape) for name, array in arguments[1].items())
         if key not in self._compiled_steps:
-            shardings = jax.tree.map(lambda array: array.sharding, self.state)
+            shardings = jax.tree.map(lambda array: array.sharding, arguments[0])
             replicated = self.compute.sharding()
             step = jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, replicated, replicated))
             self._compiled_steps[key], seconds = devices.compile_logged(step, arguments)
@@ -181,11 +182,11 @@ class JaxEngine:
             gradients, sums, seen = forward_backward(first, jax.random.fold_in(key, 0))
             seen = jax.tree.map(lambda array: array[None], seen)
         else:
-            zeros = jax.tree.map(jnp.zeros_like, self._optimizer.trained(state.params))
+            zeros = jax.tree.map(jnp.zeros_like, self.optimizer.trained(state.params))
             gradients, (sums, seen) = jax.lax.scan(body, zeros, (jnp.arange(num_micro_batches), dict(arrays)))
         totals = loss.LossSums(*(part.sum() for part in sums))
         mean_loss = totals.cross_entropy * scale
-        after, grad_norm, finite = self._optimizer.step(
+        after, grad_norm, finite = self.optimizer.step(
             state, gradients, lr=lr, weight_decay=weight_decay, loss=mean_loss, max_loss=max_loss
         )
         numbers = {"loss": mean_loss, "grad_norm": grad_norm, "finite": finite}
@@ -219,7 +220,7 @@ class JaxEngine:
             hidden_BTD, _, seen = self._decoder({**params, **trained}, rows["tokens"], context)
             return hidden_BTD, seen
 
-        hidden_BTD, pullback, seen = jax.vjp(hidden, self._optimizer.trained(params), has_aux=True)
+        hidden_BTD, pullback, seen = jax.vjp(hidden, self.optimizer.trained(params), has_aux=True)
         head_name, head_VD = self._decoder.head(params)
         sums, d_hidden_BTD, d_head_VD = loss.train(hidden_BTD, head_VD, rows["labels"], self._config.loss, scale)
         (gradients,) = pullback(d_hidden_BTD)
@@ -350,8 +351,7 @@ class JaxEngine:
 
     def export_weights(self) -> Iterator[NamedArray]:
         """Yield the parameters in fp32 under canonical names, in table order."""
-        for name, array in self.layout.unpack(self.state.params):
-            yield name, array.copy()
+        yield from ((name, array.copy()) for name, array in self.layout.unpack(self.state.params))
 
     def import_weights(self, weights: Iterable[NamedArray]) -> None:
         """Replace all parameters and reset the optimizer."""
