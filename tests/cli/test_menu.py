@@ -170,6 +170,42 @@ def test_deleting_checkpoints_runs_and_orphaned_logs(vorox: Run, monkeypatch: py
     assert run_ids() == []
 
 
+def commands_of_the_quickstart() -> dict[str, list[list[str]]]:
+    """The words of the commands beside each action of the menu."""
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    table = page.partition("| in the menu | command |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = (row.strip("| ").split(" | ") for row in table.splitlines())
+    return {action: [found.split() for found in re.findall("`vorox (.+?)`", commands)] for action, commands in rows}
+
+
+def test_every_action_of_the_menu_has_a_command(vorox: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the quickstart's table, in its order, on the runs of one folder."""
+    actions = commands_of_the_quickstart()
+    assert {letter for action in actions for letter in re.findall("`([A-Z])`", action)} == set("ANXRO")
+    tiny_runs.write_text(tmp_path / "own")
+    kill_at(6, vorox, monkeypatch)
+    kill_at(2, vorox, monkeypatch, "--name", "orphan")
+    orphan, run = sorted(run_ids())
+    steps: dict[str, list[int]] = {}
+    for action, commands in actions.items():
+        for words in commands:
+            if "train.follow_growth=true" in words:
+                continue  # test_growth_is_found_and_the_run_extended
+            known = {"RUN": run, "CONFIG": "tiny.yaml", "PATH": "own", "NAME": "named"}
+            known["STEP"] = f"step-{min(steps.get('last') or [4]):08d}"
+            filled = ["/".join(known.get(part, part) for part in word.split("/")) for word in words]
+            code, out, err = vorox(*filled, *(["--dry-run"] if "--data" in filled else []))
+            assert code == 0, (words, out, err)
+        steps[action] = steps["last"] = sorted(step_directories(Path("runs") / run)) if run in run_ids() else []
+    assert steps["list of checkpoints"] == [4]
+    assert steps["a number: resume the newest checkpoint of a run"] == [8, 12]
+    assert steps["`A`, then a number: resume an older checkpoint"] == [8, 12]
+    assert steps["new length of a finished run"][-1] == 16
+    assert min(steps["`X`: delete a checkpoint"]) > min(steps["`X`: details of a run"])
+    assert steps["`X`, `R`: delete a run"] == []
+    assert [name.partition("-")[0] for name in run_ids()] == ["named"], orphan
+
+
 def test_a_run_in_use_is_neither_resumed_nor_deleted(vorox: Run) -> None:
     assert vorox("train", "tiny.yaml")[0] == 0
     (name,) = run_ids()
