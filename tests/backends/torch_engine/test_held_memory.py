@@ -92,3 +92,14 @@ def test_the_rest_of_the_peak_is_what_steps_allocate() -> None:
     parts = dict.fromkeys(PARTS, 100.0)
     assert held_memory.beyond({"memory/device_peak_bytes": 750.0}, parts) == {"memory/step_peak_bytes": 450.0}
     assert held_memory.beyond({}, parts) == {}, "no counter, no number"
+
+
+def test_reads_between_two_measurements_walk_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(configuration(LLAMA))
+    measured: list[str] = []
+    original = held_memory.HeldMemory._measure
+    monkeypatch.setattr(held_memory.HeldMemory, "_measure", lambda self: measured.append("measured") or original(self))
+    found = [engine.device_stats() for _ in range(2 * held_memory.MEASURE_EVERY_READS)]
+    assert len(measured) == 2
+    assert found[0] == found[-1]
+    assert found[0]["memory/parameter_bytes"] > 0

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -278,21 +278,30 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
     return facts
 
 
-def memory_stats(compute: Compute, parts: Mapping[str, Any]) -> dict[str, float]:
-    """Return current and peak memory of the fullest device, and the size of ``parts``. Reads counters only.
-
-    Args:
-        compute: The devices.
-        parts: Metric name to arrays that are held between steps.
-    """
-    held = {name: _held_bytes(arrays) for name, arrays in parts.items()}
+def memory_stats(compute: Compute) -> dict[str, float]:
+    """Return current and peak memory of the fullest device. Reads counters only."""
     stats = [found for device in compute.mesh.local_devices if (found := device.memory_stats())]
     names = {"memory/device_bytes": "bytes_in_use", "memory/device_peak_bytes": "peak_bytes_in_use"}
-    return held | {
+    return {
         metric: float(max(found[key] for found in stats))
         for metric, key in names.items()
         if stats and all(key in found for found in stats)
     }
+
+
+class HeldMemory:
+    """Reads the device memory of an engine; the sizes of its state do not change, and are measured once."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._held: dict[str, float] = {}
+
+    def read(self, state: Any) -> dict[str, float]:
+        """Return device memory by metric name. Reads counters and sizes only."""
+        if not self._held:
+            parts = {"memory/parameter_bytes": state.params, "memory/optimizer_bytes": state.moments}
+            self._held = {name: _held_bytes(arrays) for name, arrays in parts.items()}
+        return self._held | memory_stats(self._compute)
 
 
 def _held_bytes(arrays: Any) -> float:

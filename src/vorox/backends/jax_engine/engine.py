@@ -106,7 +106,7 @@ class JaxEngine:
         self.optimizer = Optimizer(config.optimizer, config.train, self.layout)
         self._reset_compiled()
         self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
-        self.compile_seconds = 0.0
+        self.compile_seconds, self._held = 0.0, devices.HeldMemory(compute)
 
     def _reset_compiled(self) -> None:
         """Drop compiled functions, which contain the attached taps."""
@@ -368,8 +368,7 @@ class JaxEngine:
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory and compile time by metric name. Never synchronises."""
-        parts = {"memory/parameter_bytes": self.state.params, "memory/optimizer_bytes": self.state.moments}
-        return {**devices.memory_stats(self.compute, parts), "runtime/compile_seconds": self.compile_seconds}
+        return {**self._held.read(self.state), "runtime/compile_seconds": self.compile_seconds}
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""

@@ -111,13 +111,13 @@ class TorchEngine:
         self.data_shard, self.collective_time = self._ranks.shard, self._ranks.collective_time
         self._memory = devices.memory_budget(config, spec, compute.device)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
-        self._user_step = load_step(config.train.forward_backward)
-        self._products = kernels.products(compute)
+        self._user_step, self._products = load_step(config.train.forward_backward), kernels.products(compute)
         self._network = _network(config, spec, compute, self._ranks)
         self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
         checkpoint.set_parameters(self.parameters, self._network.initial_weights(config.run.seed), spec)
         self._reference = ReferenceModel(self._network) if config.loss.name == "dpo" else None
         self.optimizer = make_optimizer(config, spec, self.parameters, compute, self._ranks)
+        self._held = held_memory.HeldMemory(compute.device, self._network, self.optimizer, self._reference)
         self._buckets = gradient_buckets.create(config, self.parameters, self._ranks, compute.choices)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class TorchEngine:
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory, and its parts, by metric name. Never synchronises."""
-        return held_memory.measure(self.compute.device, self.model, self.parameters, self.optimizer, self._reference)
+        return self._held.read()
 
     def environment(self) -> Mapping[str, str | int | bool]:
         """Return what affects the bits of a run besides its configuration."""
