@@ -129,6 +129,10 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
         assert fits(browser), page
         assert not browser.page.locator(".problem").count(), page
         assert is_whole(browser), page
+        tab = browser.page.locator(".tabs [aria-current]").bounding_box()
+        assert tab is not None
+        assert tab["x"] >= 0, page
+        assert tab["x"] + tab["width"] <= browser.page.evaluate("innerWidth"), page
     browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
     assert browser.page.get_by_text("optimizer.lr", exact=True).first.is_visible()
     browser.open(f"{base}#/run/{HOSTILE}/samples", "Samples by step")
@@ -136,6 +140,15 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
     assert not browser.page.locator("main img").count()
     assert browser.problems == []
     assert {re.match(r"[a-z]+:(//[^/]+)?", request)[0] for request in browser.requests} <= {base.rstrip("/"), "data:"}
+
+
+def test_labels_of_an_axis_in_bytes_differ(browser: Watched, runs: Path, url: str) -> None:
+    browser.open(url, run_ids(runs)[0])
+    labels = """(step) => import('/static/format.js').then(({ bytes }) =>
+        [0, 1, 2].map((number) => bytes(2 ** 29 + number * step, step)))"""
+    assert browser.page.evaluate(labels, 2**18) == ["512.0 MiB", "512.3 MiB", "512.5 MiB"]
+    assert browser.page.evaluate(labels, 2**16) == ["512.00 MiB", "512.06 MiB", "512.13 MiB"]
+    assert browser.page.evaluate(labels, 2**20) == ["512 MiB", "513 MiB", "514 MiB"]
 
 
 def test_a_commit_stays_on_one_line_in_a_crowded_table(browser: Watched, runs: Path, url: str) -> None:

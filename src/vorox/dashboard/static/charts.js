@@ -72,7 +72,8 @@ export function lineChart({ title, unit = "", description = "", height = 180, xF
       scales: { x: { time: false }, y: { distr: current.isLog ? 3 : 1 } },
       axes: [
         { ...axis, size: 24, gap: 5, space: 64, values: (u, ticks) => ticks.map(xFormat) },
-        { ...axis, size: 58, gap: 6, space: 34, values: (u, ticks) => ticks.map((v) => (v === null ? "" : axisFormat(v))),
+        { ...axis, size: 58, gap: 6, space: 34, 
+          values: (u, ticks, axis, space, step) => ticks.map((v) => (v === null ? "" : isBinary ? axisFormat(v, step) : axisFormat(v))),
           ...(isBinary ? { incrs: BINARY_STEPS } : {}) },
       ],
       series: [{}, ...current.series.map((one) => ({

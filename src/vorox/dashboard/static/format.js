@@ -18,10 +18,13 @@ export function whole(value) {
   return known(value) ? Math.round(value).toLocaleString("en-US") : DASH;
 }
 
-export function bytes(value) {
+// step: the distance between the labels of an axis, which then all differ.
+export function bytes(value, step = 0) {
   if (!known(value)) return DASH;
   for (const [unit, suffix] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
-    if (Math.abs(value) >= unit) return `${(value / unit).toFixed(value / unit >= 100 ? 0 : 1)} ${suffix}`;
+    if (Math.abs(value) < unit) continue;
+    const digits = step > 0 && step < unit ? Math.ceil(Math.log10(unit / step)) : 0;
+    return `${(value / unit).toFixed(Math.max(digits, value / unit >= 100 ? 0 : 1))} ${suffix}`;
   }
   return `${whole(value)} B`;
 }

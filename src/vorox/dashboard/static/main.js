@@ -41,6 +41,7 @@ async function route() {
     if (here.section === "run" && PAGES[here.page]) {
       head = runHead(here);
       replace(main, head.root, root);
+      head.showTab();
       page = await PAGES[here.page][1](root, here);
       await head.refresh();
     } else if (here.section === "compare") {
@@ -75,6 +76,10 @@ function runHead(here) {
   document.title = `${here.run} · Vorox`;
   return {
     root,
+    showTab() {  // on a narrow screen, the tabs scroll sideways
+      const tab = tabs.find((one) => one.hasAttribute("aria-current")), bar = tab.parentElement;
+      bar.scrollLeft = tab.offsetLeft - bar.offsetLeft - (bar.clientWidth - tab.offsetWidth) / 2;
+    },
     async refresh() {
       const row = (await ask("runs")).runs.find((run) => run.id === here.run);
       if (!row) throw new Error(`Run ${here.run} not found.`);
