@@ -38,8 +38,6 @@ def engine_of(
     config: dict[str, Any], tokenizer_vocab_size: int, backend: Any = "torch", **runtime: Any
 ) -> tuple[DecoderSpec, Engine]:
     model = spec_from_huggingface(config)
-    if backend == "jax" and model.layer_pattern is not None:
-        pytest.skip("the JAX engine refuses layer patterns")
     run = RunConfig(
         backend=backend,
         model=model,

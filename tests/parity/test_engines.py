@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from small_configurations import MODELS, POSITIONS, VOCAB, configuration, random_rows
+from small_configurations import MODELS, PATTERNS, POSITIONS, VOCAB, configuration, random_rows
 from vorox import backends
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.distributed_context import DistributedContext
@@ -27,6 +27,7 @@ from vorox.training.engine_parity import QUANTITIES, Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 NUM_STEPS = 50
+ALL = MODELS | PATTERNS
 
 
 def engine(name: str, model: dict[str, Any], **overrides: Any) -> Engine:
@@ -55,10 +56,10 @@ def packed(step: int) -> Batch:
     return Batch(step, *shaped, np.zeros((2, 4), np.uint64), count, DataCursor("", 0, step + 1, 0, 0))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama grouped, untied", "qwen3", "mixtral"])
+@pytest.mark.parametrize("model", ["gpt2", "llama grouped, untied", "qwen3", "mixtral", "hybrid"])
 def test_every_family_over_fifty_steps(model: str) -> None:
     found = compare(
-        engine("torch", MODELS[model]), engine("jax", MODELS[model]),
+        engine("torch", ALL[model]), engine("jax", ALL[model]),
         (packed(step % 4) for step in range(NUM_STEPS)), NUM_STEPS,
         lr=lambda step: 1e-3 * min(1, (step + 1) / 10), weight_decay=lambda _: 0.1,
     )  # fmt: skip
@@ -67,10 +68,10 @@ def test_every_family_over_fifty_steps(model: str) -> None:
     assert found[-1].losses[0] < found[0].losses[0]
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("model", sorted(ALL))
 def test_every_kind_of_model_over_a_few_steps(model: str) -> None:
     found = compare(
-        engine("torch", MODELS[model]), engine("jax", MODELS[model]), map(packed, range(3)), 3,
+        engine("torch", ALL[model]), engine("jax", ALL[model]), map(packed, range(3)), 3,
         lr=lambda _: 1e-3, weight_decay=lambda _: 0.1,
     )  # fmt: skip
     assert [step.exceeded(Tolerances()) for step in found] == [None] * 3

@@ -23,10 +23,9 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
-from reference_decoder import numpy_logits
+from packed_rows import loss_of_documents, packed
 from small_configurations import HYBRID
 from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
@@ -37,39 +36,6 @@ from vorox.models.optimizer_groups import optimizer_groups
 from vorox.training.checkpoints.commit import write_state
 
 pytestmark = pytest.mark.torch
-DOCUMENTS = ((5, 1, 11, 7), (24,), (3, 3, 3, 9), (20, 2))  # rows may end in padding
-
-
-def packed(step: int = 0) -> Batch:
-    """Rows of several documents, with labels inside of documents only."""
-    tokens = random_rows(len(DOCUMENTS), step)[:, :-1].copy()
-    labels, segments, positions = (np.zeros_like(tokens) for _ in range(3))
-    labels[:] = IGNORED_LABEL
-    for row, lengths in enumerate(DOCUMENTS):
-        start = 0
-        for segment, length in enumerate(lengths, start=1):
-            end = start + length
-            labels[row, start : end - 1] = tokens[row, start + 1 : end]
-            segments[row, start:end], positions[row, start:end] = segment, np.arange(length)
-            start = end
-    digests, count = np.zeros((1, len(tokens)), np.uint64), int((labels != IGNORED_LABEL).sum())
-    cursor = DataCursor("", 0, step + 1, 0, 0)
-    return Batch(step, tokens[None], labels[None], segments[None], positions[None], digests, count, cursor)
-
-
-def loss_of_documents(spec: Any, weights: dict[str, np.ndarray], batch: Batch) -> float:
-    """Mean loss per label where the numpy decoder sees every document alone."""
-    total = 0.0
-    for row, lengths in enumerate(DOCUMENTS):
-        start = 0
-        for length in lengths:
-            tokens = batch.tokens_ABT[0, row, start : start + length]
-            logits = numpy_logits(spec, weights, tokens[None])[0]
-            logits = logits - logits.max(-1, keepdims=True)
-            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            total -= log_p[np.arange(length - 1), tokens[1:]].sum()
-            start += length
-    return total / batch.num_target_tokens
 
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))
@@ -198,14 +164,3 @@ def test_tensor_parallelism_is_refused() -> None:
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     with pytest.raises(ConfigError, match=r"not supported with model\.layer_pattern"):
         check_divisible(config, spec)
-
-
-@pytest.mark.jax
-def test_jax_refuses_patterns() -> None:
-    from vorox import backends
-    from vorox.core.distributed_context import DistributedContext
-
-    config = configuration(HYBRID, backend="jax", runtime={"device": "cpu"})
-    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
-    with pytest.raises(ConfigError, match="layer_pattern = M\\*-M is not supported by the jax engine"):
-        backends.load("jax").create(config, spec, DistributedContext())

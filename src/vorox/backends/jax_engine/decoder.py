@@ -1,4 +1,4 @@
-"""Incremental decoding with a key/value cache.
+"""Incremental decoding with a key/value cache and the states of Mamba-2 layers.
 
 Compiled functions have fixed shapes: prompts are padded to a multiple of ``PROMPT_MULTIPLE_TOKENS``, so that prompts of
 many lengths share one. The cache entries of padding are masked, and overwritten by the tokens that follow.
@@ -9,6 +9,7 @@ Shape legend: B rows, T new tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from vorox.core.errors import ConfigError
 
 PROMPT_MULTIPLE_TOKENS = 16
 
-DecodeStep = Callable[[Int32Array, int, jax.Array, int], tuple[jax.Array, jax.Array]]
+DecodeStep = Callable[[Int32Array, int, Any, int], tuple[jax.Array, Any]]
 """(padded tokens_BT, number of new tokens, cache, number of earlier tokens) -> logits_BV, cache."""
 
 
@@ -27,12 +28,12 @@ class JaxDecoder:
     """Decoding state of one batch of sequences.
 
     Args:
-        cache: Empty, ``[L, 2, B, max_tokens, K, H]``.
+        cache: Empty (``mamba.py: empty_cache``).
         max_tokens: Capacity of the cache.
         decode: The forward pass.
     """
 
-    def __init__(self, cache: jax.Array, max_tokens: int, decode: DecodeStep) -> None:
+    def __init__(self, cache: Any, max_tokens: int, decode: DecodeStep) -> None:
         self._cache, self._max_tokens, self._decode = cache, max_tokens, decode
         self._num_tokens = 0
 

@@ -154,7 +154,6 @@ def _check_supported(config: RunConfig) -> None:
     only_torch = {
         "model.mlp": config.model.mlp,
         "model.block": config.model.block,
-        "model.layer_pattern": config.model.layer_pattern,
         "train.forward_backward": config.train.forward_backward,
         "train.embedding_noise": config.train.embedding_noise,
         "loss.name": "dpo" if config.loss.name == "dpo" else None,
@@ -165,6 +164,8 @@ def _check_supported(config: RunConfig) -> None:
             raise ConfigError(
                 f"{key} = {value} is not supported by the jax engine", where=key, hint="set backend=torch"
             )
+    if config.model.layer_pattern is not None:
+        _check_pattern(config, config.model.layer_pattern)
     kernel = config.model.attention_kernel
     if is_extension(kernel) and config.model.dropout_fraction > 0:
         raise ConfigError(
@@ -175,6 +176,20 @@ def _check_supported(config: RunConfig) -> None:
         raise ConfigError(
             "device = mps is not supported by the jax engine; it has cpu, cuda and tpu", where="runtime.device",
             hint="set runtime.device=auto, or backend=torch",
+        )  # fmt: skip
+
+
+def _check_pattern(config: RunConfig, pattern: str) -> None:
+    if config.runtime.scan_layers:
+        raise ConfigError(
+            f"scan_layers = true needs equal layers; model.layer_pattern is {pattern}", where="runtime.scan_layers",
+            hint="set it to false",
+        )  # fmt: skip
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size = {config.parallel.tensor_parallel_size} is not supported with model.layer_pattern="
+            f"{pattern}", where="parallel.tensor_parallel_size",
+            hint="use parallel.data_parallel_size or parallel.fsdp_size",
         )  # fmt: skip
 
 

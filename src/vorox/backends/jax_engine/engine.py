@@ -29,6 +29,7 @@ from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, re
 from vorox.backends.jax_engine.decoder import JaxDecoder
 from vorox.backends.jax_engine.devices import Compute
 from vorox.backends.jax_engine.inputs import batch_to_devices
+from vorox.backends.jax_engine.mamba import decoder_blocks, empty_cache
 from vorox.backends.jax_engine.model import Decoder, ForwardContext
 from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
@@ -99,9 +100,9 @@ class JaxEngine:
         self.data_shard = distributed.data_shard(compute.mesh)
         self.taps = Taps(spec.num_layers, self._reset_compiled)
         self._decoder = Decoder(
-            self.layout, attention.attention_kernel(compute.attention), attention.rotary_tables(spec),
-            dtype=compute.dtype, taps=self.taps, remat=config.train.activation_checkpointing,
-            constrain=compute.constrain_rows,
+            self.layout, decoder_blocks(spec, attention.attention_kernel(compute.attention)),
+            attention.rotary_tables(spec), dtype=compute.dtype, taps=self.taps,
+            remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
         )  # fmt: skip
         self.optimizer = Optimizer(config.optimizer, config.train, self.layout)
         self._reset_compiled()
@@ -282,24 +283,23 @@ class JaxEngine:
     def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> JaxDecoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         assert images is None, "refused with the configuration"
-        check_length(max_tokens, spec := self._spec)
-        shape = (spec.num_layers, 2, batch_size, max_tokens, spec.num_kv_heads, spec.head_dim)
+        check_length(max_tokens, self._spec)
         with devices.memory_errors(SAMPLING, self._memory):
-            return JaxDecoder(jnp.zeros(shape, self.compute.dtype), max_tokens, self._decode)
+            empty = empty_cache(self._spec, batch_size, max_tokens, self.compute.dtype)
+            return JaxDecoder(empty, max_tokens, self._decode)
 
-    def _decode(self, tokens_BT: Int32Array, num_new: int, cache: Array, start: int) -> tuple[Array, Array]:
+    def _decode(self, tokens_BT: Int32Array, num_new: int, cache: Any, start: int) -> tuple[Array, Any]:
         with self.compute.precision():
             return self._decode_compiled(self.state.params, tokens_BT, cache, np.int32(start), np.int32(num_new))
 
     def _decode_rows(
-        self, params: Mapping[str, Array], tokens_BT: Array, cache: Array, start: Array, num_new: Array
-    ) -> tuple[Array, Array]:
+        self, params: Mapping[str, Array], tokens_BT: Array, cache: Any, start: Array, num_new: Array
+    ) -> tuple[Array, Any]:
         """Return the logits after the last new token and the extended cache; ``tokens_BT`` is padded."""
-        positions_T = start + jnp.arange(tokens_BT.shape[1])
-        context = ForwardContext(AttentionMask(None, positions_T), positions_T[None], cache=cache, cache_start=start)
+        index_T = start + jnp.arange(tokens_BT.shape[1])
+        context = ForwardContext(AttentionMask(None, index_T), index_T[None], None, cache, start, num_new=num_new)
         hidden_BTD, cache_after, _ = self._decoder(params, tokens_BT, context)
         last_BD = jax.lax.dynamic_index_in_dim(hidden_BTD, num_new - 1, axis=1, keepdims=False)
-        assert cache_after is not None
         return self._head_logits(params, last_BD), cache_after
 
     # -- state --------------------------------------------------------------------------------------------------------

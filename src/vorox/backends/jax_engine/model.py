@@ -9,7 +9,7 @@ Shape legend: B rows, T positions, D width, O outputs, N query heads, K key/valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,8 +46,9 @@ class ForwardContext:
         attention_mask: Which keys each query may attend to.
         positions_BT: Position of each token, ``[B or 1, T]``.
         dropout_key: Random key of dropout; ``None`` for no dropout.
-        cache: Keys and values so far, ``[L, 2, B, S, K, H]``, for decoding.
+        cache: Keys and values so far, ``[L, 2, B, S, K, H]``, for decoding; with a layer pattern, an entry per layer.
         cache_start: Position at which new keys and values are written.
+        num_new: New tokens in decoding; padding follows them.
         measure: Whether to measure the residual stream at the tap points.
         router: Losses and metrics of the routers of experts; ``None`` in evaluation, and without experts.
     """
@@ -55,8 +56,9 @@ class ForwardContext:
     attention_mask: AttentionMask
     positions_BT: Array
     dropout_key: Array | None = None
-    cache: Array | None = None
+    cache: Any = None
     cache_start: Array | None = None
+    num_new: Array | None = None
     measure: bool = False
     router: RouterStep | None = None
 
@@ -177,13 +179,13 @@ class Block(nnx.Module):
     def __init__(self, spec: DecoderSpec, attend: Attend) -> None:
         self._spec = spec
         has_pre, has_post = spec.norm_placement != "post", spec.norm_placement != "pre"
-        self.attention_norm = _stream_norm(spec) if has_pre else None
+        self.attention_norm = stream_norm(spec) if has_pre else None
         self.attention = Attention(spec, attend)
-        self.attention_output_norm = _stream_norm(spec) if has_post else None
-        self.mlp_norm = _stream_norm(spec) if has_pre else None
+        self.attention_output_norm = stream_norm(spec) if has_post else None
+        self.mlp_norm = stream_norm(spec) if has_pre else None
         has_experts = spec.num_experts is not None
         self.mlp = Experts(spec, _activation(spec.activation)) if has_experts else Mlp(spec)
-        self.mlp_output_norm = _stream_norm(spec) if has_post else None
+        self.mlp_output_norm = stream_norm(spec) if has_post else None
 
     def __call__(
         self, x_BTD: Array, layer: Array | int, context: ForwardContext, taps: Taps, rotary: tuple[Array, Array] | None,
@@ -219,7 +221,7 @@ class Block(nnx.Module):
         return x_BTD if key is None else apply_dropout(x_BTD, (self._spec.dropout_fraction, key))
 
 
-def _stream_norm(spec: DecoderSpec) -> Norm:
+def stream_norm(spec: DecoderSpec) -> Norm:
     """Return a norm of the residual stream."""
     return Norm(
         spec.hidden_size, kind=spec.norm, bias=spec.norm_bias, eps=spec.norm_eps, offset=float(spec.norm_unit_offset)
@@ -237,7 +239,7 @@ class OuterLayers(nnx.Module):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         is_learned = spec.positions == "learned"
         self.position_embedding = Embedding(spec.max_positions_tokens, spec.hidden_size) if is_learned else None
-        self.final_norm = _stream_norm(spec)
+        self.final_norm = stream_norm(spec)
         self.head = None if spec.tie_embeddings else Linear(spec.vocab_size, spec.hidden_size, bias=False)
 
 
@@ -246,7 +248,7 @@ class Decoder:
 
     Args:
         layout: Leaves of the parameter tree.
-        attend: Attention kernel.
+        blocks: The block of each layer, without memory.
         rotary: Cosines and sines of all positions, or ``None``.
         dtype: Precision of activations; parameters stay fp32.
         taps: Functions attached to the residual stream.
@@ -255,13 +257,14 @@ class Decoder:
     """
 
     def __init__(
-        self, layout: ParameterLayout, attend: Attend, rotary: tuple[Any, Any] | None, *, dtype: Any, taps: Taps,
-        remat: str, constrain: Constrain,
+        self, layout: ParameterLayout, blocks: Sequence[nnx.Module], rotary: tuple[Any, Any] | None, *, dtype: Any,
+        taps: Taps, remat: str, constrain: Constrain,
     ) -> None:  # fmt: skip
         self._layout, self._rotary, self._dtype, self._taps = layout, rotary, dtype, taps
         self._remat, self._constrain = remat, constrain
         spec = layout.spec
-        self._block = _SplitModule(nnx.eval_shape(lambda: Block(spec, attend)))
+        split = {id(block): _SplitModule(block) for block in blocks}
+        self._layers = [split[id(block)] for block in blocks]
         self._outer = _SplitModule(nnx.eval_shape(lambda: OuterLayers(spec)))
 
     def head(self, params: Mapping[str, Array]) -> tuple[str, Array]:
@@ -271,7 +274,7 @@ class Decoder:
 
     def __call__(
         self, params: Mapping[str, Array], tokens_BT: Array, context: ForwardContext
-    ) -> tuple[Array, Array | None, Seen]:  # fmt: skip
+    ) -> tuple[Array, Any, Seen]:  # fmt: skip
         """Return the final hidden state ``[B, T, D]``, the extended cache, and what was measured, by layer."""
         outer = self._outer.bind(params)
         x_BTD = outer.embedding(tokens_BT, self._dtype)
@@ -291,11 +294,12 @@ class Decoder:
 
     def _blocks(
         self, params: Mapping[str, Array], x_BTD: Array, context: ForwardContext, rotary: tuple[Array, Array] | None
-    ) -> tuple[Array, Array | None, Seen]:
+    ) -> tuple[Array, Any, Seen]:
         num_layers = self._layout.spec.num_layers
 
-        def body(x: Array, layer: Any, tree: Mapping[str, Array], cache: Array | None) -> Any:
-            x, cache, seen = self._block.bind(tree)(x, layer, context, self._taps, rotary, cache)
+        def body(x: Array, layer: Any, tree: Mapping[str, Array], cache: Any) -> Any:
+            block = self._layers[0 if self._layout.scanned else layer]
+            x, cache, seen = block.bind(tree)(x, layer, context, self._taps, rotary, cache)
             return self._constrain(x), (cache, seen)
 
         # A scan stores everything saved for the backward pass, including what XLA would otherwise recompute.
@@ -320,11 +324,10 @@ class Decoder:
             x_BTD, (cache, seen) = body(x_BTD, layer, _subtree(params, f"blocks.{layer}."), layer_cache)
             caches.append(cache)
             measured.append(seen)
-        return (
-            x_BTD,
-            None if context.cache is None else jnp.stack(caches),
-            jax.tree.map(lambda *layers: jnp.stack(layers), *measured),
-        )
+        seen = jax.tree.map(lambda *layers: jnp.stack(layers), *measured)
+        if context.cache is None:
+            return x_BTD, None, seen
+        return x_BTD, jnp.stack(caches) if self._layout.spec.layer_pattern is None else tuple(caches), seen
 
 
 def _subtree(params: Mapping[str, Array], prefix: str) -> dict[str, Array]:

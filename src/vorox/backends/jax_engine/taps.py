@@ -25,6 +25,8 @@ from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
 
 POINTS: tuple[str, ...] = get_args(TapPoint)
+MIXER_POINTS = ("block_input", "after_mlp")
+"""The points of a layer of ``model.layer_pattern``."""
 Tap = Callable[[jax.Array], jax.Array | None]
 
 
@@ -94,9 +96,10 @@ def statistics(moments_ALP3: npt.NDArray[np.float32]) -> dict[str, float]:
     mean_LP = moments_ALP3[..., 0].mean(axis=0)
     deviation_LP = np.sqrt(np.maximum(moments_ALP3[..., 1].mean(axis=0) - np.square(mean_LP), 0))
     largest_LP = moments_ALP3[..., 2].max(axis=0)
+    points = POINTS if mean_LP.shape[1] == len(POINTS) else MIXER_POINTS
     return {
         f"activation/{layer}/{point}/{kind}": float(values[layer, index])
         for layer in range(mean_LP.shape[0])
-        for index, point in enumerate(POINTS)
+        for index, point in enumerate(points)
         for kind, values in (("mean", mean_LP), ("std", deviation_LP), ("absmax", largest_LP))
     }
