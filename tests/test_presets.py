@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import tiny_runs
 from vorox.core.config import config_digest, dump_yaml, load_config
 from vorox.core.config.presets import run_presets
+from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +97,31 @@ def test_presets_with_a_published_size_have_it() -> None:
     config = load_config("gpt2-124m")
     spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
     assert spec.num_parameters == 124_439_808
+
+
+@pytest.mark.torch
+def test_the_recipe_of_experts_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With overrides only, on a corpus of its own: the loss falls, and the routers use all experts."""
+    monkeypatch.chdir(ROOT)
+    text = tiny_runs.write_text(tmp_path / "text")
+    config = load_config(
+        "configs/moe_1b.yaml",
+        [
+            "model.num_layers=2", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2",
+            "model.head_dim=null", "model.intermediate_size=24", "model.num_experts=4", "model.vocab_size=null",
+            "model.max_positions_tokens=null", f"data.sources=[{{name: text, format: jsonl, paths: [{text}]}}]",
+            "tokenizer.kind=byte", "data.sequence_length_tokens=32", "data.validation.held_out_fraction=0.1",
+            f"data.cache.directory={tmp_path}/cache", "train.num_steps=12", "train.global_batch_sequences=4",
+            "train.micro_batch_sequences=2", "optimizer.lr=0.01", "schedule.warmup_steps=2", "precision.dtype=fp32",
+            "runtime.device=cpu", "runtime.num_threads=1", f"run.directory={tmp_path}/runs", "log.every_steps=1",
+            "log.matmul_peak=false", "eval.every_steps=6", "eval.num_sequences=4", "eval.sample_tokens=2",
+        ],
+    )  # fmt: skip
+    outcome = tiny_runs.run(config)
+    metrics = read_metrics(outcome.run_directory)
+    assert metrics[12]["loss"] < metrics[1]["loss"] - 0.5
+    assert 1 <= metrics[12]["router/load_max_to_mean"] < 4, "4: one expert would have all tokens"
+    assert metrics[12]["router/z_loss"] > 0
 
 
 def test_two_loads_give_the_same_digest(source: str) -> None:

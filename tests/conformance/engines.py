@@ -18,8 +18,13 @@ POSITIONS = 16
 LR = 0.01
 
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "normalize_expert_weights": True, "intermediate_size": 24}
+"""Settings of ``model`` for an engine named ``torch-experts`` or ``jax-experts``."""
+
+
 def make_engine(name: str, *, seed: int = 0, width: int = 8, **runtime: Any) -> Engine:
     """A fresh engine; ``width`` makes another architecture, ``runtime`` are settings of that section."""
+    name, _, model = name.partition("-")
     if name == "numpy":
         return NumpyEngine(VOCAB, seed=seed, width=width)
     from vorox import backends
@@ -27,10 +32,19 @@ def make_engine(name: str, *, seed: int = 0, width: int = 8, **runtime: Any) -> 
     from vorox.models.decoder_spec import decoder_spec
 
     threads = {} if name == "jax" else {"num_threads": 1}
-    sections = {"runtime": {"device": "cpu", **threads, **runtime}}
+    sections: dict[str, Any] = {"runtime": {"device": "cpu", **threads, **runtime}}
+    if model:  # the load-balancing loss is that of a micro-batch, so that splitting a step changes its gradient
+        sections |= {
+            "model": shape(width) | EXPERTS,
+            "loss": {"load_balancing_weight": 0.0, "router_z_loss_weight": 0.1},
+        }
     config = jax_config(seed, width, **sections) if name == "jax" else torch_config(seed, width, **sections)
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     return backends.load(name).create(config, spec, DistributedContext())
+
+
+def shape(width: int) -> dict[str, int]:
+    return {"num_layers": 2, "hidden_size": width * 4, "num_heads": 4, "num_kv_heads": 2}
 
 
 def torch_config(seed: int = 0, width: int = 8, **sections: dict[str, Any]):
@@ -38,7 +52,7 @@ def torch_config(seed: int = 0, width: int = 8, **sections: dict[str, Any]):
 
     return RunConfig.model_validate(
         {
-            "model": {"num_layers": 2, "hidden_size": width * 4, "num_heads": 4, "num_kv_heads": 2},
+            "model": shape(width),
             "data": {"sources": [{"name": "text", "format": "txt"}], "sequence_length_tokens": POSITIONS},
             "train": {"num_steps": 10, "global_batch_sequences": 8, "micro_batch_sequences": 8},
             "runtime": {"device": "cpu", "num_threads": 1},
