@@ -53,13 +53,19 @@ def assert_same_run(run: Path, oracle: Path) -> None:
         np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=atol, err_msg=key)
 
 
-@pytest.mark.parametrize("placement", ["data_parallel_size", "fsdp_size"])
+REPLICAS, SHARDS = "parallel.data_parallel_size=2", "parallel.fsdp_size=2"
+
+
+@pytest.mark.parametrize(
+    "placement", [[REPLICAS], [SHARDS], [REPLICAS, SHARDS]], ids=["replicas", "shards", "replicas of shards"]
+)
 @pytest.mark.parametrize("settings", [[], [FROZEN]], ids=["trained", "frozen"])
-def test_two_ranks_equal_one_process(runs: Runs, placement: str, settings: Sequence[str]) -> None:
+def test_ranks_equal_one_process(runs: Runs, placement: Sequence[str], settings: Sequence[str]) -> None:
     name = "frozen" if settings else "trained"
     alone = runs.train(f"{name}-alone", settings)[0]
-    pair = runs.train(f"{name}-{placement}", [*settings, f"parallel.{placement}=2", "--nproc", "2"])[0]
-    assert_same_run(pair, alone)
+    words = [*settings, *placement, "--nproc", str(2 ** len(placement))]
+    divided = runs.train(f"{name}-{'-'.join(placement)}", words)[0]
+    assert_same_run(divided, alone)
     rows = has_pictures(alone)
     assert (rows[:, :3] != rows[:, 3:]).sum() > 3, "a rank has pictures while the other has none"
 

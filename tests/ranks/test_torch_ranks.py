@@ -204,6 +204,20 @@ def test_the_state_in_host_memory_changes_no_bit_on_a_cpu(runs: Runs, pair: Path
     assert fingerprint(run) == fingerprint(pair)
 
 
+def test_replicas_of_shards_in_host_memory_change_no_bit_on_a_cpu(runs: Runs) -> None:
+    """With bf16, accumulation, recomputed blocks and a moving average."""
+    settings = [
+        "parallel.data_parallel_size=2", "parallel.fsdp_size=2", "--nproc", "4", "precision.dtype=bf16",
+        "train.activation_checkpointing=block", "train.ema_decay=0.9", "train.micro_batch_sequences=1",
+    ]  # fmt: skip
+    run, offloaded = (
+        runs.train(name, [*settings, *more])[0]
+        for name, more in (("shards", []), ("shards-offload", ["parallel.fsdp_offload=true"]))
+    )
+    assert entries(offloaded) == entries(run)
+    assert fingerprint(offloaded) == fingerprint(run)
+
+
 def test_auto_uses_all_ranks(runs: Runs, alone: Path) -> None:
     """As many replicas as ranks, with micro-batches that divide a rank's rows; the same run as of one process."""
     run, _ = runs.train("auto", ["train.micro_batch_sequences=8", "--nproc", "3"])

@@ -73,7 +73,7 @@ def test_a_killed_run_resumes_with_the_same_bits_generates_and_is_exported(
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
-@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
 def test_an_adapter_replays_generates_from_an_image_and_is_exported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,7 +146,7 @@ class PipelineNetwork(DecoderNetwork):
         assert step is not None
         labels = labels_to_device(step.batch.labels_ABT[index], self._compute.device)
         with self._compute.no_autocast():
-            objective, step.sums[index] = self._loss.train(
+            objective, step.sums[index] = self.loss.train(
                 hidden_MD, decoder.head_weight, labels, step.scale, step.loss_scale
             )
         return objective
@@ -196,7 +196,7 @@ class PipelineNetwork(DecoderNetwork):
         return super().evaluate(batch, index) or self._no_sums()
 
     def _no_sums(self) -> LossSums:
-        zero = torch.zeros((), dtype=self._loss.sum_dtype, device=self._compute.device)
+        zero = torch.zeros((), dtype=self.loss.sum_dtype, device=self._compute.device)
         return LossSums(zero, zero, zero, zero)
 
     @torch.no_grad()
