@@ -29,7 +29,9 @@ MEASURE_EVERY_READS = 100
 
 
 class HeldMemory:
-    """Reads the device memory of an engine; the parts are measured at the first read and every hundredth.
+    """Reads the device memory of an engine; the parts are measured at the first two reads and every hundredth.
+
+    The first read of several ranks comes before the first step, when FSDP2 has no gradients yet.
 
     Args:
         device: Device of the parts.
@@ -48,7 +50,7 @@ class HeldMemory:
 
     def read(self) -> dict[str, float]:
         """Return device memory by metric name. Reads counters and sizes only."""
-        if self._num_reads % MEASURE_EVERY_READS == 0:
+        if self._num_reads == 1 or self._num_reads % MEASURE_EVERY_READS == 0:
             self._held = self._measure()
         self._num_reads += 1
         found = devices.memory_stats(self._device)
