@@ -53,18 +53,16 @@ def assert_same_run(run: Path, oracle: Path) -> None:
         np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=atol, err_msg=key)
 
 
-REPLICAS, SHARDS = "parallel.data_parallel_size=2", "parallel.fsdp_size=2"
-
-
 @pytest.mark.parametrize(
-    "placement", [[REPLICAS], [SHARDS], [REPLICAS, SHARDS]], ids=["replicas", "shards", "replicas of shards"]
+    ("replicas", "shards"), [(2, 1), (1, 2), (2, 2)], ids=["replicas", "shards", "replicas of shards"]
 )
 @pytest.mark.parametrize("settings", [[], [FROZEN]], ids=["trained", "frozen"])
-def test_ranks_equal_one_process(runs: Runs, placement: Sequence[str], settings: Sequence[str]) -> None:
+def test_ranks_equal_one_process(runs: Runs, replicas: int, shards: int, settings: Sequence[str]) -> None:
     name = "frozen" if settings else "trained"
     alone = runs.train(f"{name}-alone", settings)[0]
-    words = [*settings, *placement, "--nproc", str(2 ** len(placement))]
-    divided = runs.train(f"{name}-{'-'.join(placement)}", words)[0]
+    sizes = [f"parallel.data_parallel_size={replicas}", f"parallel.fsdp_size={shards}"]
+    words = [*settings, *sizes, "--nproc", str(replicas * shards)]
+    divided = runs.train(f"{name}-{replicas}-{shards}", words)[0]
     assert_same_run(divided, alone)
     rows = has_pictures(alone)
     assert (rows[:, :3] != rows[:, 3:]).sum() > 3, "a rank has pictures while the other has none"
