@@ -8,8 +8,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tiny_runs import NumpyBackend, run
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
+from vorox.core.schema import RunConfig
+
+RANK = threading.local()
+"""The rank of the thread that runs it."""
+
+
+class ThreadBackend(NumpyBackend):
+    """The numpy engine on the rank of the thread; one rank elsewhere."""
+
+    def connect(self, config: RunConfig) -> DistributedContext:
+        return getattr(RANK, "dist", DistributedContext())
 
 
 class Store:
@@ -68,3 +80,14 @@ def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, range(count))), store
+
+
+def run_ranks(count: int, config: RunConfig) -> list[Any]:
+    """What every rank of a run on one machine returned or raised; the first one leads the builds."""
+
+    def program(dist: DistributedContext) -> Any:
+        RANK.dist = dist
+        dist.local_rank = dist.rank
+        return run(config)
+
+    return together(count, program)[0]

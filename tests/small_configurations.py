@@ -130,3 +130,18 @@ def batch_of(rows: np.ndarray, micro_batches: int = 1, *, step: int = 0, keep: n
         num_target_tokens=int((labels != IGNORED_LABEL).sum()),
         cursor_after=DataCursor("", 0, step + 1, 0, 0),
     )
+
+
+def randomise(engine: Any, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights under which nothing is near its initial value; returns them."""
+    generator = np.random.default_rng(seed)
+    weights = {
+        name: (
+            generator.normal(0, 0.25, array.shape)
+            if array.ndim == 2
+            else generator.normal(0 if name.endswith("bias") else 1, 0.3, array.shape)
+        ).astype(np.float32)
+        for name, array in engine.export_weights()
+    }
+    engine.import_weights(weights.items())
+    return weights

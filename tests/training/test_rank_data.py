@@ -7,7 +7,6 @@ The oracle is the run of one process: the same plan, batches and chain. What ran
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import pytest
 
 import vorox.run
-from rank_threads import together
-from tiny_runs import NumpyBackend, configuration, run, write_text
+from rank_threads import RANK, ThreadBackend, run_ranks
+from tiny_runs import configuration, run, write_text
 from vorox.core.batch import Batch
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import DataError, Preempted
 from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
@@ -36,29 +34,12 @@ STREAMED = [
     f"data.streaming.retention_bytes={LIMIT_BYTES}",
 ]  # fmt: skip
 STEPS = ["train.num_steps=40", "data.cache.unit_bytes=1500", "checkpoint.every_steps=null", "eval.every_steps=null"]
-RANK = threading.local()
-"""The rank of the thread that runs it."""
 
 
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Backend(NumpyBackend):
-        def connect(self, config: RunConfig) -> DistributedContext:
-            return getattr(RANK, "dist", DistributedContext())
-
-    monkeypatch.setattr(vorox.run.backends, "load", lambda name: Backend())
+    monkeypatch.setattr(vorox.run.backends, "load", lambda name: ThreadBackend())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def run_ranks(count: int, config: RunConfig) -> list[Any]:
-    """What every rank returned or raised; the first one leads the builds."""
-
-    def program(dist: DistributedContext) -> Any:
-        RANK.dist = dist
-        dist.local_rank = dist.rank
-        return run(config)
-
-    return together(count, program)[0]
 
 
 def configured(directory: Path, overrides: Sequence[str]) -> RunConfig:

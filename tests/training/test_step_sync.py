@@ -12,11 +12,9 @@ import pytest
 
 import vorox.run
 from numpy_engine import NumpyEngine
-from rank_threads import together
-from tiny_runs import NumpyBackend, configuration, run
-from vorox.core.distributed_context import DistributedContext
+from rank_threads import RANK, ThreadBackend, run_ranks
+from tiny_runs import configuration, run
 from vorox.core.errors import NumericalError, Preempted
-from vorox.core.schema import RunConfig
 from vorox.data import loader
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.rank_statistics import RankStatistics
@@ -24,27 +22,11 @@ from vorox.training.replay_chain import ReplayChain, read_chain
 from vorox.training.stop import StopRequest
 
 LIMIT_SECONDS = 20.0
-RANK = threading.local()
-"""The rank of the thread that runs it."""
 
 
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Backend(NumpyBackend):
-        def connect(self, config: RunConfig) -> DistributedContext:
-            return getattr(RANK, "dist", DistributedContext())
-
-    monkeypatch.setattr(vorox.run.backends, "load", lambda name: Backend())
-
-
-def run_ranks(count: int, config: RunConfig) -> list[Any]:
-    """What every rank returned or raised."""
-
-    def program(dist: DistributedContext) -> Any:
-        RANK.dist = dist
-        return run(config)
-
-    return together(count, program)[0]
+    monkeypatch.setattr(vorox.run.backends, "load", lambda name: ThreadBackend())
 
 
 def before_step(patch: pytest.MonkeyPatch, action: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from backends.jax_engine.jax_models import make
 from packed_rows import loss_of_documents, packed
 from reference_decoder import numpy_logits
-from small_configurations import HYBRID, PATTERNS, POSITIONS, batch_of, random_rows
+from small_configurations import HYBRID, PATTERNS, POSITIONS, batch_of, random_rows, randomise
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
@@ -24,21 +24,6 @@ pytestmark = pytest.mark.jax
 ALL = [
     pytest.param(name, marks=() if name == "hybrid" else pytest.mark.slow, id=name) for name in sorted(PATTERNS)
 ]  # fmt: skip
-
-
-def randomise(engine: JaxEngine) -> dict[str, np.ndarray]:
-    """Weights under which nothing is near its initial value; returns them."""
-    generator = np.random.default_rng(0)
-    weights = {
-        name: (
-            generator.normal(0, 0.25, array.shape)
-            if array.ndim == 2
-            else generator.normal(0 if name.endswith("bias") else 1, 0.3, array.shape)
-        ).astype(np.float32)
-        for name, array in engine.export_weights()
-    }
-    engine.import_weights(weights.items())
-    return weights
 
 
 def train(engine: JaxEngine, steps: int, *, start: int = 0) -> list[float]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from small_configurations import (
     GPT2,
     LLAMA,
@@ -18,6 +16,7 @@ from small_configurations import (
     batch_of,
     configuration,
     random_rows,
+    randomise,
 )  # fmt: skip
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.core.distributed_context import DistributedContext
@@ -37,21 +36,6 @@ def engine_of(config: RunConfig) -> TorchEngine:
 
 def make(model: dict[str, Any] | None = None, **overrides: Any) -> TorchEngine:
     return engine_of(configuration(model, **overrides))
-
-
-def randomise(engine: TorchEngine, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights under which nothing is near its initial value; returns them."""
-    generator = np.random.default_rng(seed)
-    weights = {
-        name: (
-            generator.normal(0, 0.25, array.shape)
-            if array.ndim == 2
-            else generator.normal(0 if name.endswith("bias") else 1, 0.3, array.shape)
-        ).astype(np.float32)
-        for name, array in engine.export_weights()
-    }
-    engine.import_weights(weights.items())
-    return weights
 
 
 def train(engine: TorchEngine, steps: int, *, start: int = 0, lr: float = LR) -> list[float]:

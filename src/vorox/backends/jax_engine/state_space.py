@@ -91,39 +91,57 @@ def scan(
     b_BCQGS, c_BCQGS = (chunks(x.astype(dtype), num_groups, state_size) for x in (b_BTGS, c_BTGS))
     documents_BCQ = chunks(documents_BT, mode="edge")
     decay_BCQGR = jnp.cumsum(dt_BCQGR * a_N.astype(dtype).reshape(heads), axis=2)  # log of the decay in the chunk
-    last_BC = documents_BCQ[:, :, -1]
-    before_BC = jnp.concatenate([documents_BCQ[:, :1, 0], last_BC[:, :-1]], axis=1)
+    y_BCQGRH = _within_chunks(value_BCQGRH, b_BCQGS, c_BCQGS, decay_BCQGR, documents_BCQ)
+    shape = (num_rows, *heads, head_dim, state_size)
+    initial = jnp.zeros(shape, dtype) if initial_BNHS is None else initial_BNHS.astype(dtype).reshape(shape)
+    read_BCQGRH, final = _between_chunks(value_BCQGRH, b_BCQGS, c_BCQGS, decay_BCQGR, documents_BCQ, initial)
+    y_BCQGRH = y_BCQGRH + read_BCQGRH
+    y_BTNH = y_BCQGRH.reshape(num_rows, -1, num_heads, head_dim)[:, :num_positions]
+    y_BTNH = y_BTNH + x_BTNH.astype(dtype) * d_N.astype(dtype)[:, None]
+    return y_BTNH, final.reshape(num_rows, num_heads, head_dim, state_size)
 
-    # within chunks: q reads what p has added
+
+def _within_chunks(
+    value_BCQGRH: Array, b_BCQGS: Array, c_BCQGS: Array, decay_BCQGR: Array, documents_BCQ: Array
+) -> Array:
+    """Return what each position reads of the inputs before it in its chunk and document, ``[B, C, Q, G, R, H]``."""
+    size = documents_BCQ.shape[2]
     is_causal_QQ = jnp.tril(jnp.ones((size, size), bool))
     reaches_BCQQ = (documents_BCQ[..., :, None] == documents_BCQ[..., None, :]) & is_causal_QQ
     exponent_BCQQGR = decay_BCQGR[:, :, :, None] - decay_BCQGR[:, :, None]
     exponent_BCQQGR = jnp.where(reaches_BCQQ[..., None, None], exponent_BCQQGR, -jnp.inf)
     scores_BCQQG = jnp.einsum("bcqgs,bcpgs->bcqpg", c_BCQGS, b_BCQGS)
     weights_BCQQGR = scores_BCQQG[..., None] * jnp.exp(exponent_BCQQGR)
-    y_BCQGRH = jnp.einsum("bcqpgr,bcpgrh->bcqgrh", weights_BCQQGR, value_BCQGRH)
+    return jnp.einsum("bcqpgr,bcpgrh->bcqgrh", weights_BCQQGR, value_BCQGRH)
 
-    # between chunks
+
+def _between_chunks(
+    value_BCQGRH: Array,
+    b_BCQGS: Array,
+    c_BCQGS: Array,
+    decay_BCQGR: Array,
+    documents_BCQ: Array,
+    initial_BGRHS: Array,
+) -> tuple[Array, Array]:
+    """Return what each position reads of the state before its chunk, and the state behind the last chunk."""
+    dtype, last_BC = decay_BCQGR.dtype, documents_BCQ[:, :, -1]
+    before_BC = jnp.concatenate([documents_BCQ[:, :1, 0], last_BC[:, :-1]], axis=1)
     is_last_BCQ = (documents_BCQ == last_BC[:, :, None]).astype(dtype)
     to_end_BCQGR = jnp.exp(decay_BCQGR[:, :, -1:] - decay_BCQGR) * is_last_BCQ[..., None, None]
     added_BCGRHS = jnp.einsum("bcqgs,bcqgrh->bcgrhs", b_BCQGS, value_BCQGRH * to_end_BCQGR[..., None])
     continues_BC = (before_BC == last_BC).astype(dtype)
     carry_BCGR = jnp.exp(decay_BCQGR[:, :, -1]) * continues_BC[..., None, None]
-    shape = (num_rows, *heads, head_dim, state_size)
-    initial = jnp.zeros(shape, dtype) if initial_BNHS is None else initial_BNHS.astype(dtype).reshape(shape)
 
     def carry(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         added, kept = chunk
         return state * kept[..., None, None] + added, state
 
-    final, starts = jax.lax.scan(carry, initial, (jnp.moveaxis(added_BCGRHS, 1, 0), jnp.moveaxis(carry_BCGR, 1, 0)))
+    chunks = (jnp.moveaxis(added_BCGRHS, 1, 0), jnp.moveaxis(carry_BCGR, 1, 0))
+    final_BGRHS, starts_CBGRHS = jax.lax.scan(carry, initial_BGRHS, chunks)
     is_first_BCQ = (documents_BCQ == before_BC[:, :, None]).astype(dtype)
     from_start_BCQGR = jnp.exp(decay_BCQGR) * is_first_BCQ[..., None, None]
-    read_BCQGRH = jnp.einsum("bcqgs,cbgrhs->bcqgrh", c_BCQGS, starts)
-    y_BCQGRH = y_BCQGRH + read_BCQGRH * from_start_BCQGR[..., None]
-    y_BTNH = y_BCQGRH.reshape(num_rows, -1, num_heads, head_dim)[:, :num_positions]
-    y_BTNH = y_BTNH + x_BTNH.astype(dtype) * d_N.astype(dtype)[:, None]
-    return y_BTNH, final.reshape(num_rows, num_heads, head_dim, state_size)
+    read_BCQGRH = jnp.einsum("bcqgs,cbgrhs->bcqgrh", c_BCQGS, starts_CBGRHS)
+    return read_BCQGRH * from_start_BCQGR[..., None], final_BGRHS
 
 
 def causal_convolution(
