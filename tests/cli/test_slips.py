@@ -117,6 +117,7 @@ def test_help_has_many_names(words: list[str], capsys: pytest.CaptureFixture[str
         ("help trainn", "No such command 'trainn'", "`vorox train`"),
         ("generate", "Missing argument 'RUN|CHECKPOINT'", "`vorox generate --help`"),
         ("dash --expot x.html", "No such option: --expot", "`vorox dash --export`"),
+        ("data where RUN --by loss", "No such option: --by", "`vorox data losses RUN`"),
         ("train --minutes", "Option '--minutes' requires an argument", "`vorox train --help`"),
         ("train --nproc 0", "Invalid value for '--nproc'", "`vorox train --help`"),
     ],
@@ -142,6 +143,11 @@ def test_a_group_without_a_command_prints_its_help_only(words: list[str], capsys
     printed = capsys.readouterr()
     assert "Commands" in printed.out
     assert printed.err == ""
+
+
+def test_where_names_the_command_for_documents_by_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "where", "--help"]) == 0
+    assert "vorox data losses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["-V", "--version"])

@@ -120,7 +120,10 @@ def _usage_error(error: BaseException, arguments: Sequence[str]) -> VoroxError |
     what, *suggested = re.split(r" Did you mean | \(Possible options: ", message().replace("\n", " "))
     meant = [f"`{command} {word}`" for word in re.findall(r"[\w-]+", " ".join(suggested)) if word != "or"]
     unknown = re.fullmatch(r"No such command '(.+)'\.?", what)
-    if meant:
+    option = re.fullmatch(r"No such option: (.+?)\.?", what)
+    if option and f"{command} {option[1]}" in _OTHER_OPTIONS:
+        hint = f"use `{_OTHER_OPTIONS[f'{command} {option[1]}']}`"
+    elif meant:
         hint = f"write {' or '.join(meant)}; see `{command} --help`"
     elif unknown and command == "vorox" and unknown[1] in _OTHER_COMMANDS:
         hint = f"use `{_OTHER_COMMANDS[unknown[1]]}`"
@@ -142,6 +145,8 @@ _OTHER_COMMANDS = {
     "menu": "vorox train --menu",
 }
 """Commands of other trainers, and what to write instead."""
+_OTHER_OPTIONS = {"vorox data where --by": "vorox data losses RUN"}
+"""Options that are commands of their own."""
 
 
 def _machine_error(error: BaseException) -> VoroxError | None:

@@ -37,8 +37,9 @@ Weights = Literal["model", "ema"]
 """The parameters of a model, or their moving average (``train.ema_decay``)."""
 
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
-"""Points where a function can read or replace the residual stream: before a block, after its attention, after its
-MLP. ``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
+"""Points where a function can read or replace the residual stream: before a block, after its attention, and after its
+MLP, which is the end of every block, also of one without an MLP. A block without attention has no ``after_attention``.
+``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
 
 
 class Tap(NamedTuple):

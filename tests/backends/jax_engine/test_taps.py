@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from backends.jax_engine.jax_models import make
-from small_configurations import GPT2, batch_of, random_rows
-from vorox.backends.jax_engine.taps import POINTS
+from small_configurations import GPT2, HYBRID, batch_of, random_rows
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
+from vorox.models.tap_points import POINTS
 
 pytestmark = [pytest.mark.jax]
 SCANNED = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
@@ -80,3 +80,36 @@ def test_watching_sees_the_stream_and_changes_no_bit() -> None:
 def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make().taps.attach(point, layer, lambda x: None)
+
+
+@pytest.mark.torch
+def test_points_of_a_layer_pattern_see_what_those_of_the_torch_engine_see() -> None:
+    """Of the layers M*-MM only the second has attention."""
+    from backends.torch_engine.small_models import make as make_torch
+
+    engine, torch_engine = make(HYBRID), make_torch(HYBRID)
+    engine.import_weights((name, array * 3) for name, array in torch_engine.export_weights())
+    torch_engine.import_weights((name, array * 3) for name, array in list(torch_engine.export_weights()))
+    found, expected = dict[tuple[str, int], np.ndarray](), dict[tuple[str, int], np.ndarray]()
+    for layer in range(5):
+        for point in POINTS:
+            key = (point, layer)
+            if point == "after_attention" and layer != 1:
+                with pytest.raises(ConfigError, match=f"Layer {layer} has no tap point 'after_attention'"):
+                    engine.taps.attach(point, layer, lambda x: x)
+                continue
+            engine.taps.attach(
+                point, layer, lambda x, key=key: jax.debug.callback(lambda y: found.update({key: np.array(y)}), x)
+            )
+            torch_engine.taps.attach(point, layer, lambda x, key=key: expected.update({key: x.detach().numpy().copy()}))
+    tokens = random_rows(2)[:, :-1]
+    torch_engine.logits(tokens)
+    engine.logits(tokens)
+    jax.effects_barrier()
+    assert found.keys() == expected.keys()
+    assert len(found) == 5 * 2 + 1
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-4, rtol=1e-4, err_msg=str(key))
+    zeroed = make(HYBRID)
+    zeroed.taps.attach("after_attention", 1, jnp.zeros_like)
+    assert not np.allclose(zeroed.logits(tokens), make(HYBRID).logits(tokens), atol=1e-3)

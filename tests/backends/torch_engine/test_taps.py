@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from backends.torch_engine.small_models import GPT2, LR, POSITIONS, batch_of, configuration, make, random_rows, train
-from vorox.backends.torch_engine.taps import POINTS, TapPoint, Taps
+from small_configurations import HYBRID
+from vorox.backends.torch_engine.taps import Taps
+from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
+from vorox.models.tap_points import POINTS
 
 pytestmark = pytest.mark.torch
 WIDTH = 32
@@ -99,6 +102,34 @@ def test_nothing_attached_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_unknown_places_are_refused(point: TapPoint, layer: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make().taps.attach(point, layer, lambda x: None)
+
+
+def test_points_of_a_layer_pattern() -> None:
+    """Every point of every layer (M*-MM) is called, in training and decoding, or refused."""
+    engine, seen = make(HYBRID), {}
+    for layer in range(5):
+        for point in POINTS:
+            key = (point, layer)
+            if point == "after_attention" and layer != 1:
+                with pytest.raises(ConfigError) as refused:
+                    engine.taps.attach(point, layer, lambda x: None)
+                assert f"Layer {layer} has no tap point '{point}'; it has block_input, after_mlp" in str(refused.value)
+                assert refused.value.hint == "layers with after_attention: 1"
+            else:
+                engine.taps.attach(point, layer, lambda x, key=key: seen.update({key: x.detach().clone()}))
+    tokens = random_rows(2)[:, :-1]
+    for run in (lambda: train(engine, 1), lambda: engine.logits(tokens)):
+        seen.clear()
+        run()
+        assert len(seen) == 5 * 2 + 1
+    assert torch.equal(seen["after_attention", 1], seen["block_input", 2])
+    assert not torch.equal(seen["after_attention", 1], seen["block_input", 1])
+    plain = make(HYBRID)
+    detach = plain.taps.attach("after_attention", 1, torch.zeros_like)
+    zeroed = plain.logits(tokens)
+    detach()
+    plain.taps.attach("block_input", 2, torch.zeros_like)
+    assert np.array_equal(plain.logits(tokens), zeroed)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])

@@ -139,7 +139,7 @@ def test_taps_are_around_the_block(blocks: Path) -> None:
     engine.taps.attach("after_mlp", 1, lambda x_BTD: seen.append(tuple(x_BTD.shape)))
     train(engine, 1)
     assert seen[0][1:] == (24, engine._spec.hidden_size)
-    with pytest.raises(ConfigError, match="Unknown tap point 'after_attention'; available: block_input, after_mlp"):
+    with pytest.raises(ConfigError, match="Layer 1 has no tap point 'after_attention'; it has block_input, after_mlp"):
         engine.taps.attach("after_attention", 1, lambda x_BTD: None)
 
 

@@ -98,7 +98,7 @@ class JaxEngine:
         self.layout = ParameterLayout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
         self.data_shard = distributed.data_shard(compute.mesh)
-        self.taps = Taps(spec.num_layers, self._reset_compiled)
+        self.taps = Taps(spec, self._reset_compiled)
         self._decoder = Decoder(
             self.layout, decoder_blocks(spec, attention.attention_kernel(compute.attention)),
             attention.rotary_tables(spec), dtype=compute.dtype, taps=self.taps,

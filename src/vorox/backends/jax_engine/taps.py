@@ -14,7 +14,6 @@ Shape legend: B rows, T positions, D width, A micro-batches, L layers, P tap poi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,48 +21,19 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.engine import TapPoint
-from vorox.core.errors import ConfigError
+from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.tap_points import POINTS, TapFunctions, decoder_points
 
-POINTS: tuple[str, ...] = get_args(TapPoint)
-MIXER_POINTS = ("block_input", "after_mlp")
-"""The points of a layer of ``model.layer_pattern``."""
+MIXER_POINTS: tuple[TapPoint, ...] = ("block_input", "after_mlp")
+"""Where a layer of ``model.layer_pattern`` is measured."""
 Tap = Callable[[jax.Array], jax.Array | None]
 
 
-class Taps:
-    """The taps of one model.
+class Taps(TapFunctions):
+    """The taps of one model; compiled steps are invalid after a change."""
 
-    Args:
-        num_layers: Layers of the model.
-        on_change: Called when compiled steps become invalid.
-    """
-
-    def __init__(self, num_layers: int, on_change: Callable[[], None]) -> None:
-        self._num_layers, self._on_change = num_layers, on_change
-        self._functions: dict[tuple[str, int], list[Tap]] = {}
-
-    def attach(self, point: TapPoint, layer: int, function: Tap) -> Callable[[], None]:
-        """Pass the residual stream through ``function`` at a point of a layer (from 0).
-
-        Returns:
-            A function that detaches it.
-
-        Raises:
-            ConfigError: The point or layer does not exist.
-        """
-        if point not in POINTS:
-            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(POINTS)}", where="taps")
-        if not 0 <= layer < self._num_layers:
-            raise ConfigError(f"Tap layer {layer} does not exist; there are {self._num_layers}", where="taps")
-        functions = self._functions.setdefault((point, layer), [])
-        functions.append(function)
-        self._on_change()
-
-        def detach() -> None:
-            functions.remove(function)
-            self._on_change()
-
-        return detach
+    def __init__(self, spec: DecoderSpec, on_change: Callable[[], None]) -> None:
+        super().__init__(decoder_points(spec), on_change)
 
     def apply(self, point: str, layer: jax.Array | int, x_BTD: jax.Array) -> jax.Array:
         """Return the residual stream after the taps of a point. With scanned layers, ``layer`` is a traced value."""

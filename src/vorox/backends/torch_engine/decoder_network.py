@@ -41,7 +41,7 @@ from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Divi
 from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Parameters
-from vorox.backends.torch_engine.taps import POINTS, Taps
+from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.user_block import UserBlock, block_values
 from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
 from vorox.core.batch import AnyImages, Batch, Int32Array
@@ -50,6 +50,7 @@ from vorox.core.preference_pairs import find_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import optimizer_groups
+from vorox.models.tap_points import decoder_points
 from vorox.models.weight_init import initial_weights
 
 
@@ -66,8 +67,7 @@ class DecoderNetwork:
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
-        points = POINTS if spec.block is None and spec.layer_pattern is None else ("block_input", "after_mlp")
-        self.taps = Taps(spec.num_layers, points)
+        self.taps = Taps(decoder_points(spec))
         self._parallel = TensorParallel.of(spec, ranks, divides_positions=config.parallel.sequence_parallel)
         self._local = spec if self._parallel is None else self._parallel.local
         self._positions = ContextParallel.of(ranks)

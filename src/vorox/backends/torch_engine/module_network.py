@@ -75,7 +75,7 @@ class ModuleNetwork(ABC):
 
     def __init__(self, config: RunConfig, spec: ModuleSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
-        self.taps = Taps(0)
+        self.taps = Taps(())
         self.parameters: Parameters
         self.module: Any = self._build()
         self._run: Callable[..., Any] = self.module

@@ -17,59 +17,31 @@ Shape legend: B rows, T positions, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import get_args
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.core.engine import TapPoint
-from vorox.core.errors import ConfigError
-
-POINTS: tuple[TapPoint, ...] = get_args(TapPoint)
-Tap = Callable[[Tensor], Tensor | None]
+from vorox.models.tap_points import POINTS, LayerPoints, TapFunctions
 
 
-class Taps:
+class Taps(TapFunctions):
     """The taps of one model.
 
     Attributes:
-        statistics: Collects activation statistics at every point, if set.
+        statistics: Collects activation statistics at every point where blocks call functions, if set.
         active: Whether any function or the statistics are attached.
     """
 
-    def __init__(self, num_layers: int, points: Sequence[TapPoint] = POINTS) -> None:
-        self._num_layers, self._points = num_layers, points
-        self._functions: dict[tuple[TapPoint, int], list[Tap]] = {}
+    def __init__(self, layers: Sequence[LayerPoints]) -> None:
+        super().__init__(layers, self._update)
         self.statistics: ActivationStatistics | None = None
         self.active = False
 
-    def attach(self, point: TapPoint, layer: int, function: Tap) -> Callable[[], None]:
-        """Pass the residual stream through ``function`` at a point of a layer (from 0).
-
-        Returns:
-            A function that detaches it.
-
-        Raises:
-            ConfigError: The point or layer does not exist.
-        """
-        if point not in self._points:
-            raise ConfigError(f"Unknown tap point {point!r}; available: {', '.join(self._points)}", where="taps")
-        if not 0 <= layer < self._num_layers:
-            raise ConfigError(f"Tap layer {layer} does not exist; there are {self._num_layers}", where="taps")
-        functions = self._functions.setdefault((point, layer), [])
-        functions.append(function)
-        self._update()
-
-        def detach() -> None:
-            functions.remove(function)
-            self._update()
-
-        return detach
-
     def measure(self, statistics: ActivationStatistics | None) -> None:
-        """Collect statistics at every point; ``None`` stops it."""
+        """Collect statistics; ``None`` stops it."""
         self.statistics = statistics
         self._update()
 

@@ -27,7 +27,10 @@ def where(
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Show the documents that a step was trained on: files, bytes, tokens, optionally the text."""
+    """Show the documents that a step was trained on: files, bytes, tokens, optionally the text.
+
+    `vorox data losses` sorts the documents of many steps by their loss.
+    """
     from vorox.core.run_lookup import find_run
     from vorox.data import provenance_queries
 
