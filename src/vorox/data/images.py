@@ -225,11 +225,6 @@ class ImageStore:
         return self._directory / name[:2] / name
 
 
-def images_of_rows(directory: Path, layout: ImageLayout | None, tokens_NC: npt.NDArray[Any]) -> dict[int, bytes]:
-    """Return the bytes of the images in stored rows of a cache, by their hash; ``layout`` is that of its recipe."""
-    return {} if layout is None else ImageStore(directory, layout).read_all(tokens_NC)
-
-
 def _lost(path: Path, what: str) -> DataError:
     return DataError(
         f"An image of the cache {what}", where=str(path),

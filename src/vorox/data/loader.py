@@ -2,8 +2,8 @@
 
 A batch is a function of (plan, step, shard). The rows of a step are the same for any number of shards. If they do not
 divide evenly, shards differ by one row, and a row without labels pads the shorter ones. The cost of opening does not
-depend on the cursor: the plan is read and the caches' digests are compared. Over growing caches, a step is located
-when the plan covers it.
+depend on the cursor: the plan is read and the caches' digests are compared. Batches read their rows by position through
+``RowSource``, as streams do; over growing caches, it waits until the plan covers a position.
 
 Shape legend: A micro-batches, B rows of a micro-batch, T positions.
 """
@@ -21,12 +21,9 @@ from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.growth import PlanGrower
 from vorox.data.image_decoding import ImageInput, PatchInput
-from vorox.data.plan import Plan, Readers
+from vorox.data.plan import Plan, Positions, Readers
 from vorox.data.prefetch import Prefetcher
-from vorox.data.row_source import LocatedRows, RowSource, read_rows
-from vorox.data.rows import RowReader, assemble
-
-__all__ = ["BatchStream", "first_cursor", "open_batches", "slots_of_shard", "validation_batches"]
+from vorox.data.rows import RowBlock, RowReader, assemble, read_rows
 
 Int64Array = npt.NDArray[np.int64]
 BatchStream = Prefetcher[Batch]
@@ -218,6 +215,92 @@ class _StepSlots:
     def num_rows(self) -> int:
         """Rows of the step, with those that fill it up."""
         return len(self.slots) + self.padding_rows
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedRows:
+    """The rows at some positions, and the caches that hold them.
+
+    Attributes:
+        source_index: Source of each row, an index into the plan's sources.
+        epoch: Epoch of the source, from 0.
+        rows: Row number in the source's cache.
+        readers: The caches of the plan's sources.
+    """
+
+    source_index: npt.NDArray[np.int32]
+    epoch: Int64Array
+    rows: Int64Array
+    readers: Readers
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice) -> LocatedRows:
+        return LocatedRows(self.source_index[part], self.epoch[part], self.rows[part], self.readers)
+
+    def read(self) -> RowBlock:
+        """Read the rows in this order, and verify them.
+
+        Raises:
+            DataError: A row is damaged, or its source has been removed from the configuration.
+        """
+        return read_rows(self.readers, self.source_index, self.rows)
+
+
+class RowSource:
+    """The rows of a run or dataset, by position. Thread-safe.
+
+    Args:
+        plan: Maps positions to rows.
+        readers: Caches of the plan's sources, in its order; ``None`` for a source that is no longer sampled.
+        grower: Extends the plan while the caches grow; its readers replace ``readers``.
+        stop: Polled while ``cover`` waits; true ends the wait.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        readers: Readers,
+        *,
+        grower: PlanGrower | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.plan = plan
+        self._readers, self._grower, self._stop = readers, grower, stop
+        self._closed = threading.Event()
+
+    def cover(self, end_position: int) -> None:
+        """Wait until the plan covers all positions below ``end_position``.
+
+        Raises:
+            DataNotReady: The rows are not built yet, and ``stop`` or ``close`` ended the wait.
+            DataError: A source is exhausted, or a cache cannot be read.
+        """
+        if self._grower is not None:
+            self._grower.cover(end_position, stop=self._is_stopped)
+
+    def locate(self, positions: Positions) -> LocatedRows:
+        """Return the rows at positions that the plan covers.
+
+        Raises:
+            DataError: A position is not covered.
+        """
+        readers = self._grower.readers if self._grower is not None else self._readers
+        found = self.plan.locate(positions)
+        rows = found.row
+        for index, reader in enumerate(readers):
+            chosen = np.flatnonzero(found.source_index == index)
+            if chosen.size and reader is not None:  # reading a row without a reader raises
+                rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
+        return LocatedRows(found.source_index, found.epoch, rows, readers)
+
+    def close(self) -> None:
+        """End every wait. Idempotent."""
+        self._closed.set()
+
+    def _is_stopped(self) -> bool:
+        return self._closed.is_set() or (self._stop is not None and self._stop())
 
 
 class _BatchReader:

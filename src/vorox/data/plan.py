@@ -17,7 +17,7 @@ from typing import Any
 
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.mixture_stages import Stage
+from vorox.data.mixture import Stage
 from vorox.data.plan_changes import Readers, covering_events
 from vorox.data.plan_events import (
     HorizonEvent,

@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.mixture_stages import Stage
+from vorox.data.mixture import Stage
 from vorox.data.plan_events import (
     CutEvent,
     HorizonEvent,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from vorox.core.atomic import canonical_json
 from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.mixture_stages import NEVER, MixtureStages, Stage
+from vorox.data.mixture import NEVER, MixtureStages, Stage
 from vorox.data.permutation import permutation_key, permute, unpermute
 from vorox.data.plan_events import (
     CutEvent,

@@ -1,4 +1,4 @@
-"""Packed rows: blocks read from caches, the reader protocols, and assembly of blocks into batches.
+"""Packed rows: reader protocols, blocks read from caches, and their assembly into batches.
 
 A *row* is ``row_tokens`` stored token ids (sequence length plus one): its segments in order, then padding. A *segment*
 is a fragment of one document. ``assemble`` turns a block into a ``Batch`` of contiguous ``int32`` arrays, freshly
@@ -11,6 +11,7 @@ micro-batches of B rows.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataCursor, Int32Array
+from vorox.core.errors import DataError
 from vorox.data.cache.recipe import Recipe
 from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images
@@ -258,7 +260,41 @@ def row_digests(block: RowBlock) -> npt.NDArray[np.uint64]:
     return digests
 
 
-def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
+def read_rows(readers: Sequence[RowReader | None], source_index: npt.NDArray[np.integer], rows: Int64Array) -> RowBlock:
+    """Read rows of several sources into one block, in the order given.
+
+    Args:
+        readers: The caches, by source; ``None`` for a source that was removed.
+        source_index: Source of each row.
+        rows: Row number in the source's cache.
+
+    Raises:
+        DataError: A row is damaged, or its source has been removed from the configuration.
+    """
+    if not rows.size:  # a shard may have no row in the last validation batch
+        return next(reader for reader in readers if reader is not None).read_rows(rows)
+    order = np.argsort(source_index, kind="stable")
+    sources = source_index[order]
+    if sources[0] == sources[-1]:
+        return _present(readers[int(sources[0])]).read_rows(rows)
+    cuts = [0, *(np.flatnonzero(sources[1:] != sources[:-1]) + 1).tolist(), len(order)]
+    slots = [order[first:last] for first, last in itertools.pairwise(cuts)]
+    blocks = [
+        _present(readers[int(sources[first])]).read_rows(rows[at]) for first, at in zip(cuts[:-1], slots, strict=True)
+    ]
+    return _interleave(blocks, slots)
+
+
+def _present(reader: RowReader | None) -> RowReader:
+    if reader is None:
+        raise DataError(
+            "The step needs rows of a source that was removed from the configuration", where="data.sources",
+            hint="resume from a checkpoint after the step at which the source was removed",
+        )  # fmt: skip
+    return reader
+
+
+def _interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
     """Merge the blocks of several sources into one block in slot order.
 
     Args:

@@ -29,7 +29,7 @@ from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
-from vorox.data.images import images_of_rows
+from vorox.data.images import ImageStore
 from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class CacheReader:
         chunk_N, row_N = self.addresses(rows)
         stored: list[memoryview | bytes] = []
         segments: list[memoryview] = []
-        open_chunks, now, header = self._open_chunks, next(self._clock), None
+        open_chunks, layout, now, header = self._open_chunks, self.recipe.images, next(self._clock), None
         for index, row in zip(chunk_N.tolist(), row_N.tolist(), strict=True):
             chunk = open_chunks.get(index) or self._open(index)
             chunk.last_used = now
@@ -242,7 +242,7 @@ class CacheReader:
             segment_lengths=segments_3S[2],
             segment_document_offsets=segments_3S[1],
             loss_mask_NC=loss_mask_NC,
-            images=images_of_rows(self.directory, self.recipe.images, tokens_NC),
+            images={} if layout is None else ImageStore(self.directory, layout).read_all(tokens_NC),
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:

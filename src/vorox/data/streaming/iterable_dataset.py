@@ -20,9 +20,9 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.report import PrepareProgress
 from vorox.data.corpus import plan_start, prepare
 from vorox.data.growth import PlanGrower
+from vorox.data.loader import RowSource
 from vorox.data.plan import Plan
 from vorox.data.prefetch import Prefetcher
-from vorox.data.row_source import RowSource
 from vorox.data.streaming.dataset_config import Sources, Transforms, dataset_config
 from vorox.data.streaming.sample_reader import BLOCK_SAMPLES, Sample, SampleReader, Share, order_before
 

@@ -20,9 +20,9 @@ from vorox.core.atomic import canonical_json
 from vorox.core.batch import DataCursor
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan
+from vorox.data.loader import LocatedRows, RowSource
 from vorox.data.plan import Plan, Positions
 from vorox.data.plan_events import encode_event
-from vorox.data.row_source import LocatedRows, RowSource
 from vorox.data.rows import assemble
 
 Sample = dict[str, Any]
