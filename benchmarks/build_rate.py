@@ -224,8 +224,8 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     from vorox.core.config import load_config
     from vorox.data.cache.format import encode_chunk
     from vorox.data.cache.unit_builder import UnitBuilder
-    from vorox.data.cache.unit_rows import chunk_contents
     from vorox.data.cache_opener import recipe_for
+    from vorox.data.packing import chunk_contents
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader
     from vorox.data.text.unit_splitter import split_into_units

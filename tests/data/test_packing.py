@@ -10,7 +10,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vorox.data.packing import Packing, PackingMethod, pack
+from vorox.data.cache.recipe import PackingMethod
+from vorox.data.packing import Packing, pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 ROW_TOKENS = st.integers(2, 17)

@@ -15,9 +15,8 @@ from vorox.core.config import load_config
 from vorox.core.config.config_for_text import config_for_text
 from vorox.core.errors import ConfigError
 from vorox.core.preference_pairs import find_pairs
-from vorox.data.cache.pair_rows import split_pairs
 from vorox.data.documents import Message, PreferencePair, UnreadableRecord
-from vorox.data.packing import pack
+from vorox.data.packing import pack, split_pairs
 from vorox.data.text.conversations import read_pair
 from vorox.data.text.format_detection import detect_source
 from vorox.training.checkpoints.weights_source import check_weights

@@ -7,7 +7,7 @@ read from, for provenance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -200,8 +200,15 @@ class BadRecord:
     is_rest_of_file: bool = False
 
 
-Record = Document | TokenDocument | BadRecord
+AnyDocument = Document | TokenDocument
+
+Record = AnyDocument | BadRecord
 """A record of a span."""
+
+
+def place_of(document: AnyDocument, files: Sequence[SourceFile]) -> str:
+    """Return where a document was read, for messages."""
+    return f"{files[document.file_index].uri}, record {document.ordinal + 1} at byte {document.byte_offset}"
 
 
 class DocumentSpan(NamedTuple):

@@ -19,7 +19,7 @@ from vorox.core.errors import VoroxError
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
-from vorox.data.cache.unit_rows import encode
+from vorox.data.cache.document_tokens import encode
 from vorox.data.chat_template import rendered
 from vorox.data.difficulty_buckets import cache_name, cache_of
 from vorox.data.documents import BadRecord, Ranges, SourceFile, TokenDocument

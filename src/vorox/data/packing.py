@@ -1,7 +1,7 @@
-"""Packing documents into rows.
+"""Packing documents into rows, and the rows of a unit as the contents of its chunks.
 
-Document lengths go in, rows of fragments come out. A row has ``row_tokens`` tokens, one more than the model sees, so
-that every position has a target.
+``pack`` takes document lengths and returns rows of fragments. A row has ``row_tokens`` tokens, one more than the model
+sees, so that every position has a target.
 
 ``best_fit`` keeps every document that fits into a row whole. A longer document is split into fragments that overlap by
 one token: the last token of a fragment is its last target and the first input of the next. Fragments are packed longest
@@ -9,8 +9,14 @@ first, each into the fullest row with enough room; finally, rows that contain on
 to fill the other rows. ``concat`` splits the stream of all documents every ``row_tokens - 1`` tokens, as most trainers
 do.
 
-Invariants: nothing is discarded; each token of a document except its first is a target exactly once; the rows are a
-function of the lengths alone.
+Packing sorts rows by document length. Stored in that order they would form a hidden curriculum for sequential readers,
+so ``chunk_contents`` permutes the rows of a unit by a key that depends only on the unit.
+
+Invariants: nothing is discarded but rows without a target; each token of a document except its first is a target
+exactly once; rows are a function of the lengths, and of the unit's number, alone; the segments of a row of preference
+pairs alternate between chosen and rejected, so segments 1 and 2 are a pair, 3 and 4 the next.
+
+Legend: R rows, C tokens of a row, F fragments, D documents.
 """
 
 from __future__ import annotations
@@ -18,12 +24,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-PackingMethod = Literal["best_fit", "concat"]
+from vorox.data.cache.format import ChunkContent
+from vorox.data.cache.recipe import PackingMethod, Recipe
+from vorox.data.permutation import permutation_key, permute
+from vorox.data.rows import TokenArray
 
 _FULL_PERCENT = 98
 """Rows at least this full are not filled further: the pieces would be too short to learn from."""
@@ -217,3 +226,98 @@ def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:
     ends[row_ptr[1:] - 1] = np.minimum(row_starts + row_tokens, total)
     documents = np.searchsorted(ends_D, starts, side="right").astype(np.int64)
     return Packing(row_tokens, row_ptr, documents, starts - starts_D[documents], ends - starts)
+
+
+def chunk_contents(
+    unit: int,
+    tokens: TokenArray,
+    documents_D: npt.NDArray[np.void],
+    recipe: Recipe,
+    loss_mask: npt.NDArray[np.bool_] | None = None,
+    rejected_starts_D: Int64Array | None = None,
+) -> list[ChunkContent]:
+    """Pack the documents of a unit into rows, and cut the rows into chunks; leave out rows that train nothing.
+
+    ``rejected_starts_D`` has the first token of each rejected conversation, if the documents are preference pairs.
+    """
+    document_ends = np.cumsum(documents_D["num_tokens"].astype(np.int64))
+    document_starts = document_ends - documents_D["num_tokens"]
+    packing = pack(documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
+    if rejected_starts_D is not None:
+        packing = split_pairs(packing, rejected_starts_D)
+    order_R = permute(np.arange(packing.num_rows), packing.num_rows, permutation_key("rows", unit))
+    if loss_mask is not None:
+        order_R = order_R[_rows_with_targets(packing, document_starts, loss_mask)[order_R]]
+    num_rows = len(order_R)
+    if num_rows == 0:
+        return []
+    counts_R = np.diff(packing.row_ptr)[order_R]
+    row_ptr = np.append(np.int64(0), np.cumsum(counts_R))
+    # Fragments in the new order of the rows: those of new row i are row_ptr[i]:row_ptr[i + 1].
+    fragments_F: Int64Array = np.arange(int(row_ptr[-1])) + np.repeat(
+        packing.row_ptr[order_R] - row_ptr[:-1], counts_R
+    )
+    documents_F, offsets_F, lengths_F = (
+        array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
+    )
+    tokens_RC = np.full((num_rows, recipe.row_tokens), recipe.end_of_text_id, recipe.dtype)
+    starts_F = document_starts[documents_F] + offsets_F
+    _fill_rows(tokens_RC, tokens, starts_F, lengths_F, row_ptr)
+    loss_mask_RC = None
+    if loss_mask is not None:
+        loss_mask_RC = np.zeros(tokens_RC.shape, np.bool_)
+        _fill_rows(loss_mask_RC, loss_mask, starts_F, lengths_F, row_ptr)
+    contents: list[ChunkContent] = []
+    for first in range(0, num_rows, recipe.chunk_rows):
+        last = min(first + recipe.chunk_rows, num_rows)
+        part = slice(row_ptr[first], row_ptr[last])
+        present, index_F = np.unique(documents_F[part], return_inverse=True)
+        contents.append(
+            ChunkContent(
+                tokens_RC=tokens_RC[first:last],
+                row_ptr=(row_ptr[first : last + 1] - row_ptr[first]).astype(np.uint32),
+                segments_S3=np.stack([index_F, offsets_F[part], lengths_F[part]], axis=1).astype(np.uint32),
+                documents_D=documents_D[present],
+                loss_mask_RC=None if loss_mask_RC is None else loss_mask_RC[first:last],
+            )
+        )
+    return contents
+
+
+def split_pairs(packing: Packing, rejected_starts_D: Int64Array) -> Packing:
+    """Return the rows with two fragments for each pair; no pair is divided between rows."""
+    starts_F = rejected_starts_D[packing.documents]
+    zeros_F = np.zeros_like(starts_F)
+    return Packing(
+        packing.row_tokens,
+        packing.row_ptr * 2,
+        np.repeat(packing.documents, 2),
+        np.stack([zeros_F, starts_F], axis=1).reshape(-1),
+        np.stack([starts_F, packing.lengths - starts_F], axis=1).reshape(-1),
+    )
+
+
+def _rows_with_targets(
+    packing: Packing, document_starts: Int64Array, loss_mask: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Return whether each row trains any token; the first token of a fragment is never a target."""
+    before = np.append(np.int64(0), np.cumsum(loss_mask))
+    starts_F = document_starts[packing.documents] + packing.token_offsets
+    targets_F = before[starts_F + packing.lengths] - before[starts_F + 1]
+    return np.add.reduceat(targets_F, packing.row_ptr[:-1]) > 0 if packing.num_rows else np.zeros(0, np.bool_)
+
+
+def _fill_rows(
+    tokens_RC: npt.NDArray[Any],
+    tokens: npt.NDArray[Any],
+    starts_F: Int64Array,
+    lengths_F: Int64Array,
+    row_ptr: Int64Array,
+) -> None:
+    """Copy fragments into the rows, contiguously from the start of each row."""
+    before_F = np.cumsum(lengths_F) - lengths_F
+    row_F = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
+    targets_F = before_F - before_F[row_ptr[:-1]][row_F] + row_F * tokens_RC.shape[1]
+    flat = tokens_RC.reshape(-1)
+    for start, target, length in zip(starts_F.tolist(), targets_F.tolist(), lengths_F.tolist(), strict=True):
+        flat[target : target + length] = tokens[start : start + length]

@@ -17,11 +17,11 @@ import numpy as np
 from vorox.core.atomic import discard_staged, make_directory, rename, stage_file, sync_directory
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.document_tokens import unit_statistics
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
 from vorox.data.cache.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
-from vorox.data.cache.unit_rows import unit_statistics
 from vorox.data.documents import Unit
 
 

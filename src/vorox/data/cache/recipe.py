@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vorox.core.atomic import canonical_json, pretty_json, write_file
 from vorox.core.chained_log import HashChainedLog, LogPosition
@@ -24,7 +24,8 @@ from vorox.core.errors import DataError
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 from vorox.data.image_layout import ImageLayout
 from vorox.data.image_tokens import END_OF_IMAGE_IDS
-from vorox.data.packing import PackingMethod
+
+PackingMethod = Literal["best_fit", "concat"]
 
 RECIPE_NAME = "RECIPE.json"
 FILES_NAME = "FILES.jsonl"

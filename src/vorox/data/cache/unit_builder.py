@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from vorox.core.schema.data import PipelineConfig
+from vorox.data.cache.document_tokens import Encoder, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
-from vorox.data.cache.unit_rows import Encoder, chunk_contents, unit_statistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
+from vorox.data.packing import chunk_contents
 from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_check, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages

@@ -27,10 +27,10 @@ from vorox.core.errors import DataError
 from vorox.core.lock import FileLock
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.recipe import source_set_digest
-from vorox.data.documents import SourceFile, Unit
+from vorox.data.documents import AnyDocument, SourceFile, Unit
 from vorox.data.pipeline.pipeline import Pipeline, Stage, run_serial
 from vorox.data.pipeline.stages import DocumentBatch, UnitStages
-from vorox.data.transforms.apply import AnyDocument, IsDuplicate
+from vorox.data.transforms.apply import IsDuplicate
 from vorox.data.transforms.registry import Transform
 from vorox.data.transforms.signatures import Signature, index_for
 

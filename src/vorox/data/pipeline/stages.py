@@ -18,16 +18,24 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.pair_rows import reject_unfit, rejected_starts
+from vorox.data.cache.document_tokens import Encoder, encode, finish_documents, reject_unfit, rejected_starts
 from vorox.data.cache.recipe import Recipe
-from vorox.data.cache.unit_rows import Encoder, encode, finish_documents
-from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, Document, Record, SourceFile, TokenDocument, Unit
+from vorox.data.documents import (
+    BAD_RECORDS_IN_A_ROW,
+    AnyDocument,
+    BadRecord,
+    Document,
+    Record,
+    SourceFile,
+    TokenDocument,
+    Unit,
+)
 from vorox.data.images import ImageStore
 from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
 from vorox.data.storage import PrefetchedRanges, read_prefetched
 from vorox.data.text.file_content import SequentialReads
-from vorox.data.transforms.apply import AnyDocument, Applier, Counts, IsDuplicate, add_counts
+from vorox.data.transforms.apply import Applier, Counts, IsDuplicate, add_counts
 from vorox.data.transforms.registry import Transform
 
 ReadUnit = Callable[[Unit], Iterable[Record]]

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError, VoroxError
-from vorox.data.documents import Document, SourceFile, TokenDocument
+from vorox.data.documents import AnyDocument, Document, SourceFile, place_of
 from vorox.data.transforms.identity import generator_at
 from vorox.data.transforms.registry import Transform
 
 Ids = npt.NDArray[Any]
-AnyDocument = Document | TokenDocument
 IsDuplicate = Callable[[AnyDocument], bool]
 
 
@@ -55,10 +54,6 @@ Counts = dict[str, TransformCount]
 def add_counts(total: Counts, more: Mapping[str, TransformCount]) -> None:
     for name, count in more.items():
         total.setdefault(name, TransformCount()).add(count)
-
-
-def place_of(document: AnyDocument, files: Sequence[SourceFile]) -> str:
-    return f"{files[document.file_index].uri}, record {document.ordinal + 1} at byte {document.byte_offset}"
 
 
 @dataclass(frozen=True)

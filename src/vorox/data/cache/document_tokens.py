@@ -1,12 +1,11 @@
-"""The rows of a unit: documents tokenised, packed, permuted and split into chunk contents.
+"""The documents of a unit as tokens: encoded, refused if they must fit a row and do not, with loss mask.
 
-Nothing is written here. Invariant: the result is a function of the records, the recipe and the unit's number alone, so
-a unit that is built twice, elsewhere or later, has the same rows at the same addresses.
+Nothing is written here. Invariant: the result is a function of the records, the recipe and the tokenizer alone.
 
-Packing sorts rows by document length. Stored in that order they would form a hidden curriculum for sequential readers,
-so the rows of a unit are permuted by a key that depends only on the unit.
+A preference pair is one document: the chosen conversation, its end of text, the rejected one, its end of text. Packing
+keeps it whole (``packing.split_pairs``).
 
-Legend: R rows of the unit, C tokens of a row, F fragments, D documents.
+Legend: D documents.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import DOCUMENT, ChunkContent
+from vorox.data.cache.format import DOCUMENT
 from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.pair_rows import Int64Array, is_pair, split_pairs
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import Document, Ranges, SourceFile, TokenDocument
+from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, place_of
 from vorox.data.image_layout import ImageLayout
-from vorox.data.packing import Packing, pack
-from vorox.data.permutation import permutation_key, permute
 from vorox.data.rows import TokenArray
-from vorox.data.transforms.apply import AnyDocument, place_of
 
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
@@ -190,6 +185,52 @@ def _tokens_of(answers: Ranges, ranges_N2: npt.NDArray[np.int64]) -> Ranges:
     return tuple(found)
 
 
+def is_pair(document: AnyDocument) -> bool:
+    """Whether a document is a preference pair."""
+    return isinstance(document, Document) and document.rejected_start > 0
+
+
+def reject_unfit(
+    documents: Sequence[AnyDocument], tokens: Sequence[npt.NDArray[Any]], row_tokens: int
+) -> tuple[list[AnyDocument], list[npt.NDArray[Any]], list[BadRecord]]:
+    """Return the documents and their tokens without those that cannot be trained on, and these as bad records.
+
+    Pairs and documents with images must fit into a row.
+    """
+    kept: list[AnyDocument] = []
+    kept_tokens: list[npt.NDArray[Any]] = []
+    bad: list[BadRecord] = []
+    for document, ids in zip(documents, tokens, strict=True):
+        reason = _fault(document, len(ids) + 1, row_tokens) if isinstance(document, Document) else ""
+        if reason:
+            place = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
+            bad.append(BadRecord(*place, None, reason))
+        else:
+            kept.append(document)
+            kept_tokens.append(ids)
+    return kept, kept_tokens, bad
+
+
+def _fault(document: Document, num_tokens: int, row_tokens: int) -> str:
+    if document.images and num_tokens > row_tokens:
+        return (
+            f"the document has {num_tokens:,} tokens with its images, more than the {row_tokens:,} of a row: increase "
+            "data.sequence_length_tokens, or reduce the images (model.image_processor.max_pixels, model.vision)"
+        )
+    if not is_pair(document):
+        return ""
+    if num_tokens > row_tokens:
+        return (
+            f"the preference pair has {num_tokens:,} tokens, more than the {row_tokens:,} of a row: increase "
+            "data.sequence_length_tokens"
+        )
+    middle = document.rejected_token
+    for name, first, end in (("chosen", 0, middle), ("rejected", middle, num_tokens)):
+        if not any(max(start, first + 1) < min(stop, end) for start, stop in document.target_tokens):
+            return f"the {name} answer has no token to train on"
+    return ""
+
+
 def finish_documents(
     documents: Sequence[AnyDocument],
     tokens: Sequence[npt.NDArray[Any]],
@@ -275,83 +316,8 @@ def _check_vocabulary(
     )  # fmt: skip
 
 
-def chunk_contents(
-    unit: int,
-    tokens: TokenArray,
-    documents_D: npt.NDArray[np.void],
-    recipe: Recipe,
-    loss_mask: npt.NDArray[np.bool_] | None = None,
-    rejected_starts_D: Int64Array | None = None,
-) -> list[ChunkContent]:
-    """Pack the documents of a unit into rows, and cut the rows into chunks; leave out rows that train nothing.
-
-    ``rejected_starts_D`` has the first token of each rejected conversation, if the documents are preference pairs.
-    """
-    document_ends = np.cumsum(documents_D["num_tokens"].astype(np.int64))
-    document_starts = document_ends - documents_D["num_tokens"]
-    packing = pack(documents_D["num_tokens"], recipe.row_tokens, recipe.packing)
-    if rejected_starts_D is not None:
-        packing = split_pairs(packing, rejected_starts_D)
-    order_R = permute(np.arange(packing.num_rows), packing.num_rows, permutation_key("rows", unit))
-    if loss_mask is not None:
-        order_R = order_R[_rows_with_targets(packing, document_starts, loss_mask)[order_R]]
-    num_rows = len(order_R)
-    if num_rows == 0:
-        return []
-    counts_R = np.diff(packing.row_ptr)[order_R]
-    row_ptr = np.append(np.int64(0), np.cumsum(counts_R))
-    # Fragments in the new order of the rows: those of new row i are row_ptr[i]:row_ptr[i + 1].
-    fragments_F: npt.NDArray[np.int64] = np.arange(int(row_ptr[-1])) + np.repeat(
-        packing.row_ptr[order_R] - row_ptr[:-1], counts_R
-    )
-    documents_F, offsets_F, lengths_F = (
-        array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
-    )
-    tokens_RC = np.full((num_rows, recipe.row_tokens), recipe.end_of_text_id, recipe.dtype)
-    starts_F = document_starts[documents_F] + offsets_F
-    _fill_rows(tokens_RC, tokens, starts_F, lengths_F, row_ptr)
-    loss_mask_RC = None
-    if loss_mask is not None:
-        loss_mask_RC = np.zeros(tokens_RC.shape, np.bool_)
-        _fill_rows(loss_mask_RC, loss_mask, starts_F, lengths_F, row_ptr)
-    contents: list[ChunkContent] = []
-    for first in range(0, num_rows, recipe.chunk_rows):
-        last = min(first + recipe.chunk_rows, num_rows)
-        part = slice(row_ptr[first], row_ptr[last])
-        present, index_F = np.unique(documents_F[part], return_inverse=True)
-        contents.append(
-            ChunkContent(
-                tokens_RC=tokens_RC[first:last],
-                row_ptr=(row_ptr[first : last + 1] - row_ptr[first]).astype(np.uint32),
-                segments_S3=np.stack([index_F, offsets_F[part], lengths_F[part]], axis=1).astype(np.uint32),
-                documents_D=documents_D[present],
-                loss_mask_RC=None if loss_mask_RC is None else loss_mask_RC[first:last],
-            )
-        )
-    return contents
-
-
-def _rows_with_targets(
-    packing: Packing, document_starts: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
-    """Return whether each row trains any token; the first token of a fragment is never a target."""
-    before = np.append(np.int64(0), np.cumsum(loss_mask))
-    starts_F = document_starts[packing.documents] + packing.token_offsets
-    targets_F = before[starts_F + packing.lengths] - before[starts_F + 1]
-    return np.add.reduceat(targets_F, packing.row_ptr[:-1]) > 0 if packing.num_rows else np.zeros(0, np.bool_)
-
-
-def _fill_rows(
-    tokens_RC: npt.NDArray[Any],
-    tokens: npt.NDArray[Any],
-    starts_F: npt.NDArray[np.int64],
-    lengths_F: npt.NDArray[np.int64],
-    row_ptr: npt.NDArray[np.int64],
-) -> None:
-    """Copy fragments into the rows, contiguously from the start of each row."""
-    before_F = np.cumsum(lengths_F) - lengths_F
-    row_F = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))
-    targets_F = before_F - before_F[row_ptr[:-1]][row_F] + row_F * tokens_RC.shape[1]
-    flat = tokens_RC.reshape(-1)
-    for start, target, length in zip(starts_F.tolist(), targets_F.tolist(), lengths_F.tolist(), strict=True):
-        flat[target : target + length] = tokens[start : start + length]
+def rejected_starts(documents: Sequence[AnyDocument]) -> npt.NDArray[np.int64] | None:
+    """Return the first token of the rejected conversation of each document; ``None`` if they are no pairs."""
+    starts = [document.rejected_token for document in documents if isinstance(document, Document) and is_pair(document)]
+    assert len(starts) in {0, len(documents)}, "a source consists of pairs or of none"
+    return np.array(starts, np.int64) if starts else None
