@@ -15,7 +15,7 @@ import pytest
 import tiny_runs
 from numpy_engine import NumpyEngine
 from vorox.core.schema import RunConfig
-from vorox.data.cache.residency import resident_units
+from vorox.data.cache.disk_budget import resident_units
 from vorox.data.original_text import TextFinder
 from vorox.data.provenance_queries import RunDataIndex, rows_at, when, where
 from vorox.data.training_content import training_content

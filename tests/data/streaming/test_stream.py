@@ -18,7 +18,7 @@ from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
 from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.residency import MARKER_NAME, DiskBudget
+from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream, StreamReader
@@ -392,7 +392,7 @@ class Shared:
 
 @pytest.mark.parametrize("peers", [True, False])
 def test_room_that_peers_occupy_is_waited_for(tmp_path, monkeypatch, peers):
-    monkeypatch.setattr("vorox.data.cache.residency._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("vorox.data.cache.disk_budget._POLL_SECONDS", 0.001)
     cache, budget = Shared(tmp_path, peers), DiskBudget(1000)
     budget.join(cache)
     with contextlib.ExitStack() as stack:

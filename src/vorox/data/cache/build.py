@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from vorox.core.errors import DataError
-from vorox.data.cache.build_queue import BuildQueue, Mode, never
+from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
 from vorox.data.cache.initialize import has_planned, prepare_directory
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.paired_scheduler import HeldRecords, PairedScheduler
@@ -21,7 +21,6 @@ from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
 from vorox.data.cache.quarantine import first_quarantined, report_quarantine
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
 from vorox.data.cache.report import BuildReport, build_report, transform_counts
-from vorox.data.cache.residency import Permanent
 from vorox.data.cache.scheduler import BuildScheduler, OnProgress
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth, damaged_units

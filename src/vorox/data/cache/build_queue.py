@@ -1,19 +1,26 @@
-"""The build queue of a cache: which units are requested, by priority.
+"""What a build has to do: the requested units, by priority, and which chunks stay on disk (its *residency*).
 
 Readers request units, and a scheduler takes batches. Awaited units come first, then planned ones, then the backlog of
-all missing units. The queue does no I/O; ``changed`` guards its state and is notified of every change. Invariant: the
-error of a unit is raised in the threads that wait for it; a planned unit that failed is retried only once it is
-awaited.
+all missing units. The queue does no I/O; ``changed`` guards its state and is notified of every change. The scheduler
+asks the residency before it builds a unit and before it writes one: ``Permanent`` keeps all chunks, a stream those
+within its disk budget.
+
+Invariants: the error of a unit is raised in the threads that wait for it; a planned unit that failed is retried only
+once it is awaited; a residency decides which chunks are on disk, never what they contain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Literal
+from collections.abc import Collection, Generator, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, Protocol
 
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.verify import Depth, is_intact
 
 Mode = Literal["forward", "inverse", "gaps"]
 """Order of the backlog: lowest unit first, highest first, or first the missing units below the highest one built."""
@@ -157,3 +164,52 @@ class BuildQueue:
         with self.changed:
             if not self.closed:
                 self.changed.wait(timeout_seconds)
+
+
+class Residency(Protocol):
+    """The policy that decides which units have their chunks on disk."""
+
+    @property
+    def damaged(self) -> Collection[int]:
+        """Committed units that must be rebuilt."""
+        ...
+
+    def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
+        """Whether a unit is committed and its chunks are on disk; checked immediately before building it."""
+        ...
+
+    def room(self, unit: int, size_bytes: int, /) -> AbstractContextManager[bool]:
+        """Reserve disk space while the chunks of a unit are written. False: no room, drop the unit."""
+        ...
+
+    def mark_written(self, unit: int, /) -> None:
+        """Record that the chunks of a unit are on disk."""
+        ...
+
+
+class Permanent:
+    """The residency of a cache that keeps all chunks; there is always room.
+
+    Args:
+        directory: The cache.
+        damaged: Units with a lost or damaged chunk.
+        depth: How thoroughly to check whether another builder has already rebuilt one of them.
+    """
+
+    def __init__(self, directory: Path, damaged: Collection[int] = (), depth: Depth = "quick") -> None:
+        self.damaged: set[int] = set(damaged)
+        self.depth: Depth = depth
+        self._directory = directory
+
+    def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
+        if manifest.has_unit(unit) and unit in self.damaged and is_intact(self._directory, manifest, unit, self.depth):
+            self.damaged.discard(unit)  # another builder was faster
+        return manifest.has_unit(unit) and unit not in self.damaged
+
+    @contextlib.contextmanager
+    def room(self, unit: int, size_bytes: int, /) -> Generator[bool]:
+        del unit, size_bytes
+        yield True
+
+    def mark_written(self, unit: int, /) -> None:
+        self.damaged.discard(unit)

@@ -14,10 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from vorox.data.cache.build_queue import BuildQueue, never
+from vorox.data.cache.build_queue import BuildQueue, Residency, never
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.residency import Residency
 from vorox.data.cache.scheduler import BuildScheduler, OnProgress
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit

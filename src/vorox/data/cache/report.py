@@ -147,19 +147,6 @@ def _total(records: npt.NDArray[np.void], name: str) -> int:
     return int(records[name].sum(dtype=np.int64))
 
 
-def committed_progress(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Return the fields of ``BuildProgress`` that follow from the manifest; ``source_bytes_U`` has each unit's size."""
-    units = manifest.units["unit"].astype(np.int64)
-    return {
-        "units_done": int(np.count_nonzero(units < len(source_bytes_U))),
-        "source_bytes_done": int(source_bytes_U[units[units < len(source_bytes_U)]].sum()),
-        "chunks": len(manifest.chunks),
-        "rows": manifest.num_rows,
-        "padding_tokens": _total(manifest.chunks, "padding_tokens"),
-        "compressed_bytes": _total(manifest.chunks, "size_bytes"),
-    }
-
-
 def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:
     """Return a callback that reports build progress in bytes of text, which is finer than units."""
     started = time.perf_counter()

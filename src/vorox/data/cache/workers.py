@@ -24,10 +24,9 @@ from typing import Any
 
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.data.cache.build_queue import BuildQueue, Mode, never
+from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
 from vorox.data.cache.recipe import read_units
 from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.residency import Permanent
 from vorox.data.cache.scheduler import BuildScheduler, OnProgress
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth

@@ -23,7 +23,7 @@ from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import read_recipe
-from vorox.data.cache.residency import DiskBudget, remove_chunks, resident_units
+from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.pipeline.pipeline import PipelineStatistics
@@ -219,7 +219,7 @@ class Stream:
             for unit in reader.open_units() - resident.keys():
                 reader.drop(unit)
 
-    # Called by the build scheduler: see ``cache.residency``.
+    # Called by the build scheduler: see ``build_queue.Residency``.
 
     def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
         chunks = manifest.unit_chunks(unit) if manifest.has_unit(unit) else []
@@ -238,7 +238,7 @@ class Stream:
         del unit
         self._queue.refresh()
 
-    # Called by the disk budget: see ``cache.residency``.
+    # Called by the disk budget: see ``disk_budget.Evictable``.
 
     def poll_peers(self) -> bool:
         return self._queue.poll_peers()

@@ -1,9 +1,8 @@
-"""Policies for which chunks stay on disk: permanent, or within a disk budget.
+"""The disk budget of evictable caches: which chunks are removed when another unit needs their room.
 
-The scheduler checks residency before it builds a unit and before it writes one. The caches of a stream are evictable:
-they join a ``DiskBudget``, reserve room before they write a unit, and rank their units by how soon each is needed. A
-directory with a ``CACHE`` file is evictable: everything below its ``chunks/`` can be rebuilt, and nothing else is ever
-removed.
+The caches of a stream are evictable: they join a ``DiskBudget``, reserve room before they write a unit, and rank their
+units by how soon each is needed. A directory with a ``CACHE`` file is evictable: everything below its ``chunks/`` can
+be rebuilt, and nothing else is ever removed.
 
 Invariants: residency decides which chunks are on disk, never what they contain; the chunk files of all caches of a
 budget, partial ones included, never exceed its limit; a unit is evicted only for one that is needed sooner.
@@ -16,75 +15,23 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from vorox.core.atomic import remove_file, write_file
 from vorox.core.errors import DataError
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.verify import Depth, is_intact
 
 MARKER_NAME = "CACHE"
 _MARKER = b"""The chunk files in here are made again when they are needed: a stream of Vorox removes and rebuilds them.
 What is in manifest/ cannot be made again without reading the whole source; keep it as long as the runs that use it.
 """
 _POLL_SECONDS = 1.0
+"""Evictions by other processes are found by polling."""
 _PEER_PATIENCE_SECONDS = 60.0
 """How long a reader waits for units that other processes read at the moment, before the budget counts as too small."""
-"""Evictions by other processes are found by polling."""
 
 _CHUNK = re.compile(r"u(\d{9,})-(\d+)\.psc")
-
-
-class Residency(Protocol):
-    """The policy that decides which units have their chunks on disk."""
-
-    @property
-    def damaged(self) -> Collection[int]:
-        """Committed units that must be rebuilt."""
-        ...
-
-    def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
-        """Whether a unit is committed and its chunks are on disk; checked immediately before building it."""
-        ...
-
-    def room(self, unit: int, size_bytes: int, /) -> AbstractContextManager[bool]:
-        """Reserve disk space while the chunks of a unit are written. False: no room, drop the unit."""
-        ...
-
-    def mark_written(self, unit: int, /) -> None:
-        """Record that the chunks of a unit are on disk."""
-        ...
-
-
-class Permanent:
-    """The residency of a cache that keeps all chunks; there is always room.
-
-    Args:
-        directory: The cache.
-        damaged: Units with a lost or damaged chunk.
-        depth: How thoroughly to check whether another builder has already rebuilt one of them.
-    """
-
-    def __init__(self, directory: Path, damaged: Collection[int] = (), depth: Depth = "quick") -> None:
-        self.damaged: set[int] = set(damaged)
-        self.depth: Depth = depth
-        self._directory = directory
-
-    def is_resident(self, manifest: Manifest, unit: int, /) -> bool:
-        if manifest.has_unit(unit) and unit in self.damaged and is_intact(self._directory, manifest, unit, self.depth):
-            self.damaged.discard(unit)  # another builder was faster
-        return manifest.has_unit(unit) and unit not in self.damaged
-
-    @contextlib.contextmanager
-    def room(self, unit: int, size_bytes: int, /) -> Generator[bool]:
-        del unit, size_bytes
-        yield True
-
-    def mark_written(self, unit: int, /) -> None:
-        self.damaged.discard(unit)
 
 
 class Evictable(Protocol):
