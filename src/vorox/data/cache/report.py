@@ -1,4 +1,4 @@
-"""Progress while a corpus is prepared and its caches are built, and the report at the end of a build."""
+"""Progress of preparing a corpus and building its caches, counts of transforms, and the final report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.pipeline.pipeline import PipelineStatistics
-from vorox.data.transforms.apply import Counts, TransformCount, add_counts
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Callback for progress: (phase, done, total, rates), in bytes of text. Phases: ``list NAME``, ``tokenizer``,
@@ -26,6 +25,38 @@ PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 def report_nothing(phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
     """A ``PrepareProgress`` without effect."""
     del phase, done, total, rates
+
+
+@dataclass(slots=True)
+class TransformCount:
+    """Document counts of one transform.
+
+    Attributes:
+        inputs: Input documents.
+        removed: Input documents without output.
+        added: Output documents beyond one per input.
+    """
+
+    inputs: int = 0
+    removed: int = 0
+    added: int = 0
+
+    def to_json(self) -> list[int]:
+        return [self.inputs, self.removed, self.added]
+
+    def add(self, other: TransformCount) -> None:
+        self.inputs += other.inputs
+        self.removed += other.removed
+        self.added += other.added
+
+
+Counts = dict[str, TransformCount]
+"""Counts by the transform's index in the list and its name: ``0/length``."""
+
+
+def add_counts(total: Counts, more: Mapping[str, TransformCount]) -> None:
+    for name, count in more.items():
+        total.setdefault(name, TransformCount()).add(count)
 
 
 class _SizeRatios:
@@ -145,6 +176,19 @@ class BuildReport(_SizeRatios):
 
 def _total(records: npt.NDArray[np.void], name: str) -> int:
     return int(records[name].sum(dtype=np.int64))
+
+
+def committed_progress(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Return the fields of ``BuildProgress`` that follow from the manifest; ``source_bytes_U`` has each unit's size."""
+    units = manifest.units["unit"].astype(np.int64)
+    return {
+        "units_done": int(np.count_nonzero(units < len(source_bytes_U))),
+        "source_bytes_done": int(source_bytes_U[units[units < len(source_bytes_U)]].sum()),
+        "chunks": len(manifest.chunks),
+        "rows": manifest.num_rows,
+        "padding_tokens": _total(manifest.chunks, "padding_tokens"),
+        "compressed_bytes": _total(manifest.chunks, "size_bytes"),
+    }
 
 
 def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:

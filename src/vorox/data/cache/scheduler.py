@@ -27,7 +27,7 @@ from vorox.data.cache.build_queue import BuildQueue, Permanent, Residency, never
 from vorox.data.cache.commit import adopt_unit, commit_unit
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
-from vorox.data.cache.report import BuildProgress
+from vorox.data.cache.report import BuildProgress, committed_progress
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit
 from vorox.data.pipeline.pipeline import PipelineStatistics
@@ -277,20 +277,7 @@ class BuildScheduler:
         self.manifest = manifest
         if changed:
             self._reported_generation = manifest.generation
-            self.report_progress(waiting_for="", **self._committed_counts())
-
-    def _committed_counts(self) -> dict[str, int]:
-        """Return the fields of ``BuildProgress`` that follow from the manifest."""
-        units, chunks, sizes_U = self.manifest.units["unit"].astype(np.int64), self.manifest.chunks, self._unit_bytes()
-        known = units[units < len(sizes_U)]
-        return {
-            "units_done": len(known),
-            "source_bytes_done": int(sizes_U[known].sum()),
-            "chunks": len(chunks),
-            "rows": self.manifest.num_rows,
-            "padding_tokens": int(chunks["padding_tokens"].sum(dtype=np.int64)),
-            "compressed_bytes": int(chunks["size_bytes"].sum(dtype=np.int64)),
-        }
+            self.report_progress(waiting_for="", **committed_progress(manifest, self._unit_bytes()))
 
     def _unit_bytes(self) -> npt.NDArray[np.int64]:
         """Return the source bytes of every unit known so far."""

@@ -20,13 +20,14 @@ from vorox.data.cache.document_tokens import Encoder, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
+from vorox.data.cache.report import TransformCount
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
 from vorox.data.packing import chunk_contents
 from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_check, find_duplicates
 from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
 from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
-from vorox.data.transforms.apply import Applier, TransformCount
+from vorox.data.transforms.apply import Applier
 from vorox.data.transforms.registry import Transform
 
 _UNITS_AHEAD = 2

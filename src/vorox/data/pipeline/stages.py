@@ -20,6 +20,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.document_tokens import Encoder, encode, finish_documents, reject_unfit, rejected_starts
 from vorox.data.cache.recipe import Recipe
+from vorox.data.cache.report import Counts, add_counts
 from vorox.data.documents import (
     BAD_RECORDS_IN_A_ROW,
     AnyDocument,
@@ -35,7 +36,7 @@ from vorox.data.pipeline.pipeline import Flow, Item, Stage
 from vorox.data.rows import TokenArray
 from vorox.data.storage import PrefetchedRanges, read_prefetched
 from vorox.data.text.file_content import SequentialReads
-from vorox.data.transforms.apply import Applier, Counts, IsDuplicate, add_counts
+from vorox.data.transforms.apply import Applier, IsDuplicate
 from vorox.data.transforms.registry import Transform
 
 ReadUnit = Callable[[Unit], Iterable[Record]]

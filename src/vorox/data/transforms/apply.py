@@ -2,8 +2,7 @@
 
 Documents and a list of transforms go in, the remaining documents come out. The output of a transform keeps the location
 of its record, for provenance. Invariant: the result for a record depends on the record, its location and the
-transforms, not on neighbouring records (``pipeline.first_pass`` finds duplicates in a corpus beforehand, and
-``pipeline.duplicates`` within a unit).
+transforms, not on neighbouring records (``pipeline.duplicates`` finds duplicate texts beforehand).
 """
 
 from __future__ import annotations
@@ -16,44 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError, VoroxError
+from vorox.data.cache.report import Counts, TransformCount
 from vorox.data.documents import AnyDocument, Document, SourceFile, place_of
 from vorox.data.transforms.identity import generator_at
 from vorox.data.transforms.registry import Transform
 
 Ids = npt.NDArray[Any]
 IsDuplicate = Callable[[AnyDocument], bool]
-
-
-@dataclass(slots=True)
-class TransformCount:
-    """Document counts of one transform.
-
-    Attributes:
-        inputs: Input documents.
-        removed: Input documents without output.
-        added: Output documents beyond one per input.
-    """
-
-    inputs: int = 0
-    removed: int = 0
-    added: int = 0
-
-    def to_json(self) -> list[int]:
-        return [self.inputs, self.removed, self.added]
-
-    def add(self, other: TransformCount) -> None:
-        self.inputs += other.inputs
-        self.removed += other.removed
-        self.added += other.added
-
-
-Counts = dict[str, TransformCount]
-"""Counts by the transform's index in the list and its name: ``0/length``."""
-
-
-def add_counts(total: Counts, more: Mapping[str, TransformCount]) -> None:
-    for name, count in more.items():
-        total.setdefault(name, TransformCount()).add(count)
 
 
 @dataclass(frozen=True)
