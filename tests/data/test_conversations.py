@@ -18,8 +18,8 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
 from vorox.data import inspection
 from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.format import DOCUMENT, ChunkContent, ChunkOrigin, content_digest, encode_chunk
 from vorox.data.cache.document_tokens import encode
+from vorox.data.cache.format import DOCUMENT, ChunkContent, ChunkOrigin, content_digest, encode_chunk
 from vorox.data.chat_template import BUILT_IN, ChatTemplate, check_syntax, rendered
 from vorox.data.corpus import Corpus, prepare
 from vorox.data.documents import BadRecord, Document, Message

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
+from vorox.data.cache.document_tokens import encode
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildReport
-from vorox.data.cache.document_tokens import encode
 from vorox.data.chat_template import rendered
 from vorox.data.corpus import Corpus, CorpusCache
 from vorox.data.documents import BadRecord, Document, DocumentSpan, Ranges, SourceFile

@@ -254,9 +254,7 @@ def chunk_contents(
     counts_R = np.diff(packing.row_ptr)[order_R]
     row_ptr = np.append(np.int64(0), np.cumsum(counts_R))
     # Fragments in the new order of the rows: those of new row i are row_ptr[i]:row_ptr[i + 1].
-    fragments_F: Int64Array = np.arange(int(row_ptr[-1])) + np.repeat(
-        packing.row_ptr[order_R] - row_ptr[:-1], counts_R
-    )
+    fragments_F: Int64Array = np.arange(int(row_ptr[-1])) + np.repeat(packing.row_ptr[order_R] - row_ptr[:-1], counts_R)
     documents_F, offsets_F, lengths_F = (
         array[fragments_F] for array in (packing.documents, packing.token_offsets, packing.lengths)
     )

@@ -22,8 +22,8 @@ from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
-from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.disk_budget import is_evictable, resident_units
+from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader, cache_name, reader_of, readers_of
 from vorox.data.plan import Plan
 

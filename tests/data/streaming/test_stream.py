@@ -16,9 +16,9 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
+from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream, StreamReader

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import read_recipe
-from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.pipeline.pipeline import PipelineStatistics

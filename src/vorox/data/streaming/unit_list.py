@@ -15,10 +15,10 @@ from typing import Protocol
 from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
 from vorox.core.lock import FileLock
+from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.initialize import check_units, planning_lock, record_inputs
 from vorox.data.cache.manifest import Manifest, planned_entry
 from vorox.data.cache.recipe import UnitLog
-from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.pipeline.duplicates import FirstPass
