@@ -180,7 +180,10 @@ def document_to_chunk(directory: Path, trace: ModuleTrace) -> None:
 
 
 def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
-    """From chunk files to the batches that a run's threads read ahead, some steps after its start."""
+    """From chunk files to the batches that a run's threads read ahead, some steps after its start.
+
+    Without the report of stalls: the heartbeat of the run reads it every few seconds, whatever the step.
+    """
     write_text(directory / "text", documents=600)
     settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "train.num_steps=60"]
     with around_steps(
@@ -188,6 +191,7 @@ def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
     ):
         run(configuration(directory, settings))
     keep_packages(trace, "data")
+    trace.modules.pop(SOURCE / "data" / "storage" / "stalls.py", None)
 
 
 def step_to_disk(directory: Path, trace: ModuleTrace) -> None:

@@ -282,7 +282,7 @@ def read_rows(readers: Sequence[RowReader | None], source_index: npt.NDArray[np.
     blocks = [
         _present(readers[int(sources[first])]).read_rows(rows[at]) for first, at in zip(cuts[:-1], slots, strict=True)
     ]
-    return _interleave(blocks, slots)
+    return interleave(blocks, slots)
 
 
 def _present(reader: RowReader | None) -> RowReader:
@@ -294,7 +294,7 @@ def _present(reader: RowReader | None) -> RowReader:
     return reader
 
 
-def _interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
+def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBlock:
     """Merge the blocks of several sources into one block in slot order.
 
     Args:
