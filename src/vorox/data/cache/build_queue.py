@@ -1,8 +1,8 @@
-"""What a build has to do: the requested units, by priority, and which chunks stay on disk (its *residency*).
+"""What a build has to do: the requested units, by priority, and the chunks that stay on disk.
 
 Readers request units, and a scheduler takes batches. Awaited units come first, then planned ones, then the backlog of
 all missing units. The queue does no I/O; ``changed`` guards its state and is notified of every change. The scheduler
-asks the residency before it builds a unit and before it writes one: ``Permanent`` keeps all chunks, a stream those
+asks a ``Residency`` before it builds a unit and before it writes one: ``Permanent`` keeps all chunks, a stream those
 within its disk budget.
 
 Invariants: the error of a unit is raised in the threads that wait for it; a planned unit that failed is retried only

@@ -1,4 +1,4 @@
-"""The documents of a unit as tokens: encoded, refused if they must fit a row and do not, with loss mask.
+"""The documents of a unit as tokens, with loss mask, and the refusal of those that must fit a row.
 
 Nothing is written here. Invariant: the result is a function of the records, the recipe and the tokenizer alone.
 
