@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from vorox.api.model import find_model
 from vorox.cli import main
 
 pytest.importorskip("starlette")
@@ -21,34 +19,16 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 pytest.importorskip("jinja2")
 import httpx
-import uvicorn
 
-from vorox.serving.server import OpenAIServer
-from vorox.web.listener import listen
-
-TOKEN = "correct-horse-battery"
-NAME = "tiny"
-
-
-def served(run: Path) -> tuple[Any, Any, Any]:
-    """The server, the thread that runs it and a client."""
-    model = find_model(str(run), step=None, root="runs", device=None, on_corrupt=lambda path, error: None)
-    listener, access = listen("127.0.0.1", 0, TOKEN, False, command="vorox serve", has_pages=False)
-    server = uvicorn.Server(uvicorn.Config(OpenAIServer(model, NAME).application(access), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    return server, thread, httpx.Client(base_url=f"{access.url()}v1", headers=headers, timeout=60, trust_env=False)
+from model_server import NAME, TOKEN, model_server
 
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[Any]:
-    server, thread, client = served(run)
-    yield client
-    client.close()
-    server.should_exit = True
-    thread.join(30)
-    assert not thread.is_alive()
+    with model_server(run) as url:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
+            yield client
 
 
 def post(client: Any, path: str = "/completions", **body: Any) -> Any:
