@@ -48,6 +48,7 @@ from vorox.training.evaluation.scheduled_tasks import open_tasks
 from vorox.training.inference.model_source import find_model, recorded_model
 from vorox.training.loss_spikes import Rollback, RollbackRequested
 from vorox.training.mirror import Mirror, open_mirror
+from vorox.training.run_plan import dataset_size
 from vorox.training.session import open_log, open_session
 from vorox.training.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.stop import StopRequest
@@ -366,7 +367,11 @@ def _fit_to_time(
     short = time_budget.with_num_steps(with_micro_batch(config, choose_micro_batch(config, "never", dist)), 1)
     with contextlib.closing(make_workload(short, dist, log, on_progress)) as workload:
         costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine, dist)
+        dataset_tokens = dataset_size(config, workload.corpus).tokens
     left_seconds = seconds - (time.perf_counter() - started)
     num_steps = dist.broadcast("minutes", time_budget.steps_within(left_seconds, costs, config))
     log.info(f"Fitting {pluralize(num_steps, 'step')} into {seconds / 60:g} min ({costs})")
-    return time_budget.with_num_steps(config, num_steps)
+    fitted, note = time_budget.fit_warmup(time_budget.with_num_steps(config, num_steps), dataset_tokens)
+    if note is not None:
+        log.info(note)
+    return fitted

@@ -218,10 +218,12 @@ def test_a_run_may_stand_for_its_configuration(vorox: Run) -> None:
 
 def test_minutes_set_the_length_once(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vorox.training.time_budget.steps_within", lambda *_: 5)
-    code, _, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
+    code, out, err = vorox("train", "tiny.yaml", "--minutes", "0.5")
     assert code == 0, err
     (directory,) = runs()
     assert "num_steps: 5" in (directory / "config.yaml").read_text()
+    assert "Warm-up of 3 steps would take more than half of the run: shortened to 0 steps" in out
+    assert "Warm-up takes" not in out, "no warning about a warm-up that was shortened"
     record = json.loads((directory / "run.json").read_text())
     record["attempts"][-1]["outcome"] = "killed"
     (directory / "run.json").write_text(json.dumps(record))
@@ -243,9 +245,9 @@ def test_other_settings_are_never_taken_for_the_run_that_minutes_began(
     record = json.loads((directory / "run.json").read_text())
     record["attempts"][-1]["outcome"] = "killed"
     (directory / "run.json").write_text(json.dumps(record))
-    for words in (["optimizer.lr=0.5"], ["--name", "other"], ["run.seed=3"]):
+    for words in (["optimizer.lr=0.5"], ["--name", "other"], ["run.seed=3"], ["schedule.warmup_steps=2"]):
         assert vorox("train", "tiny.yaml", "--minutes", "0.5", *words)[0] == 0
-    assert len(runs()) == 4
+    assert len(runs()) == 5
     assert len(run_attempts(directory)) == 1
 
 

@@ -12,7 +12,8 @@ from numpy_engine import NumpyEngine
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.errors import ConfigError
 from vorox.training import time_budget
-from vorox.training.time_budget import Costs, check_minutes, measure, steps_within, with_num_steps
+from vorox.training.schedule import Schedule, horizon
+from vorox.training.time_budget import Costs, check_minutes, fit_warmup, measure, steps_within, with_num_steps
 
 
 class Clockwork:
@@ -72,6 +73,33 @@ def test_the_length_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert (fixed.train.num_steps, fixed.train.num_epochs, fixed.train.num_tokens) == (33, None, None)
     assert with_num_steps(fixed, 33) == fixed
     assert fixed.data == config.data
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps", "expected"),
+    [
+        (["schedule.warmup_steps=3"], 6, 3),
+        (["schedule.warmup_steps=3"], 5, 0),
+        (["schedule.warmup_steps=3000"], 84, 8),
+        (["schedule.warmup_steps=null", "schedule.warmup_tokens=6400"], 120, 12),  # 100 steps of 64 tokens
+        (["schedule.warmup_steps=null", "schedule.warmup_tokens=6400"], 200, None),
+        (["schedule.warmup_steps=null", "schedule.warmup_fraction=0.5"], 1000, 100),  # 5,000 steps of the dataset below
+        (["schedule.warmup_steps=null", "schedule.warmup_fraction=0.05"], 1000, None),
+    ],
+)
+def test_a_warmup_that_would_take_most_of_the_time_is_a_tenth_of_it(
+    tmp_path: Path, settings: list[str], num_steps: int, expected: int | None
+) -> None:
+    config = with_num_steps(configuration(tmp_path, settings), num_steps)
+    fitted, note = fit_warmup(config, 640_000)
+    assert fitted.schedule.warmup_steps == expected
+    assert (note is None) == (fitted == config)
+    if note is not None:
+        length = horizon(fitted, num_train_rows=0, full_dataset_tokens=640_000)
+        schedule = Schedule.from_config(fitted.schedule, fitted.optimizer, length)
+        assert max(map(schedule.lr, range(num_steps))) == fitted.optimizer.lr, "the peak is reached"
+        assert schedule.lr(num_steps - 1) < fitted.optimizer.lr, "and left"
+        assert fit_warmup(fitted, 640_000) == (fitted, None)
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])

@@ -13,6 +13,9 @@ from vorox.core.pluralize import pluralize
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
 
+_MANY_TOKENS = 1 << 60
+"""A dataset of which any fraction is a long warm-up: the size is unknown before the caches are open."""
+
 
 def parse_minutes(text: str) -> float:
     """Parse a duration in minutes, or with units: 2, 0.5, 90s, 2m, 1h30m.
@@ -39,7 +42,7 @@ def unfinished_run(config: RunConfig, minutes: float) -> tuple[RunConfig, Litera
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
     from vorox.core.run_lookup import run_attempts, run_directories
-    from vorox.training.time_budget import with_num_steps
+    from vorox.training.time_budget import fit_warmup, with_num_steps
 
     for directory in reversed(run_directories(Path(config.run.directory))):
         attempts = run_attempts(directory)
@@ -50,12 +53,15 @@ def unfinished_run(config: RunConfig, minutes: float) -> tuple[RunConfig, Litera
             recorded = recorded_config(directory)
         except ConfigError:
             continue  # of a version that cannot be read
-        lengths = {"train.num_steps", "train.num_tokens", "train.num_epochs"}
-        changed = {item.key for item in differences(recorded, config) if in_digest(item.key) or item.key == "run.name"}
-        if changed <= lengths and recorded.train.num_steps is not None:
-            typer.echo(
-                f"Resuming {directory.name} (--minutes {minutes:g}, {pluralize(recorded.train.num_steps, 'step')}). "
-                "`--resume never` starts a new run."
-            )
-            return with_num_steps(config, recorded.train.num_steps), directory, None
+        if recorded.train.num_steps is None:
+            continue
+        timed = with_num_steps(config, recorded.train.num_steps)
+        for same in (timed, fit_warmup(timed, _MANY_TOKENS)[0]):
+            changed = (item.key for item in differences(recorded, same))
+            if not any(in_digest(key) or key == "run.name" for key in changed):
+                steps = pluralize(recorded.train.num_steps, "step")
+                typer.echo(
+                    f"Resuming {directory.name} (--minutes {minutes:g}, {steps}). `--resume never` starts a new run."
+                )
+                return same, directory, None
     return config, "auto", minutes

@@ -16,9 +16,11 @@ from vorox.core.batch import Batch
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import Corpus
 from vorox.training.dataloading import num_validation_rows, preview_batches, validation_set
+from vorox.training.schedule import horizon
 
 WARMUP_SECONDS = 0.5
 MIN_TIMED_STEPS = 2
@@ -123,6 +125,25 @@ def with_num_steps(config: RunConfig, num_steps: int) -> RunConfig:
     values["train"] |= {"num_steps": num_steps, "num_tokens": None, "num_epochs": None}
     values["train"] |= {"epoch_dataset_fraction": 1.0, "follow_growth": False}  # meaningful with epochs only
     return RunConfig.model_validate(values)
+
+
+def fit_warmup(config: RunConfig, full_dataset_tokens: int) -> tuple[RunConfig, str | None]:
+    """Shorten a warm-up that takes more than half of the steps to a tenth of them; also return a note about it.
+
+    Args:
+        config: The run; its length is a number of steps.
+        full_dataset_tokens: Tokens of one pass over the dataset, of which ``schedule.warmup_fraction`` is a fraction.
+    """
+    length = horizon(config, num_train_rows=0, full_dataset_tokens=full_dataset_tokens)
+    if 2 * length.warmup_steps <= length.total_steps:
+        return config, None
+    short_steps = length.total_steps // 10
+    warmup = {"warmup_steps": short_steps, "warmup_tokens": None, "warmup_fraction": None}
+    note = (
+        f"Warm-up of {pluralize(length.warmup_steps, 'step')} would take more than half of the run: shortened to "
+        f"{pluralize(short_steps, 'step')}"
+    )
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update=warmup)}), note
 
 
 def check_minutes(minutes: float) -> float:
