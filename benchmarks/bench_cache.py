@@ -19,7 +19,7 @@ import numpy as np
 from vorox.core.batch import DataCursor, DataShard
 from vorox.data.cache.reader import CacheReader
 from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ def open_batches_of(
     if state is None:
         path.unlink(missing_ok=True)
         source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
-        plan = Plan.create(path, PlanStart(seed, True, batch, (source,)), [reader])
+        plan = DataPlan.create(path, PlanStart(seed, True, batch, (source,)), [reader])
         plan.extend_to(reader.num_rows // batch * batch, [reader])
         cursor = first_cursor(plan, seed)
     else:
-        plan, cursor = Plan.open(path), DataCursor(**state)
+        plan, cursor = DataPlan.open(path), DataCursor(**state)
     stream = open_batches(
         plan, [reader], shard=DataShard(), cursor=cursor, global_batch_sequences=batch, micro_batch_sequences=batch,
         document_mask=document_mask,
@@ -129,12 +129,12 @@ def verify(folder: Path) -> None:
 
 
 def rows_of_step(folder: Path, batch: int, seed: int, step: int) -> np.ndarray[Any, Any]:
-    found = Plan.open(folder / f"plan-{seed}.jsonl").locate(np.arange(step * batch, (step + 1) * batch))
+    found = DataPlan.open(folder / f"plan-{seed}.jsonl").locate(np.arange(step * batch, (step + 1) * batch))
     return found.row + CacheReader.open(folder / CACHE).unit_row_starts[found.unit_start]
 
 
 def steps_of_row(folder: Path, batch: int, seed: int, row: int) -> list[int]:
-    positions = Plan.open(folder / f"plan-{seed}.jsonl").positions_of(0, row, CacheReader.open(folder / CACHE))
+    positions = DataPlan.open(folder / f"plan-{seed}.jsonl").positions_of(0, row, CacheReader.open(folder / CACHE))
     return (positions // batch).tolist()
 
 

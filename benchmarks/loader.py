@@ -26,7 +26,7 @@ from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, prepare
 from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 
 BATCH, LENGTH = 64, 1024
@@ -56,7 +56,7 @@ def start_of(corpus: Corpus) -> PlanStart:
 def ours(folder: Path, corpus: Corpus, num_threads: int, document_mask: bool) -> Callable[[], float]:
     """One epoch through the real loader."""
     plan_path = folder / f"plan-{num_threads}-{document_mask}-{time.monotonic_ns()}.jsonl"
-    plan = Plan.create(plan_path, start_of(corpus), corpus.train)
+    plan = DataPlan.create(plan_path, start_of(corpus), corpus.train)
     num_steps = corpus.train[0].num_rows // BATCH
     plan.extend_to(num_steps * BATCH, corpus.train)
 
@@ -80,7 +80,7 @@ def first_batch_seconds(folder: Path, corpus: Corpus, rounds: int) -> dict[str, 
     """Opening cache and plan until the first batch is there, at the start and in the middle of an epoch."""
     directory, recipe = corpus.train[0].directory, corpus.train[0].recipe
     path = folder / "plan-first.jsonl"
-    plan = Plan.create(path, start_of(corpus), corpus.train)
+    plan = DataPlan.create(path, start_of(corpus), corpus.train)
     num_steps = corpus.train[0].num_rows // BATCH
     plan.extend_to(num_steps * BATCH, corpus.train)
     seconds: dict[str, list[float]] = {"first batch": [], "resume at 50%": []}
@@ -88,7 +88,7 @@ def first_batch_seconds(folder: Path, corpus: Corpus, rounds: int) -> dict[str, 
         for name, step in (("first batch", 0), ("resume at 50%", num_steps // 2)):
             began = time.perf_counter()
             reader = CacheReader.open(directory, recipe)
-            again = Plan.open(path)
+            again = DataPlan.open(path)
             again.check([reader])
             cursor = first_cursor(again, 1)
             if step:

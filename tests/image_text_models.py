@@ -1,4 +1,4 @@
-"""Tiny models of transformers that read images, written on the spot, and runs on pictures of many sizes."""
+"""Tiny transformers models that read images, written on the spot, and runs on pictures of many sizes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, command in _commands().items():
+        for subcommand in getattr(command, "commands", {}).values():  # typer shortens help to 45 characters
+            subcommand.short_help = " ".join(subcommand.help.partition("\n\n")[0].split())
         page = get_docs_for_click(obj=command, ctx=typer.Context(command), name=name, call_prefix="vorox")
         files.append(File.generated(config, f"reference/commands/{name}.md", content=page))
     for name in _sections():
@@ -60,7 +62,7 @@ def _setting(explanation: Explanation) -> Iterator[str]:
     facts = [", ".join(text for text in (field.type_name, field.accepted) if text)]
     facts.append(f"default `{explanation.default}`" if explanation.default else "required")
     if explanation.changes_run:
-        facts.append("another value makes another run")
+        facts.append("a different value makes a new run")
     yield from (f"### {_escaped(field.key)}", "", _escaped(" · ".join(facts)), "", _escaped(field.description), "")
     if explanation.needs:
         yield from (f"Needs {_escaped(explanation.needs)}.", "")

@@ -149,7 +149,7 @@ class _Returned:
 
 @dataclass(frozen=True, slots=True)
 class _TrainingProcess:
-    """What the attempts of one process share; every rollback begins another one, as a resume does."""
+    """What the attempts of one process share; every rollback starts another attempt, as a resume does."""
 
     config: RunConfig
     dist: DistributedContext
@@ -254,7 +254,7 @@ def make_workload(
 
 
 def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: Path | None = None) -> ModelSpec:
-    """Return the model of a configuration; a run with checkpoints keeps its model of transformers.
+    """Return the model of a configuration; a run with checkpoints keeps its transformers model.
 
     Raises:
         ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
@@ -275,12 +275,12 @@ def planned_model(config: RunConfig) -> ModelSpec:
         ConfigError: Its size depends on the text, or its activations are not known in advance.
     """
     if auto_micro_batch.is_auto(config):
-        backends.check_memory_plan(config)
+        backends.check_memory_estimate(config)
     values = revision = None
     if config.model.kind == "huggingface":
         found = find_model(config)
         values, revision = found.values, found.commit
-    # The embedding of a model of transformers has its own rows.
+    # The embedding of a transformers model has its own rows.
     vocab_size = 1 if config.model.kind == "huggingface" else planned_vocab_size(config.tokenizer, config.model)
     spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=vocab_size)
     return backends.measured_spec(config, spec)
@@ -289,10 +289,10 @@ def planned_model(config: RunConfig) -> ModelSpec:
 def choose_micro_batch(
     config: RunConfig, resume_from: Literal["auto", "never"] | Path, dist: DistributedContext
 ) -> MicroBatch | None:
-    """Return the micro-batch of a run under ``auto``: rank 0 reads it from the run, or plans it. A collective.
+    """Return the micro-batch of a run under ``auto``: rank 0 reads it from the run, or decides it. A collective.
 
     Raises:
-        ConfigError: The plan does not know the memory of a step.
+        ConfigError: The memory of a step cannot be estimated.
         DoesNotFitError: No micro-batch fits.
     """
     if not auto_micro_batch.is_auto(config):
@@ -300,15 +300,15 @@ def choose_micro_batch(
 
     def decide(facts: list[Any]) -> dict[str, Any]:
         found = auto_micro_batch.recorded(config, resume_from)
-        return asdict(found or _plan_micro_batch(config, facts))
+        return asdict(found or _estimate_micro_batch(config, facts))
 
     facts = auto_micro_batch.facts_of(backends.training_devices(config, dist))
     return MicroBatch(**dist.agree("micro_batch", facts, decide))
 
 
-def _plan_micro_batch(config: RunConfig, facts: Sequence[Mapping[str, Any]]) -> MicroBatch:
-    """Return the most rows that the memory plan of a new run fits into the devices of all ranks."""
-    auto_micro_batch.check_plannable(config)
+def _estimate_micro_batch(config: RunConfig, facts: Sequence[Mapping[str, Any]]) -> MicroBatch:
+    """Return the most rows that the memory estimate of a new run fits into the devices of all ranks."""
+    auto_micro_batch.check_estimable(config)
     try:
         spec = planned_model(config)
     except ConfigError as error:

@@ -38,7 +38,7 @@ FIELDS = [
     "Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h",
     "12.6M / 429.8M tokens", "epoch 0.41", "lr 5.3e-04", "gnorm 0.42",
     "compute 83%", "data 2%", "save 6%", "eval 9%", "MFU 41.2%",
-    "host 3.0 GiB", "device 58.9 GiB", "planned 61.2 GiB", "queue 3/4", "saved 1m 34s ago",
+    "host 3.0 GiB", "device 58.9 GiB", "estimated 61.2 GiB", "queue 3/4", "saved 1m 34s ago",
 ]  # fmt: skip
 
 

@@ -181,7 +181,7 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
     [
         (("where", "latest"), "--step"),
         (("where", "latest", "--step", "0"), "step"),
-        (("where", "latest", "--step", "999999"), "Step 999,999 is not in the run's plan"),
+        (("where", "latest", "--step", "999999"), "Step 999,999 is not in the run's data plan"),
         (("where", "latest", "--step", "1", "--slot", "4"), "Slot 4 does not exist"),
         (("where", "nobody", "--step", "1"), "Run nobody not found"),
         (("when", "latest", "--source", "txet.jsonl"), "id you mean"),
@@ -190,7 +190,7 @@ def test_when_of_nothing_says_so(vorox: Run) -> None:
         (("sql", "latest", "SELECT nobody FROM run"), "no such column"),
         (("sql", "latest", "SELECT 1", "--samples", "5"), "is not a range of steps"),
         (("sql", "latest", "SELECT 1", "--samples", "7:5"), "is not a range of steps"),
-        (("sql", "latest", "SELECT 1", "--samples", "1:999999"), "is not in the run's plan"),
+        (("sql", "latest", "SELECT 1", "--samples", "1:999999"), "is not in the run's data plan"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_2(vorox: Run, words: tuple[str, ...], message: str) -> None:

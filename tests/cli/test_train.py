@@ -79,7 +79,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     losses = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
     best = min(losses, key=losses.__getitem__)
     assert f"  loss      {losses[12]:.4f} at the end, {losses[best]:.4f} at best (step {best})\n" in out
-    assert re.search(r"^  memory    peak [\d.,]+ \w+; planned [\d.,]+ \w+ of tensors$", out, re.MULTILINE)
+    assert re.search(r"^  memory    peak [\d.,]+ \w+; estimated [\d.,]+ \w+ of tensors$", out, re.MULTILINE)
     assert "(xz: " in out
     assert str(step_directories(directory)[12]) in out
 

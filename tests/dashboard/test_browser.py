@@ -26,8 +26,9 @@ pytestmark = [
 ]
 HOSTILE = "<img src=x onerror=alert(1)>"
 PAGES = ("curves", "samples", "data", "health", "plan", "checkpoints", "settings")
-OPENED = {"samples": "eval.prompts", "data": "Mixture", "health": "Warnings and errors", "plan": "Plan against actual",
-          "checkpoints": "Commands for step", "settings": "Attempts", "curves": "Gradient norm"}  # fmt: skip
+OPENED = {"samples": "eval.prompts", "data": "Mixture", "health": "Warnings and errors",
+          "plan": "Estimate against actual", "checkpoints": "Commands for step", "settings": "Attempts",
+          "curves": "Gradient norm"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

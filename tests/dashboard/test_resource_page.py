@@ -1,4 +1,4 @@
-"""The page Plan against actual: parts with a name, and no ratio of quantities that differ."""
+"""The page Estimate against actual: parts with a name, and no ratio of quantities that differ."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from vorox.core.errors import ConfigError
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import BucketReader, measure_buckets, reader_of, readers_of
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 
 
@@ -109,9 +109,9 @@ def test_a_plan_draws_from_the_parts_by_weight(tmp_path: Path, cache: CacheReade
         for name, weight, (part, _) in zip(("web.easy", "web.hard"), (Fraction(3), Fraction(1)), measured, strict=True)
     )
     readers = readers_of(sources, {"web": cache})
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, sources), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, sources), readers)
     plan.extend_to(40, readers)
-    again = Plan.open(plan.path)
+    again = DataPlan.open(plan.path)
     assert again.sources == sources
     again.check(readers)
     found = again.locate(np.arange(40))

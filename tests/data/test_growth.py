@@ -24,7 +24,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import GrowthConfig
 from vorox.data.growth import DataNotReady, PlanGrower, await_planned_units
 from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_changes import make_segment
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
 from vorox.data.storage.stalls import waiting_for_data
@@ -42,7 +42,7 @@ def start_of(readers: list[Any], rule: GrowthRule, *, batch: int = BATCH, **limi
     return PlanStart(7, True, batch, sources, rule)
 
 
-def grower_of(plan: Plan, readers: list[Any], **options: Any) -> PlanGrower:
+def grower_of(plan: DataPlan, readers: list[Any], **options: Any) -> PlanGrower:
     rule = plan.start.growth
     assert rule is not None
     defaults = {"mode": rule.mode, "horizon_steps": options.pop("horizon_steps", 1)}
@@ -50,7 +50,7 @@ def grower_of(plan: Plan, readers: list[Any], **options: Any) -> PlanGrower:
     return PlanGrower(plan, readers, growth, **options)
 
 
-def places(plan: Plan, readers: list[GrowingRows], count: int) -> list[Place]:
+def places(plan: DataPlan, readers: list[GrowingRows], count: int) -> list[Place]:
     """Where the rows of the first positions are, by unit: what does not depend on how rows are numbered today."""
     found = plan.locate(np.arange(count))
     result: list[Place] = []
@@ -72,7 +72,7 @@ def caches(built: dict[str, set[int]] | None = None, cut: dict[str, list[int]] |
     ]
 
 
-def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **options: Any) -> Plan:
+def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **options: Any) -> DataPlan:
     """Cover position by position; whenever rows are missing, and now and then besides, a random unit gets built.
 
     In mode strict the sources are split into units meanwhile: ``cut`` is the initial number of units.
@@ -82,7 +82,7 @@ def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **op
     first = options.pop("cut", 0)
     cut = {name: [first] for name in UNIT_ROWS} if first and rule.mode == "strict" else None
     readers = caches(built, cut)
-    plan = Plan.create(path, start_of(readers, rule), readers)
+    plan = DataPlan.create(path, start_of(readers, rule), readers)
     grower = grower_of(plan, list(readers), **options)
 
     def build_one() -> bool:
@@ -110,7 +110,7 @@ def run_while_building(path: Path, rule: GrowthRule, seed: int, count: int, **op
 def test_strict_segments_double_up_to_the_largest(tmp_path: Path) -> None:
     readers = [GrowingRows("code", [2] * 20, set(range(20)))]
     rule = GrowthRule("strict", 1, 4)
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of(readers, rule), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of(readers, rule), readers)
     grower_of(plan, list(readers)).cover(80)
     units = [(part.start, part.end) for segment in plan.segments[0] for part in segment.ranges]
     assert units[:7] == [(0, 1), (1, 3), (3, 7), (7, 11), (11, 15), (15, 19), (19, 20)]
@@ -127,7 +127,7 @@ def test_strict_order_does_not_depend_on_the_builder(
     rule = GrowthRule("strict", min(first, most), most)
     directory = tmp_path_factory.mktemp("plans")
     complete = caches()
-    at_once = Plan.create(directory / "once.jsonl", start_of(complete, rule), complete)
+    at_once = DataPlan.create(directory / "once.jsonl", start_of(complete, rule), complete)
     grower_of(at_once, list(complete), horizon_steps=horizon).cover(120)
     slowly = run_while_building(directory / "slow.jsonl", rule, seed, 120, horizon_steps=horizon, cut=cut)
     assert places(slowly, complete, 120) == places(at_once, complete, 120)
@@ -144,8 +144,8 @@ def test_every_pass_reads_every_row_once_and_replays_from_the_recorded_events(
     plan = run_while_building(path, GrowthRule(mode, 1, 4), seed, 160, horizon_steps=horizon, cut=seed % 3)
     complete = caches()
     before = places(plan, complete, 160)
-    assert places(Plan.open(path), complete, 160) == before
-    Plan.open(path).check(complete)
+    assert places(DataPlan.open(path), complete, 160) == before
+    DataPlan.open(path).check(complete)
     seen = Counter(before)
     assert set(seen.values()) == {1}
     for index, rows in enumerate(UNIT_ROWS.values()):
@@ -175,7 +175,7 @@ def test_what_is_there_depends_on_the_moment_only_in_elastic_mode(tmp_path: Path
 def test_a_plan_that_covers_a_step_is_not_asked_what_is_there_today(tmp_path: Path) -> None:
     plan = run_while_building(tmp_path / "plan.jsonl", GrowthRule("elastic"), 3, 40)
     content, complete = plan.path.read_bytes(), caches()
-    resumed = Plan.open(plan.path)
+    resumed = DataPlan.open(plan.path)
     grower_of(resumed, list(complete), last_position=40).cover(20)
     grower_of(resumed, list(complete), last_position=40).cover(40)
     assert plan.path.read_bytes() == content
@@ -187,7 +187,7 @@ def test_events_are_durable_before_rows_are_located_by_them(tmp_path: Path, mode
 
     class Watched(GrowingRows):
         def read_rows(self, rows: np.ndarray) -> Any:
-            on_disk = Plan.open(path)
+            on_disk = DataPlan.open(path)
             known = {
                 unit
                 for segment in on_disk.segments[0]
@@ -204,7 +204,7 @@ def test_events_are_durable_before_rows_are_located_by_them(tmp_path: Path, mode
     built = {0}
     reader = Watched("code", [4] * 10, built)
     start = start_of([reader], GrowthRule(mode, 1, 2))
-    plan = Plan.create(path, start, [reader])
+    plan = DataPlan.create(path, start, [reader])
     grower = grower_of(plan, [reader], on_starve="wait", last_position=40)
     with open_batches(
         plan, [reader], shard=DataShard(), cursor=first_cursor(plan, 7), global_batch_sequences=BATCH,
@@ -218,14 +218,14 @@ def test_events_are_durable_before_rows_are_located_by_them(tmp_path: Path, mode
             rows += batch.row_digests_AB.reshape(-1).tolist()
             cursor = batch.cursor_after
             assert plan.digest_at(cursor.plan_events) == cursor.plan_digest
-            assert Plan.open(path).digest_at(cursor.plan_events) == cursor.plan_digest
+            assert DataPlan.open(path).digest_at(cursor.plan_events) == cursor.plan_digest
     assert len(set(rows)) == 40
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_batches_over_a_growing_cache_are_those_over_the_complete_one(tmp_path: Path, threads: int) -> None:
     def digests(name: str, readers: list[GrowingRows], build: set[int] | None) -> tuple[list[str], list[Any]]:
-        plan = Plan.create(tmp_path / name, start_of(readers, GrowthRule("strict", 1, 4)), readers)
+        plan = DataPlan.create(tmp_path / name, start_of(readers, GrowthRule("strict", 1, 4)), readers)
         grower = grower_of(plan, list(readers), on_starve="wait", last_position=200, horizon_steps=3)
         found, cursors = [], []
 
@@ -260,7 +260,7 @@ def test_batches_over_a_growing_cache_are_those_over_the_complete_one(tmp_path: 
 def test_starving_waits_says_so_and_goes_on(tmp_path: Path) -> None:
     built = {0}
     reader = GrowingRows("code", [4, 4], built)
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 1, 1)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 1, 1)), [reader])
     grower = grower_of(plan, [reader], on_starve="wait")
     grower.cover(4)
     waiter = threading.Thread(target=grower.cover, args=(8,))
@@ -279,7 +279,7 @@ def test_starving_waits_says_so_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     reader = GrowingRows("code", [4, 4], {0})
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic")), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic")), [reader])
     asked: list[int] = []
     message = r"Step 2 has no rows yet: source 'code' has 1 of 2 units built; the first missing one is unit 1"
     with pytest.raises(DataNotReady, match=message):
@@ -296,7 +296,7 @@ def test_a_wait_ends_when_it_is_asked_to(tmp_path: Path) -> None:
 def test_elastic_repeats_what_is_there_rather_than_wait(tmp_path: Path) -> None:
     built = {1}
     reader = GrowingRows("code", [2, 3, 4], built)
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic"), batch=1), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic"), batch=1), [reader])
     grower = grower_of(plan, [reader], on_starve="repeat", horizon_steps=1)
     grower.cover(7)
     built.add(2)
@@ -312,7 +312,7 @@ def test_repeated_passes_end_at_the_limit(tmp_path: Path) -> None:
     built = {1}
     reader = GrowingRows("code", [2, 3, 4], built)
     start = start_of([reader], GrowthRule("elastic"), batch=1, max_epochs=2)
-    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, [reader])
     grower = grower_of(plan, [reader], on_starve="repeat")
     grower.cover(2)
     built.add(2)
@@ -323,7 +323,7 @@ def test_repeated_passes_end_at_the_limit(tmp_path: Path) -> None:
 
 def test_one_segment_has_the_later_passes_of_the_horizon(tmp_path: Path) -> None:
     reader = GrowingRows("code", [2] * 4, set(range(4)))
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 4, 4)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 4, 4)), [reader])
     grower_of(plan, [reader], horizon_steps=10).cover(8)
     passes = [(segment.epoch, segment.num_epochs) for segment in plan.segments[0]]
     assert passes == [(0, 1), (1, 5)]  # from row 8, ten steps of 4 rows
@@ -333,25 +333,25 @@ def test_gaps_are_recorded_and_survive_their_filling(tmp_path: Path) -> None:
     """Rows behind a gap move when it is filled; their addresses do not."""
     built = {1, 3, 4}
     reader = GrowingRows("code", [2, 3, 4, 5, 6], built)
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic"), batch=2), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("elastic"), batch=2), [reader])
     grower_of(plan, [reader]).cover(14)
     segment = plan.segments[0][0]
     assert [(p.start, p.end, p.num_rows) for p in segment.ranges] == [(1, 2, 3), (3, 5, 11)]
     early = places(plan, [reader], 14)
     full = GrowingRows("code", [2, 3, 4, 5, 6], {0, 1, 2, 3, 4})
-    assert places(Plan.open(plan.path), [full], 14) == early
+    assert places(DataPlan.open(plan.path), [full], 14) == early
     for position, (_, _, unit, row) in enumerate(early):
         today = int(full.unit_row_starts[unit]) + row
         assert position in plan.positions_of(0, today, full).tolist()
-    Plan.open(plan.path).check([full])
+    DataPlan.open(plan.path).check([full])
     with pytest.raises(DataError, match="changed"):
-        Plan.open(plan.path).check([GrowingRows("code", [2, 3, 4, 5, 7], {0, 1, 2, 3, 4})])
+        DataPlan.open(plan.path).check([GrowingRows("code", [2, 3, 4, 5, 7], {0, 1, 2, 3, 4})])
 
 
 def test_units_that_are_planned_later_join_the_pass_that_runs(tmp_path: Path) -> None:
     rows, built = [4, 4], {0, 1}
     reader = GrowingRows("code", rows, built)
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 2, 4)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 2, 4)), [reader])
     grower = grower_of(plan, [reader])
     grower.cover(8)  # looks a step ahead, where the second pass begins
     rows += [6, 2]
@@ -366,7 +366,7 @@ def test_units_that_are_planned_later_join_the_pass_that_runs(tmp_path: Path) ->
 def test_a_source_that_is_used_up(tmp_path: Path, policy: str) -> None:
     complete = caches()
     start = start_of(complete, GrowthRule("strict", 1, 4), max_epochs=2, on_exhausted=policy)
-    plan = Plan.create(tmp_path / "plan.jsonl", start, complete)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, complete)
     said: list[str] = []
     grower = grower_of(plan, list(complete), report=lambda kind, text: said.append(f"{kind}: {text}"))
     if policy == "error":
@@ -395,17 +395,17 @@ def test_a_crash_between_an_event_and_its_step_changes_nothing(tmp_path: Path) -
         for torn in (b"", lines[count][:17]):
             path = tmp_path / f"crashed{count}{len(torn)}"
             path.write_bytes(b"".join(lines[:count]) + torn)
-            plan = Plan.open_or_create(path, straight.start, complete)
+            plan = DataPlan.open_or_create(path, straight.start, complete)
             grower_of(plan, list(complete)).cover(100)
-            assert places(Plan.open(path), complete, 100) == expected
+            assert places(DataPlan.open(path), complete, 100) == expected
 
 
 def test_a_process_that_follows_reads_what_the_first_has_decided(tmp_path: Path) -> None:
     built = {0, 1}
     reader = GrowingRows("code", [4, 4, 4], built)
     path = tmp_path / "plan.jsonl"
-    decides = Plan.create(path, start_of([reader], GrowthRule("elastic")), [reader])
-    follows = Plan.open(path)
+    decides = DataPlan.create(path, start_of([reader], GrowthRule("elastic")), [reader])
+    follows = DataPlan.open(path)
     first = grower_of(decides, [reader])
     second = grower_of(follows, [GrowingRows("code", [4, 4, 4], built)], decides=False)
     with pytest.raises(DataNotReady, match="rank 0 has not added more of source 'code'"):
@@ -447,7 +447,7 @@ class EndedBuild(GrowingRows):
 def test_units_of_a_build_that_has_ended_are_seen(tmp_path: Path, looks_before_end: int) -> None:
     rows = EndedBuild("code", [2] * 4, set(range(4)))
     rows.looks_before_end = looks_before_end
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([rows], GrowthRule("elastic")), [rows])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([rows], GrowthRule("elastic")), [rows])
     complete = GrowingRows("code", [2] * 4, set(range(4)))
     segment = make_segment(complete, "code", 0, 0, 1, [(0, 4)])
     assert segment is not None
@@ -459,7 +459,7 @@ def test_units_of_a_build_that_has_ended_are_seen(tmp_path: Path, looks_before_e
 
 def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:
     reader = GrowingRows("code", [0, 0], {0, 1})
-    plan = Plan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict")), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict")), [reader])
     with pytest.raises(DataError, match="'code' has no rows"):
         grower_of(plan, [reader]).cover(4)
 
@@ -467,6 +467,6 @@ def test_a_source_without_rows_is_refused(tmp_path: Path) -> None:
 def test_a_complete_plan_and_a_growing_one_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     reader = FakeRows("code", [4, 4])
     growing = start_of([reader], GrowthRule("strict"))
-    plan = Plan.create(tmp_path / "plan.jsonl", growing, [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", growing, [reader])
     with pytest.raises(Exception, match="growth"):
-        Plan.open_or_create(plan.path, PlanStart(7, True, BATCH, growing.sources), [reader])
+        DataPlan.open_or_create(plan.path, PlanStart(7, True, BATCH, growing.sources), [reader])

@@ -29,7 +29,7 @@ from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.loader import BatchStream, first_cursor, open_batches, validation_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.data.prefetch import Prefetcher, map_ordered
 from vorox.data.rows import RowBlock
@@ -38,13 +38,13 @@ GLOBAL_BATCH = 8
 STEPS = 12
 
 
-def make_plan(directory: Path, readers: list[Any], *, batch: int = GLOBAL_BATCH, steps: int = STEPS) -> Plan:
+def make_plan(directory: Path, readers: list[Any], *, batch: int = GLOBAL_BATCH, steps: int = STEPS) -> DataPlan:
     weights = [Fraction(number + 1, 3) for number in range(len(readers))]
     sources = tuple(
         PlanSource(str(reader.recipe.source["name"]), weight, reader.recipe.digest, reader.row_tokens)
         for reader, weight in zip(readers, weights, strict=True)
     )
-    plan = Plan.create(directory / f"plan{batch}.jsonl", PlanStart(11, True, batch, sources), readers)
+    plan = DataPlan.create(directory / f"plan{batch}.jsonl", PlanStart(11, True, batch, sources), readers)
     plan.extend_to(steps * batch, readers)
     return plan
 
@@ -55,11 +55,11 @@ def readers() -> list[FakeRows]:
 
 
 @pytest.fixture
-def plan(tmp_path: Path, readers: list[FakeRows]) -> Plan:
+def plan(tmp_path: Path, readers: list[FakeRows]) -> DataPlan:
     return make_plan(tmp_path, readers)
 
 
-def stream(plan: Plan, readers: list[Any], cursor: DataCursor | None = None, **options: Any) -> BatchStream:
+def stream(plan: DataPlan, readers: list[Any], cursor: DataCursor | None = None, **options: Any) -> BatchStream:
     defaults: dict[str, Any] = {
         "shard": DataShard(),
         "global_batch_sequences": plan.start.global_batch_sequences,
@@ -116,7 +116,7 @@ class Stuck(FakeRows):
         return super().read_rows(rows)
 
 
-def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: list[FakeRows]) -> None:
+def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: DataPlan, readers: list[FakeRows]) -> None:
     for step, batch in enumerate(take(stream(plan, readers), STEPS)):
         assert batch.step == step
         assert batch.tokens_ABT.shape == batch.labels_ABT.shape == (4, 2, 8)
@@ -129,7 +129,7 @@ def test_batches_hold_the_rows_of_the_plan_in_slot_order(plan: Plan, readers: li
 
 
 def test_the_first_batch_waits_for_no_other_rows_to_be_located(
-    plan: Plan, readers: list[FakeRows], monkeypatch: pytest.MonkeyPatch
+    plan: DataPlan, readers: list[FakeRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any cursor; later steps are located together."""
     asked: list[list[int]] = []
@@ -154,7 +154,7 @@ def test_segments_may_begin_at_any_unit(tmp_path: Path) -> None:
             "units": units, "num_rows": num_rows, "content": reader.content_digest(*units),
         }  # fmt: skip
         HashChainedLog(path).append([event])
-    plan = Plan.open(path)
+    plan = DataPlan.open(path)
     batches = take(stream(plan, [reader], num_threads=1), 2)
     tokens = [tuple(row) for batch in batches for row in batch.tokens_ABT.reshape(GLOBAL_BATCH, -1).tolist()]
     row_of = {tuple(reader.tokens(row)[:-1]): row for row in range(15)}
@@ -178,7 +178,7 @@ def test_threads_and_prefetch_change_nothing(tmp_path: Path, document_mask: bool
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards_concatenate_to_the_same_global_batch(
-    plan: Plan, readers: list[FakeRows], count: int, micro: int
+    plan: DataPlan, readers: list[FakeRows], count: int, micro: int
 ) -> None:
     """The global batch in slot order is the same at any number of data-parallel processes."""
     whole = take(stream(plan, readers, micro_batch_sequences=micro), STEPS)
@@ -198,7 +198,9 @@ def test_shards_concatenate_to_the_same_global_batch(
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_shards_side_by_side_are_those_of_as_many_processes(plan: Plan, readers: list[FakeRows], width: int) -> None:
+def test_shards_side_by_side_are_those_of_as_many_processes(
+    plan: DataPlan, readers: list[FakeRows], width: int
+) -> None:
     """A process that reads several shards has their micro-batches one beside the other."""
     single = [
         take(stream(plan, readers, shard=DataShard(index, 4), micro_batch_sequences=1), STEPS) for index in range(4)
@@ -214,7 +216,7 @@ def test_shards_side_by_side_are_those_of_as_many_processes(plan: Plan, readers:
         assert progress.num_tokens == STEPS * GLOBAL_BATCH * 8
 
 
-def test_shards_side_by_side_must_come_out_even(plan: Plan, readers: list[FakeRows]) -> None:
+def test_shards_side_by_side_must_come_out_even(plan: DataPlan, readers: list[FakeRows]) -> None:
     for shard in (DataShard(0, 3, 2), DataShard(3, 4, 2), DataShard(0, 4, 0)):
         with pytest.raises(ConfigError, match="cannot be split evenly"):
             stream(plan, readers, micro_batch_sequences=1, shard=shard)
@@ -235,7 +237,7 @@ def test_any_geometry_resumes_to_the_same_rows(tmp_path_factory: pytest.TempPath
         micro = data.draw(st.sampled_from([n for n in (1, 2, 3, 6) if batch % (n * count) == 0]))
         steps = data.draw(st.integers(1, 6 - step))
         options = {"num_threads": data.draw(st.integers(0, 2)), "micro_batch_sequences": micro}
-        plan = Plan.open(plan.path)
+        plan = DataPlan.open(plan.path)
         parts = [
             take(stream(plan, readers, cursor, shard=DataShard(index, count), **options), steps)
             for index in range(count)
@@ -247,7 +249,7 @@ def test_any_geometry_resumes_to_the_same_rows(tmp_path_factory: pytest.TempPath
         step += steps
 
 
-def test_read_ahead_is_bounded(plan: Plan, readers: list[FakeRows]) -> None:
+def test_read_ahead_is_bounded(plan: DataPlan, readers: list[FakeRows]) -> None:
     started: list[int] = []
 
     def read(step: int) -> Any:
@@ -324,20 +326,22 @@ def test_a_map_keeps_the_order_of_its_items_and_raises_at_the_item_that_fails() 
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_beyond_the_plan_is_an_error_and_extending_goes_on(plan: Plan, readers: list[FakeRows], threads: int) -> None:
+def test_beyond_the_plan_is_an_error_and_extending_goes_on(
+    plan: DataPlan, readers: list[FakeRows], threads: int
+) -> None:
     planned = plan.num_positions // GLOBAL_BATCH
     batches = stream(plan, readers, num_threads=threads, prefetch_batches=5)
     first = [identity(next(batches)) for _ in range(planned)]
     plan.extend_to(plan.num_positions + 40 * GLOBAL_BATCH, readers)
     more = [identity(next(batches)) for _ in range(plan.num_positions // GLOBAL_BATCH - planned)]
     assert len(more) >= 40
-    with pytest.raises(DataError, match="is not covered: the plan has"):
+    with pytest.raises(DataError, match="is not covered: the data plan has"):
         next(batches)
     again = [identity(batch) for batch in take(stream(plan, readers), len(first) + len(more))]
     assert [entry[:3] for entry in again] == [entry[:3] for entry in first + more]
 
 
-def test_closing_never_hangs(plan: Plan, readers: list[FakeRows]) -> None:
+def test_closing_never_hangs(plan: DataPlan, readers: list[FakeRows]) -> None:
     for threads in (0, 1, 4):
         for consumed in (0, 2):
             batches = stream(plan, readers, num_threads=threads, prefetch_batches=2)
@@ -396,18 +400,18 @@ def test_closing_wakes_a_waiting_consumer(tmp_path: Path) -> None:
         {"step": -1, "position": -GLOBAL_BATCH},
     ],
 )
-def test_a_cursor_of_another_plan_is_refused(plan: Plan, readers: list[FakeRows], change: dict[str, Any]) -> None:
+def test_a_cursor_of_another_plan_is_refused(plan: DataPlan, readers: list[FakeRows], change: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="cursor"):
         stream(plan, readers, replace(first_cursor(plan, 11), **change))
 
 
-def test_a_cursor_from_before_an_extension_is_good(plan: Plan, readers: list[FakeRows]) -> None:
+def test_a_cursor_from_before_an_extension_is_good(plan: DataPlan, readers: list[FakeRows]) -> None:
     cursor = take(stream(plan, readers), 3)[-1].cursor_after
     plan.extend_to(plan.num_positions * 3, readers)
-    assert take(stream(Plan.open(plan.path), readers, cursor), 1)[0].step == 3
+    assert take(stream(DataPlan.open(plan.path), readers, cursor), 1)[0].step == 3
 
 
-def test_first_cursor_refuses_another_seed(plan: Plan) -> None:
+def test_first_cursor_refuses_another_seed(plan: DataPlan) -> None:
     with pytest.raises(ConfigError, match="seed 11, the run has seed 12"):
         first_cursor(plan, 12)
 
@@ -453,12 +457,12 @@ def test_a_step_has_the_same_rows_on_any_number_of_shards(tmp_path: Path, batch:
 
 
 @pytest.mark.parametrize(("micro", "count"), [(3, 1), (8, 2), (2, 3), (16, 1), (0, 1), (1, 9)])
-def test_uneven_batches_are_refused(plan: Plan, readers: list[FakeRows], micro: int, count: int) -> None:
+def test_uneven_batches_are_refused(plan: DataPlan, readers: list[FakeRows], micro: int, count: int) -> None:
     with pytest.raises(ConfigError, match="cannot be split evenly"):
         stream(plan, readers, micro_batch_sequences=micro, shard=DataShard(0, count))
 
 
-def test_another_batch_size_or_cache_is_refused(plan: Plan, readers: list[FakeRows]) -> None:
+def test_another_batch_size_or_cache_is_refused(plan: DataPlan, readers: list[FakeRows]) -> None:
     with pytest.raises(ConfigError, match="8 rows per step, not 16"):
         stream(plan, readers, global_batch_sequences=16)
     with pytest.raises(DataError, match="source 'text' changed"):
@@ -535,11 +539,11 @@ def test_first_batch_and_resume_do_not_depend_on_the_size(tmp_path: Path) -> Non
         found_first: list[Batch] = []
 
         def open_and_read(cursor: DataCursor = cursor, found_first: list[Batch] = found_first) -> None:
-            found_first[:] = take(stream(Plan.open(plan.path), [reader], cursor), 1)
+            found_first[:] = take(stream(DataPlan.open(plan.path), [reader], cursor), 1)
 
         assert cost(open_and_read) < 100
         (batch,) = found_first
-        opened = Plan.open(plan.path)
+        opened = DataPlan.open(plan.path)
         assert batch.step == step
         found = opened.locate(np.arange(step * 64, step * 64 + 64))
         rows = [reader.tokens(int(row))[:-1] for row in found.row]
@@ -604,7 +608,9 @@ def test_real_caches_give_the_same_batches_to_any_reader(tmp_path: Path, caches:
     expected = [identity(batch) for batch in take(stream(plan, caches), 20)]
     assert [identity(batch) for batch in take(stream(plan, caches, num_threads=4), 20)] == expected
     reopened = [CacheReader.open(cache.directory, max_open_chunks=2) for cache in caches]
-    assert [identity(batch) for batch in take(stream(Plan.open(plan.path), reopened, num_threads=1), 20)] == expected
+    assert [
+        identity(batch) for batch in take(stream(DataPlan.open(plan.path), reopened, num_threads=1), 20)
+    ] == expected
     shards = [take(stream(plan, caches, shard=DataShard(index, 4)), 20) for index in range(4)]
     for step, (_, hashes, *_) in enumerate(expected):
         assert isinstance(hashes, tuple)

@@ -18,7 +18,7 @@ from crash_enumeration import crash_states, record
 from fake_rows import FakeRows
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 
 
@@ -32,14 +32,14 @@ def two_sources() -> tuple[PlanStart, list[FakeRows]]:
     return PlanStart(seed=7, shuffle=True, global_batch_sequences=10, sources=sources), readers
 
 
-def rows_at(plan: Plan, positions: range) -> list[tuple[int, int, int]]:
+def rows_at(plan: DataPlan, positions: range) -> list[tuple[int, int, int]]:
     found = plan.locate(np.arange(positions.start, positions.stop))
     return list(zip(found.source_index.tolist(), found.epoch.tolist(), found.row.tolist(), strict=True))
 
 
 def test_every_epoch_of_every_source_is_complete(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(400, readers)
     seen = Counter(rows_at(plan, range(400)))
     assert set(seen.values()) == {1}
@@ -52,7 +52,7 @@ def test_every_epoch_of_every_source_is_complete(tmp_path: Path) -> None:
 
 def test_every_global_batch_has_the_exact_mixture(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(300, readers)
     by_batch = plan.locate(np.arange(300)).source_index.reshape(30, 10)
     assert (by_batch.sum(axis=1) == 3).all()
@@ -64,7 +64,7 @@ def test_every_global_batch_has_the_exact_mixture(tmp_path: Path) -> None:
 def test_positions_of_inverts_locate(tmp_path: Path, shuffle: bool) -> None:
     start, readers = two_sources()
     start = PlanStart(start.seed, shuffle, start.global_batch_sequences, start.sources)
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     for position in (30, 180, 250):  # several segments
         plan.extend_to(position, readers)
     rows = rows_at(plan, range(plan.num_positions))
@@ -78,7 +78,7 @@ def test_positions_of_inverts_locate(tmp_path: Path, shuffle: bool) -> None:
 def test_without_shuffle_sources_are_read_in_stored_order(tmp_path: Path) -> None:
     reader = FakeRows("code", [4, 3])
     start = PlanStart(1, False, 2, (source(reader),))
-    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, [reader])
     plan.extend_to(16, [reader])
     assert [row for _, _, row in rows_at(plan, range(16))] == [*range(7), *range(7), 0, 1]
 
@@ -86,7 +86,7 @@ def test_without_shuffle_sources_are_read_in_stored_order(tmp_path: Path) -> Non
 def test_frozen_order(tmp_path: Path) -> None:
     """Never to be changed under the same format names: runs are replayed from their plans."""
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(40, readers)
     assert rows_at(plan, range(10, 20)) == [
         (0, 0, 0),
@@ -105,13 +105,13 @@ def test_frozen_order(tmp_path: Path) -> None:
 def test_frozen_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan without growth and stages is written as the first version wrote it: digests in checkpoints stay valid."""
     _, readers = two_sources()
-    monkeypatch.setattr(Plan, "check", lambda plan, readers: None)
+    monkeypatch.setattr(DataPlan, "check", lambda plan, readers: None)
     limits = (("0.7", None), ("0.3", 40))
     sources = tuple(
         PlanSource(reader.name, Fraction(weight), "ab" * 32, 9, max_epochs)
         for reader, (weight, max_epochs) in zip(readers, limits, strict=True)
     )
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 10, sources), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 10, sources), readers)
     plan.extend_to(40, readers)
     plan.extend_to(130, readers)
     assert plan.digest == "38f782104bc149e9baeef4edb26a03a01cc1d7f36ce1bc288e129c3a283afdf4"
@@ -121,7 +121,7 @@ def test_frozen_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
     reader = FakeRows("code", [300])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader),)), [reader])
     plan.extend_to(900, [reader])
     positions = np.array([plan.positions_of(0, row, reader) for row in range(300)])
     place_in_epoch = np.argsort(np.argsort(positions, axis=0), axis=0)
@@ -136,7 +136,7 @@ def test_order_depends_on_seed_source_and_content(tmp_path: Path, change: str) -
         name = f"code{variant}" if change == "name" else "code"
         reader = FakeRows(name, [500], content=variant if change == "content" else 0)
         start = PlanStart(variant if change == "seed" else 0, True, 4, (source(reader),))
-        plan = Plan.create(tmp_path / f"{variant}.jsonl", start, [reader])
+        plan = DataPlan.create(tmp_path / f"{variant}.jsonl", start, [reader])
         plan.extend_to(500, [reader])
         orders.append([row for _, _, row in rows_at(plan, range(500))])
     assert sorted(orders[0]) == sorted(orders[1])
@@ -151,15 +151,15 @@ def test_however_it_is_extended_the_order_is_the_same(
     start, readers = two_sources()
     start = PlanStart(seed, True, start.global_batch_sequences, start.sources)
     directory = tmp_path_factory.mktemp("plans")
-    at_once = Plan.create(directory / "a.jsonl", start, readers)
+    at_once = DataPlan.create(directory / "a.jsonl", start, readers)
     at_once.extend_to(max(targets), readers)
-    stepwise = Plan.create(directory / "b.jsonl", start, readers)
+    stepwise = DataPlan.create(directory / "b.jsonl", start, readers)
     for target in targets:
         before = rows_at(stepwise, range(stepwise.num_positions))
         stepwise.extend_to(target, readers)
         assert stepwise.num_positions >= target
         assert rows_at(stepwise, range(len(before))) == before
-    reopened = Plan.open(directory / "b.jsonl")
+    reopened = DataPlan.open(directory / "b.jsonl")
     assert (reopened.digest, reopened.num_events) == (stepwise.digest, stepwise.num_events)
     common = range(min(at_once.num_positions, stepwise.num_positions))
     assert rows_at(reopened, common) == rows_at(at_once, common)
@@ -168,7 +168,7 @@ def test_however_it_is_extended_the_order_is_the_same(
 def test_a_longer_cache_joins_at_the_next_epoch_and_moves_nothing(tmp_path: Path) -> None:
     reader = FakeRows("code", [6, 6])
     start = PlanStart(3, True, 4, (source(reader),))
-    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, [reader])
     plan.extend_to(20, [reader])
     before = rows_at(plan, range(plan.num_positions))
     extended = FakeRows("code", [6, 6, 5])
@@ -181,7 +181,7 @@ def test_a_longer_cache_joins_at_the_next_epoch_and_moves_nothing(tmp_path: Path
 
 def test_extending_to_what_is_covered_writes_nothing(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(50, readers)
     content, digest = plan.path.read_bytes(), plan.digest
     plan.extend_to(plan.num_positions, readers)
@@ -190,7 +190,7 @@ def test_extending_to_what_is_covered_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_million_epochs_are_one_event(tmp_path: Path) -> None:
     reader = FakeRows("tiny", [3])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 8, (source(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 8, (source(reader),)), [reader])
     plan.extend_to(3_000_000, [reader])
     assert plan.num_events == 2
     occurrences = np.concatenate([plan.positions_of(0, row, reader) for row in range(3)])
@@ -202,19 +202,19 @@ def test_a_million_epochs_are_one_event(tmp_path: Path) -> None:
 
 def test_uncovered_positions_are_refused(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     assert plan.num_positions == 0
     plan.extend_to(5, readers)
     assert plan.num_positions % 10 == 0
     for position in (-1, plan.num_positions):
-        with pytest.raises(DataError, match="is not covered: the plan has"):
+        with pytest.raises(DataError, match="is not covered: the data plan has"):
             plan.locate(np.array([0, position]))
 
 
 def test_max_epochs_names_source_and_step_and_writes_nothing(tmp_path: Path) -> None:
     readers = [FakeRows("code", [100]), FakeRows("text", [11])]
     sources = source(readers[0], "0.7"), source(readers[1], "0.3", max_epochs=2)
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 10, sources), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 10, sources), readers)
     plan.extend_to(70, readers)
     assert plan.num_positions == 70  # 7 steps take 21 of the 22 rows that two epochs of source "text" have
     content = plan.path.read_bytes()
@@ -226,7 +226,7 @@ def test_max_epochs_names_source_and_step_and_writes_nothing(tmp_path: Path) -> 
 
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:
     reader = FakeRows("code", [0])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader),)), [reader])
     with pytest.raises(DataError, match="'code' has no rows"):
         plan.extend_to(1, [reader])
 
@@ -243,35 +243,37 @@ def test_an_empty_source_is_refused(tmp_path: Path) -> None:
 )
 def test_another_cache_is_refused(tmp_path: Path, changed: FakeRows, message: str) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(100, readers)
     plan.check(readers)
     with pytest.raises(DataError, match=message):
         plan.check([changed, readers[1]])
     with pytest.raises(DataError, match=message):
-        Plan.open_or_create(plan.path, start, [changed, readers[1]])
+        DataPlan.open_or_create(plan.path, start, [changed, readers[1]])
 
 
 def test_other_settings_are_refused_on_a_begun_plan(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
-    assert Plan.open_or_create(plan.path, start, readers).digest == plan.digest
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
+    assert DataPlan.open_or_create(plan.path, start, readers).digest == plan.digest
     with pytest.raises(ConfigError, match="seed = 7, the configuration 8"):
-        Plan.open_or_create(plan.path, PlanStart(8, True, 10, start.sources), readers)
+        DataPlan.open_or_create(plan.path, PlanStart(8, True, 10, start.sources), readers)
     with pytest.raises(DataError, match="plan already exists"):
-        Plan.create(plan.path, start, readers)
+        DataPlan.create(plan.path, start, readers)
 
 
 def test_sources_of_one_name_are_refused(tmp_path: Path) -> None:
     reader = FakeRows("code", [5])
     with pytest.raises(ConfigError, match="same name"):
-        Plan.create(tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader), source(reader))), [reader, reader])
+        DataPlan.create(
+            tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader), source(reader))), [reader, reader]
+        )
     assert not (tmp_path / "plan.jsonl").exists()
 
 
 def test_digest_at_tells_prefixes(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     first = plan.digest
     plan.extend_to(50, readers)
     assert plan.digest_at(1) == first
@@ -303,49 +305,49 @@ SEGMENT = {
 )
 def test_unknown_events_are_refused(tmp_path: Path, event: dict[str, object], message: str) -> None:
     start, readers = two_sources()
-    path = Plan.create(tmp_path / "plan.jsonl", start, readers).path
+    path = DataPlan.create(tmp_path / "plan.jsonl", start, readers).path
     HashChainedLog(path).append([SEGMENT])
-    assert Plan.open(path).num_events == 2
+    assert DataPlan.open(path).num_events == 2
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     HashChainedLog(path).append([event])
     with pytest.raises(DataError, match=message) as caught:
-        Plan.open(path)
+        DataPlan.open(path)
     assert caught.value.where == f"{path}:2"
 
 
 @pytest.mark.parametrize("field", ["format", "order", "mixture"])
 def test_another_version_is_refused(tmp_path: Path, field: str) -> None:
     start, readers = two_sources()
-    path = Plan.create(tmp_path / "a.jsonl", start, readers).path
+    path = DataPlan.create(tmp_path / "a.jsonl", start, readers).path
     body = HashChainedLog(path).read()[0][0]
     HashChainedLog(tmp_path / "b.jsonl").append([{**body, field: "next/2"}])
     with pytest.raises(DataError, match="next/2"):
-        Plan.open(tmp_path / "b.jsonl")
+        DataPlan.open(tmp_path / "b.jsonl")
 
 
 def test_no_plan(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Run has no plan"):
-        Plan.open(tmp_path / "plan.jsonl")
+    with pytest.raises(DataError, match="Run has no data plan"):
+        DataPlan.open(tmp_path / "plan.jsonl")
 
 
 def test_damage_before_the_last_line_is_refused(tmp_path: Path) -> None:
     start, readers = two_sources()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(100, readers)
     content = plan.path.read_bytes()
     last_line = content.rstrip(b"\n").rfind(b"\n")
     for offset in range(0, last_line, 7):
         plan.path.write_bytes(content[:offset] + bytes([content[offset] ^ 4]) + content[offset + 1 :])
         with pytest.raises(DataError):
-            Plan.open(plan.path)
+            DataPlan.open(plan.path)
 
 
 def test_another_writer_is_noticed(tmp_path: Path) -> None:
     start, readers = two_sources()
-    first = Plan.create(tmp_path / "plan.jsonl", start, readers)
-    second = Plan.open(first.path)
+    first = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
+    second = DataPlan.open(first.path)
     first.extend_to(50, readers)
-    with pytest.raises(DataError, match="Another process changed the plan"):
+    with pytest.raises(DataError, match="Another process changed the data plan"):
         second.extend_to(60, readers)
 
 
@@ -358,24 +360,24 @@ def test_every_crash_of_create_and_extend_leaves_a_plan_that_continues(tmp_path:
         live.mkdir()
         for directory in (before, live):
             if already:
-                Plan.create(directory / "plan.jsonl", start, readers).extend_to(already, readers)
+                DataPlan.create(directory / "plan.jsonl", start, readers).extend_to(already, readers)
 
         def run(live: Path = live) -> None:
-            plan = Plan.open_or_create(live / "plan.jsonl", start, readers)
+            plan = DataPlan.open_or_create(live / "plan.jsonl", start, readers)
             plan.extend_to(150, readers)
             plan.extend_to(260, readers)
 
         operations = record(run)
-        straight = Plan.open(live / "plan.jsonl")
+        straight = DataPlan.open(live / "plan.jsonl")
         expected = rows_at(straight, range(260))
         states = 0
         for name, directory in crash_states(before, live, operations, tmp_path / f"scratch{already}"):
-            plan = Plan.open_or_create(directory / "plan.jsonl", start, readers)
+            plan = DataPlan.open_or_create(directory / "plan.jsonl", start, readers)
             assert plan.num_positions >= already, name
             covered = plan.num_positions
             assert rows_at(plan, range(min(covered, 260))) == expected[:covered], name
             plan.extend_to(260, readers)
-            assert rows_at(Plan.open(plan.path), range(260)) == expected, name
+            assert rows_at(DataPlan.open(plan.path), range(260)) == expected, name
             states += 1
         assert states > 15
 
@@ -385,10 +387,10 @@ def test_a_hundred_million_rows_cost_nothing(tmp_path: Path) -> None:
     reader = FakeRows("web", [4096] * 24_414 + [256])
     assert reader.num_rows == 100_000_000
     start = PlanStart(5, True, 512, (source(reader),))
-    Plan.create(tmp_path / "plan.jsonl", start, [reader]).extend_to(250_000_000, [reader])
+    DataPlan.create(tmp_path / "plan.jsonl", start, [reader]).extend_to(250_000_000, [reader])
     tracemalloc.start()
     began = time.perf_counter()
-    plan = Plan.open(tmp_path / "plan.jsonl")
+    plan = DataPlan.open(tmp_path / "plan.jsonl")
     plan.check([reader])
     positions = np.arange(125_000_192, 125_000_192 + 512)
     found = plan.locate(positions)

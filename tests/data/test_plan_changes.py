@@ -19,7 +19,7 @@ from vorox.core.batch import DataShard
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.loader import first_cursor, open_batches
 from vorox.data.permutation import permutation_key, permute
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_changes import (
     RequestedStage,
     cache_growth_events,
@@ -48,7 +48,7 @@ def source_of(reader: FakeRows, weight: str = "1", **limits: Any) -> PlanSource:
     return PlanSource(reader.name, Fraction(weight), reader.recipe.digest, reader.row_tokens, **limits)
 
 
-def addresses(plan: Plan, count: int | None = None) -> list[Address]:
+def addresses(plan: DataPlan, count: int | None = None) -> list[Address]:
     found = plan.locate(np.arange(plan.num_positions if count is None else count))
     columns = (found.source_index, found.epoch, found.unit_start, found.row)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -154,7 +154,7 @@ def test_random_event_sequences_against_the_interpreter(
     number = data.draw(st.integers(1, 3), label="sources")
     sources = tuple(replace(source_of(reader), weight=data.draw(weight)) for reader in readers[:number])
     start = PlanStart(data.draw(st.integers(0, 2**40)), data.draw(st.booleans()), batch, sources)
-    plan = Plan.create(tmp_path_factory.mktemp("plan") / "plan.jsonl", start, readers[:number])
+    plan = DataPlan.create(tmp_path_factory.mktemp("plan") / "plan.jsonl", start, readers[:number])
     naive = Interpreter(start)
     for _ in range(data.draw(st.integers(1, 12), label="events")):
         kind = data.draw(st.sampled_from(["pass", "pass", "part", "part", "stage", "source", "cut", "extend"]))
@@ -183,7 +183,7 @@ def test_random_event_sequences_against_the_interpreter(
             plan.add([Extension(0, 5, 6)])
     expected = naive.addresses()
     assert addresses(plan) == expected
-    assert addresses(Plan.open(plan.path)) == expected
+    assert addresses(DataPlan.open(plan.path)) == expected
     for index, reader in enumerate(readers[: len(plan.sources)]):
         for row in range(reader.num_rows):
             stands = [
@@ -194,7 +194,7 @@ def test_random_event_sequences_against_the_interpreter(
             assert plan.positions_of(index, row, reader).tolist() == stands
 
 
-def _segment(plan: Plan, index: int, reader: FakeRows, kind: str, data: st.DataObject) -> Segment | None:
+def _segment(plan: DataPlan, index: int, reader: FakeRows, kind: str, data: st.DataObject) -> Segment | None:
     """A next segment: some passes over everything, or further units of the pass that runs."""
     group, num_units = plan.segments[index], len(reader.unit_row_starts) - 1
     end = group[-1].end_draw if group else 0
@@ -220,7 +220,7 @@ def test_rows_that_follow_each_other_are_independent(tmp_path: Path, sizes: list
     """Bigrams of where in the cache consecutive rows come from: chi-square per degree of freedom is 1 by chance."""
     reader = FakeRows("code", sizes)
     for seed in (1, 2, 3):
-        plan = Plan.create(tmp_path / f"{seed}.jsonl", PlanStart(seed, True, 8, (source_of(reader),)), [reader])
+        plan = DataPlan.create(tmp_path / f"{seed}.jsonl", PlanStart(seed, True, 8, (source_of(reader),)), [reader])
         plan.extend_to(reader.num_rows // 8 * 8, [reader])
         rows = plan.locate(np.arange(reader.num_rows // 8 * 8)).row
         buckets = rows * 40 // reader.num_rows
@@ -246,7 +246,7 @@ def says(events: list[Any]) -> list[str]:
 
 def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     assert mixture_update_events(plan.state, start.sources, wanted(code="7", text="3")) == []
     stages = [*wanted(code="7", text="3"), RequestedStage(50, {"text": Fraction(1)}, 2)]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
@@ -258,13 +258,13 @@ def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
 
 def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(200, readers)
     before = addresses(plan, 60)
     events = mixture_update_events(plan.state, start.sources, wanted(code="1", text="4"), 60)
     plan.add(events)
     plan.extend_to(200, readers)
-    after = addresses(Plan.open(plan.path), 200)
+    after = addresses(DataPlan.open(plan.path), 200)
     assert after[:60] == before
     assert Counter(source for source, *_ in after[60:]) == {0: 28, 1: 112}
     assert says(events) == [
@@ -280,7 +280,7 @@ def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_p
 
 def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(200, readers)
     web = FakeRows("web", [50])
     sources = [start.sources[0], source_of(web, "0.5")]
@@ -302,7 +302,7 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
 
 def test_a_source_of_that_name_with_other_content_is_refused(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     other = replace(start.sources[1], recipe_digest="0" * 64)
     with pytest.raises(ConfigError, match="'text' has changed since the run started"):
         mixture_update_events(plan.state, [start.sources[0], other], wanted(code="1", text="1"), 10)
@@ -310,7 +310,7 @@ def test_a_source_of_that_name_with_other_content_is_refused(tmp_path: Path) -> 
 
 def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None:
     start, readers = two(max_epochs=1, on_exhausted="drop")
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     added = plan.extend_to(200, readers)
     found = addresses(plan, 200)
     assert Counter(source for source, *_ in found[:100]) == {0: 70, 1: 30}
@@ -330,7 +330,7 @@ def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None
 
 def test_fewer_passes_end_with_the_one_that_runs(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(600, readers)
     before = addresses(plan, 150)
     less = replace(start.sources[1], max_epochs=1, on_exhausted="drop")  # the run is in its second pass
@@ -344,7 +344,7 @@ def test_fewer_passes_end_with_the_one_that_runs(tmp_path: Path) -> None:
 def test_everything_used_up_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
     start, readers = two()
     limited = tuple(replace(source, max_epochs=1, on_exhausted="drop") for source in start.sources)
-    plan = Plan.create(tmp_path / "plan.jsonl", replace(start, sources=limited), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", replace(start, sources=limited), readers)
     content = plan.path.read_bytes()
     with pytest.raises(DataError, match="All sources are exhausted at step 13: 'code' was the last"):
         plan.extend_to(200, readers)
@@ -353,7 +353,7 @@ def test_everything_used_up_is_an_error_and_writes_nothing(tmp_path: Path) -> No
 
 def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     reader = FakeRows("code", [6, 6])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(3, True, 4, (source_of(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(3, True, 4, (source_of(reader),)), [reader])
     plan.extend_to(60, [reader])  # five passes
     before = addresses(plan, 60)
     extended = FakeRows("code", [6, 6, 5])
@@ -362,7 +362,7 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
     assert cuts == [CutEvent("code", 2)]  # position 16 is in the second pass
     plan.add(cuts)
     plan.extend_to(60, [extended])
-    after = addresses(Plan.open(plan.path), 58 // 4 * 4)
+    after = addresses(DataPlan.open(plan.path), 58 // 4 * 4)
     assert after[:24] == before[:24]
     third = [(unit, row) for _, epoch, unit, row in after if epoch == 2]
     assert sorted(third) == [(0, row) for row in range(17)]
@@ -375,7 +375,7 @@ def test_a_cache_that_grew_counts_from_the_next_pass_on(tmp_path: Path) -> None:
 def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> None:
     start, readers = two()
     batch = start.global_batch_sequences
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     assert plan.horizon_at(0) is None
     for position, total_steps, warmup_steps, is_new in [
         (0, 10, 2, True), (0, 10, 2, False), (5, 10, 2, False), (5, 20, 2, True), (9, 20, 4, True), (12, 20, 4, False),
@@ -387,16 +387,16 @@ def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> No
         plan.add(events)
     known = [plan.horizon_at(step * batch) for step in (0, 4, 5, 99)]
     assert known == [HorizonEvent(0, 10, 2)] * 2 + [HorizonEvent(5 * batch, 10, 2)] * 2
-    assert [Plan.open(plan.path).horizon_at(step * batch) for step in (0, 4, 5, 99)] == known
+    assert [DataPlan.open(plan.path).horizon_at(step * batch) for step in (0, 4, 5, 99)] == known
 
 
 def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
     start, readers = two()
     batch = start.global_batch_sequences
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     for position, before, total in [(4, 10, 20), (8, 20, 25), (6, 20, 30)]:
         plan.add([Extension(position * batch, before, total)])
-    plan = Plan.open(plan.path)
+    plan = DataPlan.open(plan.path)
     assert [known and known.total_steps for known in map(plan.horizon_at, [0, 4 * batch, 6 * batch, 99 * batch])] == [
         10, 20, 30, 30,
     ]  # fmt: skip
@@ -418,7 +418,7 @@ def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
 )
 def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Path, event: Any, message: str) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     content, digest = plan.path.read_bytes(), plan.digest
     with pytest.raises(DataError, match=message):
         plan.add([event])
@@ -442,7 +442,7 @@ def test_a_pass_goes_on_with_units_that_it_has_not_read(
 ) -> None:
     """Ranges that touch do not overlap."""
     reader = FakeRows("code", [3, 4, 5, 6])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 2, (source_of(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 2, (source_of(reader),)), [reader])
     begun = make_segment(reader, "code", 0, 0, 1, first)
     assert begun is not None
     plan.add([begun])
@@ -458,7 +458,7 @@ def test_a_pass_goes_on_with_units_that_it_has_not_read(
 
 def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(30, readers)
     plan.add([StageEvent(20, {"code": Fraction(1)}), Extension(40, 10, 20)])
     plan.extend_to(90, readers)
@@ -477,7 +477,7 @@ def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Pa
 def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_path: Path) -> None:
     reader = FakeRows("code", [40], row_tokens=13)
     start = PlanStart(11, True, 4, (source_of(reader),))
-    plan = Plan.create(tmp_path / "plan.jsonl", start, [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, [reader])
     stages = [*wanted(code="1"), RequestedStage(20, {"code": Fraction(1)}, 3)]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
     plan.extend_to(40, [reader])
@@ -527,7 +527,7 @@ def test_growing_rows_number_what_is_built() -> None:
 
 def test_a_cut_ends_every_segment_at_its_pass(tmp_path: Path) -> None:
     reader = FakeRows("code", [5])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
     for start_draw, epoch, num_epochs in [(0, 0, 2), (10, 2, 4), (30, 6, 1)]:
         segment = make_segment(reader, "code", start_draw, epoch, num_epochs, [(0, 1)])
         assert segment is not None
@@ -541,7 +541,7 @@ def test_a_cut_ends_every_segment_at_its_pass(tmp_path: Path) -> None:
 def test_a_row_of_a_later_segment_is_found(tmp_path: Path) -> None:
     """Segments that lack the row come before and after the one that has it."""
     reader = FakeRows("code", [3, 4, 5])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
     for start_draw, unit in [(0, 0), (3, 1), (7, 2)]:
         segment = make_segment(reader, "code", start_draw, 0, 1, [(unit, unit + 1)])
         assert segment is not None
@@ -555,7 +555,7 @@ def test_a_row_of_a_later_segment_is_found(tmp_path: Path) -> None:
 
 def test_the_state_has_one_length_for_a_position(tmp_path: Path) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     for position, total_steps in [(0, 10), (20, 12), (20, 14), (0, 8)]:
         plan.add([HorizonEvent(position, total_steps, 1)])
         assert plan.state.horizons[-1] == HorizonEvent(position, total_steps, 1)
@@ -584,7 +584,7 @@ def test_the_state_has_one_length_for_a_position(tmp_path: Path) -> None:
 )
 def test_impossible_events_are_refused(tmp_path: Path, event: Any, message: str) -> None:
     start, readers = two()
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     with pytest.raises(DataError, match=message):
         plan.add([event])
     plan.add([HorizonEvent(0, 1, 0), Segment("code", 0, 0, 1, (UnitRange(0, 1, 1), UnitRange(1, 2, 1)), "c")])
@@ -594,13 +594,13 @@ def test_impossible_events_are_refused(tmp_path: Path, event: Any, message: str)
 def test_an_impossible_batch_is_refused(tmp_path: Path, batch: int) -> None:
     start, readers = two()
     with pytest.raises(ConfigError, match=f"A global batch of {batch} rows"):
-        Plan.create(tmp_path / "plan.jsonl", replace(start, global_batch_sequences=batch), readers)
-    Plan.create(tmp_path / "one.jsonl", replace(start, global_batch_sequences=1), readers)
+        DataPlan.create(tmp_path / "plan.jsonl", replace(start, global_batch_sequences=batch), readers)
+    DataPlan.create(tmp_path / "one.jsonl", replace(start, global_batch_sequences=1), readers)
 
 
 def test_a_row_is_found_behind_the_gaps_of_its_segment(tmp_path: Path) -> None:
     reader = FakeRows("code", [3, 4, 5, 2, 6])
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 1, (source_of(reader),)), [reader])
     segment = make_segment(reader, "code", 0, 0, 1, [(0, 1), (2, 3), (4, 5)])
     assert segment is not None
     plan.add([segment])
@@ -619,11 +619,11 @@ def test_a_row_is_found_behind_the_gaps_of_its_segment(tmp_path: Path) -> None:
 def test_the_limits_of_one_source_change_alone(tmp_path: Path, index: int) -> None:
     readers = [FakeRows(name, [9]) for name in ("code", "text", "web")]
     sources = tuple(source_of(reader) for reader in readers)
-    plan = Plan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 3, sources), readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 3, sources), readers)
     changed = replace(sources[index], weight=Fraction(5), max_epochs=4, on_exhausted="repeat")
     plan.add([SourceEvent(changed)])
     expected = [changed if number == index else source for number, source in enumerate(sources)]
-    assert list(plan.sources) == list(Plan.open(plan.path).sources) == expected
+    assert list(plan.sources) == list(DataPlan.open(plan.path).sources) == expected
     for field in (
         {"row_tokens": 10},
         {"recipe_digest": "ab"},
@@ -635,7 +635,7 @@ def test_the_limits_of_one_source_change_alone(tmp_path: Path, index: int) -> No
 
 def test_an_exhausted_source_stays_requested_and_its_rows_are_located_alone(tmp_path: Path) -> None:
     start, readers = two(max_epochs=1, on_exhausted="drop")
-    plan = Plan.create(tmp_path / "plan.jsonl", start, readers)
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     requested = plan.state.requested_stages
     plan.extend_to(200, readers)
     assert plan.state.requested_stages == requested == plan.stages[:1]

@@ -20,7 +20,7 @@ import pytest
 from fake_rows import FakeRows, GrowingRows
 from vorox.core.schema.data import GrowthConfig
 from vorox.data.growth import PlanGrower
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_changes import (
     RequestedStage,
     cache_growth_events,
@@ -53,19 +53,19 @@ def wanted(start_position: int = 0, row_pieces: int = 1, **weights: str) -> Requ
     return RequestedStage(start_position, {name: Fraction(weight) for name, weight in weights.items()}, row_pieces)
 
 
-def exhausted_source(path: Path) -> Plan:
+def exhausted_source(path: Path) -> DataPlan:
     readers = complete_readers()
     start = start_of(readers, max_epochs=2, on_exhausted="drop")
-    plan = Plan.create(path, start, readers)
+    plan = DataPlan.create(path, start, readers)
     plan.extend_to(60, readers)
     plan.extend_to(250, readers)
     return plan
 
 
-def mixture_update(path: Path) -> Plan:
+def mixture_update(path: Path) -> DataPlan:
     readers = complete_readers()
     start = start_of(readers)
-    plan = Plan.create(path, start, readers)
+    plan = DataPlan.create(path, start, readers)
     plan.extend_to(600, readers)
     web = FakeRows("web", [50])
     third = source_of(web, "0.5", max_epochs=9)
@@ -78,36 +78,36 @@ def mixture_update(path: Path) -> Plan:
     return plan
 
 
-def staged_mixture(path: Path) -> Plan:
+def staged_mixture(path: Path) -> DataPlan:
     readers = complete_readers()
     start = start_of(readers)
-    plan = Plan.create(path, start, readers)
+    plan = DataPlan.create(path, start, readers)
     stages = [wanted(code="7", text="3"), wanted(50, 2, text="1"), wanted(120, 4, code="0.125", text="0.25")]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
     plan.extend_to(300, readers)
     return plan
 
 
-def length_change(path: Path) -> Plan:
+def length_change(path: Path) -> DataPlan:
     readers = complete_readers()
-    plan = Plan.create(path, start_of(readers), readers)
+    plan = DataPlan.create(path, start_of(readers), readers)
     for position, total_steps, warmup_steps in [(0, 10, 2), (50, 20, 2), (90, 20, 4), (70, 12, 2)]:
         plan.add(horizon_update_events(plan.state, position, total_steps, warmup_steps))
         plan.extend_to(total_steps * BATCH, readers)
     return plan
 
 
-def length_change_before_horizons(path: Path) -> Plan:
+def length_change_before_horizons(path: Path) -> DataPlan:
     readers = complete_readers()
-    plan = Plan.create(path, start_of(readers), readers)
+    plan = DataPlan.create(path, start_of(readers), readers)
     plan.add([Extension(40, 10, 20), Extension(60, 20, 30)])
     plan.extend_to(300, readers)
     return plan
 
 
-def grown_cache(path: Path) -> Plan:
+def grown_cache(path: Path) -> DataPlan:
     readers = [FakeRows("code", [6, 6])]
-    plan = Plan.create(path, start_of(readers), readers)
+    plan = DataPlan.create(path, start_of(readers), readers)
     plan.extend_to(100, readers)
     extended = [FakeRows("code", [6, 6, 5])]
     plan.add(cache_growth_events(plan.state, extended, 20))
@@ -115,28 +115,28 @@ def grown_cache(path: Path) -> Plan:
     return plan
 
 
-def buckets(path: Path) -> Plan:
+def buckets(path: Path) -> DataPlan:
     readers = [FakeRows("web.easy", [9]), FakeRows("web.hard", [20])]
     bounds = (None, Fraction(5, 2), None)
     sources = tuple(
         replace(source, bucket=Bucket("web", "tokens_per_document", low, high))
         for source, low, high in zip(start_of(readers).sources, bounds[:-1], bounds[1:], strict=True)
     )
-    plan = Plan.create(path, PlanStart(1, False, 4, sources), readers)
+    plan = DataPlan.create(path, PlanStart(1, False, 4, sources), readers)
     plan.extend_to(40, readers)
     return plan
 
 
 def grow(
     path: Path, rule: GrowthRule, on_starve: str, unit_orders: list[list[int]], target: int, **limits: Any
-) -> Plan:
+) -> DataPlan:
     """Build the next unit of each source whenever rows are missing; where a run repeats, at every third step."""
     built: list[set[int]] = [{order[0]} for order in unit_orders]
     rows = [[3, 0, 5, 2, 4, 6, 1, 8, 2, 5, 7, 3], [4, 4, 0, 0, 9]]
     readers = [
         GrowingRows(name, unit_rows, own) for name, unit_rows, own in zip(("code", "text"), rows, built, strict=True)
     ]
-    plan = Plan.create(path, start_of(readers, rule, **limits), readers)
+    plan = DataPlan.create(path, start_of(readers, rule, **limits), readers)
     for reader in readers:
         reader.refreshed = _refreshed_with_recipe(reader)  # type: ignore[method-assign]
     growth = GrowthConfig.model_validate({"mode": rule.mode, "horizon_steps": 1, "on_starve": on_starve})
@@ -169,7 +169,7 @@ def _refreshed_with_recipe(reader: GrowingRows) -> Callable[..., GrowingRows]:
 LIMITS = {"max_epochs": 6, "on_exhausted": "drop"}
 ORDERS = [[1, 4, 0, 2, 11, 7, 3, 10, 5, 6, 8, 9], [4, 0, 2, 1, 3]]
 
-SCENARIOS: dict[str, Callable[[Path], Plan]] = {
+SCENARIOS: dict[str, Callable[[Path], DataPlan]] = {
     "exhausted_source": exhausted_source,
     "mixture_update": mixture_update,
     "staged_mixture": staged_mixture,
@@ -184,7 +184,7 @@ SCENARIOS: dict[str, Callable[[Path], Plan]] = {
 }
 
 
-def rows_digest(plan: Plan) -> str:
+def rows_digest(plan: DataPlan) -> str:
     """Digest of the row and the source at every position."""
     found = plan.locate(np.arange(plan.num_positions))
     columns = [found.source_index, found.epoch, found.unit_start, found.row]
@@ -199,7 +199,7 @@ def test_a_plan_is_written_byte_for_byte_as_before(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_plan_of_before_is_read_with_the_same_rows_and_digests(name: str) -> None:
-    plan = Plan.open(FIXTURES / f"{name}.jsonl")
+    plan = DataPlan.open(FIXTURES / f"{name}.jsonl")
     expected = json.loads((FIXTURES / "rows.json").read_text())[name]
     assert {"digest": plan.digest, "num_positions": plan.num_positions, "rows": rows_digest(plan)} == expected
     assert plan.num_positions >= 60 or name == "buckets"

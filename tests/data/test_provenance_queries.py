@@ -226,7 +226,7 @@ def test_an_ambiguous_or_unknown_name_is_refused(run_data: RunDataIndex) -> None
 
 def test_steps_and_slots_that_are_not_there(run_data: RunDataIndex) -> None:
     for step in (0, -1, run_data.num_steps + 1):
-        with pytest.raises(ConfigError, match=r"Step .* is not in the run's plan"):
+        with pytest.raises(ConfigError, match=r"Step .* is not in the run's data plan"):
             where(run_data, step)
     for slot in (-1, BATCH):
         with pytest.raises(ConfigError, match=r"Slot .* does not exist"):

@@ -38,7 +38,7 @@ PAGES = sorted(
 STANDS_FOR = {
     "exam.jsonl": "notes/text.jsonl",
     "quickstart": "my.yaml", "quick": "my.yaml", "config.yaml": "my.yaml", "my_config.yaml": "my.yaml",
-    "domain.yaml": "my.yaml",
+    "domain.yaml": "my.yaml", "s3.yaml": "streamed.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
     "200:240": "131:160", "captions.yaml": "small-captions.yaml",
@@ -168,6 +168,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "runtime": {"device": "cpu"},
         }
         Path("my.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        streamed = settings | {
+            "data": settings["data"] | {"mode": "streaming"},
+            "train": settings["train"] | {"num_steps": 20},
+        }
+        Path("streamed.yaml").write_text(yaml.safe_dump(streamed), encoding="utf-8")
         facts = next(block.text for block in BLOCKS if block.text.startswith("# facts.yaml"))
         Path("facts.yaml").write_text(facts, encoding="utf-8")
         assert main(["train", "my.yaml", "--name", "demo"]) == 0

@@ -33,6 +33,8 @@ def test_the_site_builds_with_its_reference(tmp_path: Path) -> None:
     assert "not included in the" not in built.stderr  # a page without an entry in the navigation
     reference = tmp_path / "site" / "reference"
     assert "data build" in (reference / "commands" / "data" / "index.html").read_text(encoding="utf-8")
+    checkpoints = (reference / "commands" / "checkpoints" / "index.html").read_text(encoding="utf-8")
+    assert "Remove checkpoints of a run that is not running" in checkpoints  # a whole sentence in the list of commands
     for section in RunConfig.model_fields:
         assert (reference / "settings" / section / "index.html").is_file(), section
     assert "optimizer.lr" in (reference / "settings" / "optimizer" / "index.html").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.retention import mark_used
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
 from vorox.training.checkpoints.store import step_directories
@@ -87,7 +87,7 @@ def test_garbage_collection_removes_nothing_in_use_when_the_clock_jumps(
     reader = CacheReader.open(read)
     (tmp_path / "runs" / "one").mkdir(parents=True)
     source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
-    Plan.create(tmp_path / "runs" / "one" / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
+    DataPlan.create(tmp_path / "runs" / "one" / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
     orphan = chunk_path(built, 3000, 0)
     orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(chunk_path(built, 1, 0).read_bytes())

@@ -1,4 +1,4 @@
-"""Small random models of transformers, scaled so that logits are far from trivial.
+"""Small random transformers models, scaled so that logits are far from trivial.
 
 Nothing touches the network: models are made from configurations, and the hub's client is offline while a test runs.
 """

@@ -1,4 +1,4 @@
-"""Small models of transformers by their ``config.json``: every family, and every part that a family may have."""
+"""Small transformers models by their ``config.json``: every family, and every part that a family may have."""
 
 from __future__ import annotations
 

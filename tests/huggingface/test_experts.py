@@ -1,4 +1,4 @@
-"""Random checkpoints of mixture-of-experts models of transformers, against the native decoders of both engines."""
+"""Random checkpoints of mixture-of-experts transformers models, against the native decoders of both engines."""
 
 from __future__ import annotations
 

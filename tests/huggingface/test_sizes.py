@@ -21,7 +21,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
 
 
 def _stacked(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Stack the matrices of experts as the modules of transformers do; its files have them one by one."""
+    """Stack the matrices of experts as the modules in transformers do; its files have them one by one."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         name = name.replace("block_sparse_moe", "mlp")

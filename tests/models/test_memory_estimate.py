@@ -10,7 +10,7 @@ from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_advice import COPYING, SAMPLING, MemoryBudget, check_host_memory
-from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory, training_memory
+from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device, training_memory
 
 
 def estimate(overrides: list[str], **changes: object):
@@ -81,7 +81,7 @@ def test_partial_sums_of_gradients_are_counted() -> None:
     """Of four micro-batches, the first and then the sum of the first two are kept while the next one runs."""
     sizes = ["train.global_batch_sequences=16", "train.micro_batch_sequences=4"]
     plain, exact, ranks = (
-        planned_memory(
+        estimate_memory(
             decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64), config
         ).gradient_bytes
         for config in (
@@ -118,10 +118,10 @@ def test_state_that_cannot_fit_is_refused_before_anything_is_allocated() -> None
 
 
 def test_the_remedy_is_of_what_is_too_large() -> None:
-    assert "model.hidden_size" in budget(79, 1, 80).error("training").hint
+    assert "model.hidden_size" in budget(79, 1, 80).out_of_memory_error("training").hint
     for found in (budget(10, 99, 80), budget(10, 99, None)):
-        assert "train.micro_batch_sequences" in found.error("training").hint
-        assert "data.sequence_length_tokens" in found.error("training").hint
+        assert "train.micro_batch_sequences" in found.out_of_memory_error("training").hint
+        assert "data.sequence_length_tokens" in found.out_of_memory_error("training").hint
 
 
 @pytest.mark.parametrize("available_gib", [None, 4])
@@ -136,18 +136,20 @@ def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
     def needed_bytes(more: list[str]) -> int:
         config = load_config("quickstart", [*given, *more])
         spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
-        return planned_memory(spec, config).total_bytes_on(device_kind)
+        return estimate_memory(spec, config).total_bytes_on(device_kind)
 
     config = load_config("quickstart", given)
     spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
     available = None if available_gib is None else available_gib << 30
-    found = MemoryBudget.of(config, spec, available, num_devices=1, device_kind=device_kind).error("training")
+    found = MemoryBudget.of(config, spec, available, num_devices=1, device_kind=device_kind).out_of_memory_error(
+        "training"
+    )
     assert "activations grow to" in found.what
     named = re.findall(r"((?:\S+=\S+ )+)\(([^)]+)\)", found.hint)
     assert len(named) == 3 if available is None else named
     single = [" " not in settings.strip() for settings, _ in named]
     assert single == sorted(single, reverse=True)
-    planned = planned_memory(spec, config)
+    planned = estimate_memory(spec, config)
     limit = planned.total_bytes_on(device_kind) - planned.activation_bytes / 2 if available is None else available
     for settings, cost in named:
         assert needed_bytes(settings.split()) <= limit, (settings, cost)
@@ -156,14 +158,14 @@ def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
 
 def test_a_device_that_should_have_enough_may_be_shared_or_limited() -> None:
     """The numbers must not contradict the error."""
-    assert "less what other programs take" in budget(10, 1, 80).error("training").what
+    assert "less what other programs take" in budget(10, 1, 80).out_of_memory_error("training").what
     for no_room in (budget(79, 2, 80), budget(10, 1, None)):
-        assert "other programs" not in no_room.error("training").what
+        assert "other programs" not in no_room.out_of_memory_error("training").what
 
 
 def test_the_remedy_of_a_copy_and_of_samples_is_their_own() -> None:
-    assert "checkpoint.asynchronous=false" in budget(10, 1, 80).error(COPYING).hint
-    assert "eval.sample_tokens" in budget(10, 1, 80).error(SAMPLING).hint
+    assert "checkpoint.asynchronous=false" in budget(10, 1, 80).out_of_memory_error(COPYING).hint
+    assert "eval.sample_tokens" in budget(10, 1, 80).out_of_memory_error(SAMPLING).hint
 
 
 def test_the_mask_of_documents_grows_with_the_square_of_a_row() -> None:
@@ -190,7 +192,7 @@ def test_a_window_shorter_than_the_row_has_a_mask(model: list[str], num_masks: t
         config = load_config("quickstart", overrides)
         spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=1024)
         pairs = config.train.micro_batch_sequences * 1024**2
-        assert planned_memory(spec, config).mask_bytes == expected * pairs * (1 + 4), overrides
+        assert estimate_memory(spec, config).mask_bytes == expected * pairs * (1 + 4), overrides
 
 
 @pytest.mark.parametrize(
@@ -221,4 +223,4 @@ def test_a_model_beyond_the_host_is_refused_with_no_other_remedy() -> None:
     config = load_config("quickstart", [])
     spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
     with pytest.raises(DoesNotFitError, match=r"model\.num_layers"):
-        check_host_memory(spec, config, planned_memory(spec, config).optimizer_bytes)
+        check_host_memory(spec, config, estimate_memory(spec, config).optimizer_bytes)

@@ -7,7 +7,7 @@ import pytest
 from small_configurations import POSITIONS, VOCAB, configuration
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import planned_memory
+from vorox.models.memory_estimate import estimate_memory
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
 
 
@@ -52,7 +52,7 @@ def test_the_embedding_is_on_the_first_and_with_a_tied_head_on_the_last_device()
 def test_memory_is_that_of_the_device_that_needs_most() -> None:
     """Four micro-batches: the first of two devices has three of five blocks and keeps two micro-batches."""
     (config, spec), (one, _) = config_of(), config_of(size=1)
-    found, whole = planned_memory(spec, config), planned_memory(spec, one)
+    found, whole = estimate_memory(spec, config), estimate_memory(spec, one)
     here = [row for row in spec.parameters if row.name.startswith(("embedding", "blocks.0.", "blocks.1.", "blocks.2."))]
     assert found.parameter_bytes == pytest.approx(4 * sum(row.num_elements for row in here), abs=2)
     assert found.optimizer_bytes == pytest.approx(2 * found.parameter_bytes, abs=4)
@@ -66,6 +66,6 @@ def test_memory_is_that_of_the_device_that_needs_most() -> None:
     interleaved, spec = config_of("interleaved")
     kept = (2 - 1) * 2 + 2 * (2 - 0 - 1) + 1  # passes through a stage of at most two blocks
     received = 3 * 4 * row.block_input_bytes  # an input and two gradients
-    assert planned_memory(spec, interleaved).activation_bytes == pytest.approx(
+    assert estimate_memory(spec, interleaved).activation_bytes == pytest.approx(
         2 * (kept * 2 * row.largest_block_bytes + 2 * row.block_input_bytes + received), abs=2
     )

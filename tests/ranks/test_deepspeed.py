@@ -31,7 +31,7 @@ def test_every_stage_trains_as_one_device_and_its_state_moves(tmp_path: Path) ->
 
 
 def test_a_killed_run_of_a_user_s_file_is_resumed_in_order(tmp_path: Path) -> None:
-    """A model of transformers under ZeRO-3; the file is the one of the repository."""
+    """A transformers model under ZeRO-3; the file is the one of the repository."""
     pytest.importorskip("transformers")
     from backends.torch_engine.transformers_models import write_model  # imports torch
 

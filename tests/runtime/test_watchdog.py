@@ -36,7 +36,7 @@ def verdict(
     for _ in range(looks):
         watchdog.update(found, 1.0)
     stalled = watchdog.stalled()
-    return [one.beat.rank for one in stalled], watchdog.error(stalled).what if stalled else ""
+    return [one.beat.rank for one in stalled], watchdog.stalled_error(stalled).what if stalled else ""
 
 
 def test_the_least_advanced_rank_is_named(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_run_resumes_replays_and_exports(kind: str, place: Path, monkeypatch: 
     assert main(["replay", "killed", "--from", "2", "--to", "6"]) == 0
     assert main(["generate", "killed", "-p", "the run", "--tokens", "4", "--temperature", "0"]) == 0
     files = {path.name for path in (killed / "checkpoints" / "step-00000006").iterdir()}
-    assert "config.json" not in files, "the checkpoint is no model of transformers"
+    assert "config.json" not in files, "the checkpoint is no transformers model"
 
     assert main(["export", "killed", "--to", "peft", "--check", "--output", "adapter"]) == 0
     assert main(["export", "killed", "--to", "hf", "--check", "--output", "merged"]) == 0

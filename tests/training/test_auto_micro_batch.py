@@ -92,7 +92,7 @@ def test_a_resume_on_larger_devices_keeps_the_number(tmp_path: Path, monkeypatch
     assert [attempt["notes"]["micro_batch_sequences"] for attempt in attempts] == [2, 2]
     said = events(outcome.run_directory, "micro_batch")
     assert said[0].startswith(
-        "Micro-batch: 2 rows, the most that fit: 0.0 GiB planned of 0.0 GiB usable on each device"
+        "Micro-batch: 2 rows, the most that fit: 0.0 GiB estimated of 0.0 GiB usable on each device"
     )
     assert said[1] == "Micro-batch: 2 rows, as the run recorded (train.micro_batch_sequences=auto)"
 

@@ -26,7 +26,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_attempts
 from vorox.core.schema import RunConfig
 from vorox.data.corpus import prepare
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.experiments.artifacts import inspect_run
 from vorox.training import resume, resume_settings, session
 from vorox.training.checkpoints.store import step_directories
@@ -98,7 +98,7 @@ def mixed(directory: Path, weight: float, overrides: Sequence[str] = ()) -> RunC
 @pytest.mark.parametrize(
     ("name", "owner"),
     [
-        ("quarantine_later_checkpoints", resume), ("add", Plan), ("record_config_change", resume_settings),
+        ("quarantine_later_checkpoints", resume), ("add", DataPlan), ("record_config_change", resume_settings),
         ("record_config", RunContext),
     ],
 )  # fmt: skip
@@ -310,7 +310,7 @@ def test_a_refused_restart_of_a_run_without_a_checkpoint_keeps_its_failure(tmp_p
 def test_an_error_of_the_data_before_the_first_step_is_recorded(tmp_path: Path) -> None:
     directory = run(configuration(tmp_path)).run_directory
     (directory / "plan.jsonl").unlink()
-    with pytest.raises(DataError, match="Run has no plan"):
+    with pytest.raises(DataError, match="Run has no data plan"):
         run(recorded_config(directory, ["train.num_steps=20"]), resume_from=directory)
     assert shown(directory)[0] == "failed"
     assert [attempt["outcome"] for attempt in run_attempts(directory)] == ["finished", "failed"]

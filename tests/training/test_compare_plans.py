@@ -12,7 +12,7 @@ import pytest
 import tiny_runs
 from rank_threads import together
 from vorox.core.errors import ConfigError
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.training.checkpoints.store import read_state
 from vorox.training.startup import TrainingSetup, compare_plans
 
@@ -40,7 +40,7 @@ def compare(plans: list[Any], states: list[Any]) -> list[Any]:
 
 
 def test_equal_plans_pass(runs: list[Path]) -> None:
-    plans = [Plan.open(runs[0] / "plan.jsonl") for _ in range(3)]
+    plans = [DataPlan.open(runs[0] / "plan.jsonl") for _ in range(3)]
     state = read_state(runs[0] / "checkpoints/step-00000004")
     start = replace(state.progress.cursor, position=0, step=0)
     begin = replace(state, progress=replace(state.progress, step=0, cursor=start))
@@ -49,7 +49,7 @@ def test_equal_plans_pass(runs: list[Path]) -> None:
 
 
 def test_another_plan_is_named(runs: list[Path]) -> None:
-    plans = [Plan.open(run / "plan.jsonl") for run in (runs[0], runs[1])]
+    plans = [DataPlan.open(run / "plan.jsonl") for run in (runs[0], runs[1])]
     state = read_state(runs[0] / "checkpoints/step-00000004")
     for error in compare(plans, [state] * 2):
         assert isinstance(error, ConfigError)
@@ -57,7 +57,7 @@ def test_another_plan_is_named(runs: list[Path]) -> None:
 
 
 def test_another_step_is_named(runs: list[Path]) -> None:
-    plans = [Plan.open(runs[0] / "plan.jsonl") for _ in range(2)]
+    plans = [DataPlan.open(runs[0] / "plan.jsonl") for _ in range(2)]
     state = read_state(runs[0] / "checkpoints/step-00000004")
     other = replace(state, progress=replace(state.progress, step=3))
     for error in compare(plans, [state, other]):
@@ -66,7 +66,7 @@ def test_another_step_is_named(runs: list[Path]) -> None:
 
 def test_a_rank_that_computes_another_order_is_named(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if its libraries shuffled in another way: one row of the batch is another one."""
-    plans = [Plan.open(runs[0] / "plan.jsonl") for _ in range(2)]
+    plans = [DataPlan.open(runs[0] / "plan.jsonl") for _ in range(2)]
     state = read_state(runs[0] / "checkpoints/step-00000004")
     begin = replace(state, progress=replace(state.progress, cursor=replace(state.progress.cursor, position=0)))
     locate = plans[1].locate

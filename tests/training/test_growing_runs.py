@@ -25,7 +25,7 @@ from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data import cache_opener
 from vorox.data.corpus import prepare
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.run import Outcome
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.replay_chain import read_chain
@@ -156,7 +156,7 @@ def test_the_background_of_the_run_builds_for_it(tmp_path: Path, mode: Sequence[
     assert outcome.progress.step == 30
     report = replayed(outcome.run_directory)
     assert (report.is_exact, report.num_steps) == (True, 30)
-    plan = Plan.open(outcome.run_directory / "plan.jsonl")
+    plan = DataPlan.open(outcome.run_directory / "plan.jsonl")
     assert plan.start.growth is not None
     assert len(plan.segments[0]) >= 2
 
@@ -228,7 +228,7 @@ def test_a_signal_ends_a_wait_for_data(tmp_path: Path, monkeypatch: pytest.Monke
 def test_epochs_of_a_part_of_the_dataset(tmp_path: Path) -> None:
     whole = run(configuration(tmp_path, ["train.num_epochs=1"]))
     part = run(configuration(tmp_path, ["train.target_epochs=2", "train.epoch_dataset_fraction=0.4", "run.name=part"]))
-    rows = sum(s.num_rows for s in Plan.open(whole.run_directory / "plan.jsonl").segments[0])
+    rows = sum(s.num_rows for s in DataPlan.open(whole.run_directory / "plan.jsonl").segments[0])
     assert whole.progress.step == -(-rows // 4)
     assert part.progress.step == -(-8 * rows // 40)
     assert batches(part.run_directory) == {
@@ -248,10 +248,10 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     config = configuration(tmp_path, [*extra, f"train.follow_growth={str(follow).lower()}"])
     killed_at(config, 50)
     directory = only_run(tmp_path)
-    rows = Plan.open(directory / "plan.jsonl").segments[0][0].num_rows
+    rows = DataPlan.open(directory / "plan.jsonl").segments[0][0].num_rows
     (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
     outcome = run(config)
-    plan = Plan.open(directory / "plan.jsonl")
+    plan = DataPlan.open(directory / "plan.jsonl")
     assert [segment.num_epochs for segment in plan.segments[0]] == [1, 2 if follow else 1]
     assert plan.segments[0][1].num_rows > rows + 50
     assert events(directory, "cache_grown") == ["Source 'text' grew: used from pass 2 on"]
@@ -311,7 +311,7 @@ def test_a_mixture_changed_at_resume_is_recorded_and_said(tmp_path: Path) -> Non
         "one: 50.0% -> 75.0%; goes on after 8 rows, nothing repeats or is skipped",
         "two: 50.0% -> 25.0%; goes on after 8 rows, nothing repeats or is skipped",
     ]
-    plan = Plan.open(directory / "plan.jsonl")
+    plan = DataPlan.open(directory / "plan.jsonl")
     assert [stage.start_position for stage in plan.stages] == [0, 16]
     assert replayed(directory, 0, 4).is_exact
     assert replayed(directory, 4).is_exact
@@ -352,7 +352,7 @@ def test_a_source_taken_out_and_another_put_in_at_resume(tmp_path: Path) -> None
     sources = [{"name": n, "format": "jsonl", "paths": [str(tmp_path / n)]} for n in ("three", "one")]
     changed = two_sources(tmp_path, [f"data.sources={json.dumps(sources)}"])
     outcome = run(changed, resume_from=directory)
-    plan = Plan.open(directory / "plan.jsonl")
+    plan = DataPlan.open(directory / "plan.jsonl")
     assert [source.name for source in plan.sources] == ["one", "two", "three"]
     said = events(directory, "mixture")
     assert any(text.startswith("two: 50.0% -> no longer drawn; ") and "are skipped" in text for text in said)
@@ -389,7 +389,7 @@ def test_stages_of_mixture_and_row_length(tmp_path: Path) -> None:
         straight = run(config)
     assert shapes == [(2, 8, 4)] * 4 + [(2, 4, 8)] * 3 + [(2, 2, 16)] * 5
     assert straight.progress.num_tokens == 12 * 64
-    plan = Plan.open(straight.run_directory / "plan.jsonl")
+    plan = DataPlan.open(straight.run_directory / "plan.jsonl")
     assert [stage.start_position for stage in plan.stages] == [0, 16, 28]
     assert events(straight.run_directory, "mixture") == []
     interrupted = two_sources(tmp_path, [f"data.stages={json.dumps(stages)}", "run.name=other"])
@@ -405,7 +405,7 @@ def test_a_curriculum_by_difficulty(tmp_path: Path) -> None:
     config = configuration(tmp_path, overrides)
     killed_at(config, 9)
     outcome = run(config)
-    plan = Plan.open(outcome.run_directory / "plan.jsonl")
+    plan = DataPlan.open(outcome.run_directory / "plan.jsonl")
     assert [source.name for source in plan.sources] == ["text.easy", "text.hard"]
     sources = plan.state.mixture.locate(np.arange(48))[0].tolist()
     assert sources == [0] * 20 + [1] * 28
@@ -448,7 +448,7 @@ def test_everything_at_once(tmp_path: Path, mode: list[str]) -> None:
     killed_at(changed, 23, resume_from=directory)
     outcome = run(changed, resume_from=directory)
     assert outcome.progress.step == 30
-    plan = Plan.open(directory / "plan.jsonl")
+    plan = DataPlan.open(directory / "plan.jsonl")
     assert [source.name for source in plan.sources] == ["one.easy", "one.hard", "two"]
     drawn = plan.state.mixture.locate(np.arange(120))[0].tolist()
     assert drawn[:40].count(0) == drawn[:40].count(2) == 20

@@ -21,7 +21,7 @@ from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig, TrainConfig
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import RollbackEvent
 from vorox.data.provenance_queries import RunDataIndex, when, where
 from vorox.experiments.tracking import read_metrics
@@ -196,7 +196,7 @@ def resumed_by_hand(directory: Path, monkeypatch: pytest.MonkeyPatch) -> vorox.r
     """A run without a policy that is killed before the spike; its plan gets the event, and it is resumed."""
     config = configuration(directory, OFF)
     run_until(8, config, monkeypatch)
-    plan = Plan.open(next((directory / "runs").iterdir()) / "plan.jsonl")
+    plan = DataPlan.open(next((directory / "runs").iterdir()) / "plan.jsonl")
     plan.add([RollbackEvent(7 * 4, 10 * 4, 9.0, 4.0, 6 * 4)])
     return run(config)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vorox.core.attempts import AttemptRecord, intervals, read_attempts
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart, Segment, UnitRange
 from vorox.experiments.metadata import MetadataCache, MetadataWriter
 from vorox.training.provenance_recorder import Projection
@@ -28,10 +28,10 @@ MOST_SEGMENT_UNITS = 64
 MEGABYTE = 10**6
 
 
-def grown_plan(path: Path) -> Plan:
+def grown_plan(path: Path) -> DataPlan:
     """What strict growth writes: segments that double up to 64 units, as many as the tokens take."""
     source = PlanSource("fineweb-edu", Fraction(1), "ab" * 32, ROW_TOKENS + 1)
-    plan = Plan.create(path, PlanStart(1234, True, BATCH, (source,), GrowthRule("strict")), [None])
+    plan = DataPlan.create(path, PlanStart(1234, True, BATCH, (source,), GrowthRule("strict")), [None])
     unit, draw, size, segments = 0, 0, 1, []
     while draw < STEPS * BATCH:
         rows = size * UNIT_ROWS

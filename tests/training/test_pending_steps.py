@@ -58,7 +58,7 @@ class Steps:
         if settled is not None:
             self.settled.append(settled.number)
             if settled.ends_run:
-                raise settled.error("")
+                raise settled.numerical_error("")
 
 
 def test_settles_one_step_late_and_catches_up(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_samples_and_inventory_on_request(tmp_path: Path, monkeypatch: pytest.Mo
     ((rows, units),) = MetadataCache.query(database, "SELECT SUM(num_rows), COUNT(DISTINCT unit) FROM chunk").rows
     assert MetadataCache.query(database, "SELECT SUM(num_rows), COUNT(*) FROM unit").rows == [(rows, units)]
     assert MetadataCache.query(database, "SELECT DISTINCT num_rows FROM epochs").rows == [(rows,)]
-    with pytest.raises(ConfigError, match="is not in the run's plan"):
+    with pytest.raises(ConfigError, match="is not in the run's data plan"):
         refresh_database(directory, sample_steps=(5, 10**9))
 
 

@@ -35,7 +35,7 @@ from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.retention import USED_NAME
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.replay_chain import bits, link
@@ -174,7 +174,7 @@ def test_across_a_resume_to_more_steps(directory: Path, monkeypatch: pytest.Monk
     assert str(again(directory)) == "bit-exact, 16 steps"
     assert str(again(directory, 14)) == "bit-exact, 4 steps"
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "horizon_at", lambda plan, position: plan.state.horizons[0])
+        patch.setattr(DataPlan, "horizon_at", lambda plan, position: plan.state.horizons[0])
         difference = again(directory).difference
     assert difference is not None
     assert difference.step == 14, "the loss after the first step at another rate"
@@ -242,10 +242,10 @@ def test_one_token_id_is_named_by_the_chain_alone(
     cache = train_cache(tmp_path)
     reader = CacheReader.open(cache)
     for row in (0, reader.num_rows - 1):
-        position = int(Plan.open(directory / "plan.jsonl").positions_of(0, row, reader)[0])
+        position = int(DataPlan.open(directory / "plan.jsonl").positions_of(0, row, reader)[0])
         change_token(cache, row, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(Plan, "check", lambda self, readers: None)  # the first line of defence is down
+            patch.setattr(DataPlan, "check", lambda self, readers: None)  # the first line of defence is down
             report = again(directory)
         change_token(cache, row, 2)
         assert report.difference is not None

@@ -17,7 +17,7 @@ from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.experiments.tracking import read_metrics
 from vorox.run import make_workload
 from vorox.training import resume
@@ -118,13 +118,13 @@ def test_the_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     directory = run(config).run_directory
     (directory / "plan.jsonl").unlink()
-    with pytest.raises(DataError, match="Run has no plan") as refused:
+    with pytest.raises(DataError, match="Run has no data plan") as refused:
         run(recorded_config(directory, ["train.num_steps=999"]), resume_from=directory)
 
     def open_workload(config: RunConfig) -> Workload:
         return make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
-    for read in (lambda: Plan.open(directory / "plan.jsonl"), lambda: replay(directory, open_workload)):
+    for read in (lambda: DataPlan.open(directory / "plan.jsonl"), lambda: replay(directory, open_workload)):
         with pytest.raises(DataError) as again:
             read()
         assert str(again.value) == str(refused.value), "one message, whoever reads the plan"

@@ -82,7 +82,7 @@ def test_the_loss_equals_plain_pytorch() -> None:
     from torch.nn import functional as F
 
     from vorox.backends.torch_engine.kernels import Products
-    from vorox.backends.torch_engine.loss import HeadLoss, Labels, TeacherOutput, TopLogits
+    from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, TeacherOutput, TopLogits
     from vorox.core.schema import DistillationConfig, LossConfig
 
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def test_the_loss_equals_plain_pytorch() -> None:
     kept = torch.arange(10) % 4 != 3
     for top_k in (1, TOP_K, num_tokens):
         settings = DistillationConfig(teacher="t", top_k=top_k, temperature=temperature, weight=weight)
-        loss = HeadLoss(
+        loss = FusedLinearLoss(
             LossConfig(chunk_tokens=4), num_tokens, torch.device("cpu"), Products(use_onednn=False), torch.float32,
             count_correct=False, distillation=settings,
         )  # fmt: skip

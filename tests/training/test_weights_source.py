@@ -44,7 +44,7 @@ def companions(spec: DecoderSpec) -> dict[str, bytes]:
 
 
 def write_model(directory: Path) -> Path:
-    """A directory of transformers with zeros for weights."""
+    """A transformers directory with zeros for weights."""
     directory.mkdir(parents=True)
     for name, data in companions(SPEC).items():
         (directory / name).write_bytes(data)

@@ -1,8 +1,8 @@
 """Compress a checkpoint: prune and quantise its weights, and measure what that costs.
 
 In: a run, a checkpoint, or averaged or pruned weights. Out: a directory and a ``Compression``: loss, size and speed
-before and after, on the run's validation set. Pruned weights have the form of ``training/checkpoints/derived.py``;
-quantised ones that of transformers.
+before and after, on the run's validation set. Pruned weights are written by ``training/checkpoints/derived.py``,
+quantised ones as a transformers directory.
 """
 
 from __future__ import annotations

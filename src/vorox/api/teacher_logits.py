@@ -79,7 +79,7 @@ def write_teacher_logits(
     for index, stage in enumerate(config.data.stages):
         if stage.sequence_length_tokens is not None:
             raise ConfigError(
-                "Stored logits are those of whole rows", where=f"data.stages.{index}.sequence_length_tokens",
+                "Stored logits cover whole rows", where=f"data.stages.{index}.sequence_length_tokens",
                 hint="remove it, or train with the teacher in memory",
             )  # fmt: skip
     find_teacher(config)

@@ -39,13 +39,13 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 BACKENDS = tuple(sorted(_MODULES))
 
 _TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggingface_settings"}
-"""Backends that compute models of transformers, with the module that resolves them."""
+"""Backends that compute transformers models, with the module that resolves them."""
 
 _USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.user_model"}
 """Backends that compute models by import path, with the module that resolves them."""
 
 _DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.devices"}
-"""Backends whose memory the plan knows, with the module of their devices; JAX's compiler plans a step itself."""
+"""Backends whose memory is estimated from settings, with their devices; JAX's compiler plans a step itself."""
 
 _COMPILED_MEMORY: Mapping[str, str] = {"jax": "vorox.backends.jax_engine.compiled_memory"}
 """Backends that compile a whole step before it runs, with the module that reads its memory."""
@@ -165,8 +165,8 @@ def measured_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     return module.measured(spec)
 
 
-def check_memory_plan(config: RunConfig) -> None:
-    """Check that the memory plan follows the engine of a configuration.
+def check_memory_estimate(config: RunConfig) -> None:
+    """Check that the memory estimate follows the engine of a configuration.
 
     Raises:
         ConfigError: The engine plans the memory of a step itself.

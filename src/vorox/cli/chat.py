@@ -45,7 +45,7 @@ def chat(
     device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Talk to a model; without a chat template, it continues what you type."""
+    """Chat with a model; without a chat template, it continues what you type."""
     from vorox.api.model import find_model
     from vorox.core.errors import ConfigError
     from vorox.training.inference.conversation import Conversation

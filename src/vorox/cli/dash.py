@@ -30,7 +30,7 @@ def dash(
         Path | None, typer.Option("--export", metavar="FILE", help="Write one self-contained HTML file and exit.")
     ] = None,
 ) -> None:
-    """Show runs in the browser: curves, samples, data, health, checkpoints; live, without account or network."""
+    """Show runs live in the browser: curves, samples, data, health, checkpoints. Needs no account and no network."""
     from vorox.core.errors import ConfigError
     from vorox.core.installation import install_command
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vorox.core.schema import RunConfig
     from vorox.data.cache.reader import CacheReader
-    from vorox.data.plan import Plan
+    from vorox.data.plan import DataPlan
     from vorox.data.source_listing import ListedSources
     from vorox.data.text.sources import Source
     from vorox.data.tokenizers.tokenizer import Tokenizer
@@ -84,9 +84,9 @@ def check_unchanged(config: RunConfig, directory: Path, listed: ListedSources) -
     Raises:
         DataError: The text of a source has changed since the run started, or files were added to it.
     """
-    from vorox.data.plan import Plan
+    from vorox.data.plan import DataPlan
 
-    plan = Plan.find(RunLayout(directory).plan)
+    plan = DataPlan.find(RunLayout(directory).plan)
     if plan is None or listed.tokenizer is None or config.data.mode == "streaming" or config.data.cache.grow:
         return
     if [source.name for source in plan.sources] == [source.config.name for source in listed.train]:
@@ -94,7 +94,7 @@ def check_unchanged(config: RunConfig, directory: Path, listed: ListedSources) -
             _check_source(config, plan, index, source, listed.tokenizer)
 
 
-def _check_source(config: RunConfig, plan: Plan, index: int, source: Source, tokenizer: Tokenizer) -> None:
+def _check_source(config: RunConfig, plan: DataPlan, index: int, source: Source, tokenizer: Tokenizer) -> None:
     from vorox.core.errors import DataError
     from vorox.data.cache.manifest import Manifest
     from vorox.data.cache.reader import CacheReader

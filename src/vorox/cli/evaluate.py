@@ -1,4 +1,4 @@
-"""``vorox eval``: evaluate a checkpoint on tasks of lm-evaluation-harness."""
+"""``vorox eval``: evaluate a checkpoint on lm-evaluation-harness tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate(
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a checkpoint on tasks of lm-evaluation-harness, and record the results in the run."""
+    """Evaluate a checkpoint on lm-evaluation-harness tasks, and record the results in the run."""
     from vorox.api.model import find_model
     from vorox.cli.generate import report_skipped
     from vorox.core.errors import ConfigError

@@ -41,7 +41,7 @@ def export(
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Export a checkpoint to Hugging Face format, GGUF or an adapter of peft. Existing files are never overwritten."""
+    """Export a checkpoint to Hugging Face format, GGUF or a peft adapter. Existing files are never overwritten."""
     from vorox.api.model import derived_config, find_checkpoint, find_derived, open_engine
     from vorox.cli.generate import report_skipped
     from vorox.core.atomic import make_directory

@@ -191,9 +191,9 @@ def memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[st
     import psutil
 
     from vorox.models.memory_advice import check_host_memory
-    from vorox.models.memory_estimate import planned_memory
+    from vorox.models.memory_estimate import estimate_memory
 
-    estimate = planned_memory(spec, config, device)
+    estimate = estimate_memory(spec, config, device)
     parts = {name: getattr(estimate, field) for name, field in PARTS.items()}
     parts["checkpoint copy"] = estimate.snapshot_bytes
     total_bytes = estimate.total_bytes_on(device)

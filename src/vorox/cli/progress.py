@@ -79,8 +79,8 @@ def time_fields(view: StepView) -> list[str]:
 def resource_fields(view: StepView) -> list[str]:
     """Return memory use and estimate, prefetch queue, and age of the last checkpoint."""
     fields = [f"{where} {size(used)}" for where, used in view.memory_bytes.items()]
-    if view.planned_memory_bytes is not None and "device" in view.memory_bytes:  # a plan has tensors only
-        fields.append(f"planned {size(view.planned_memory_bytes)}")
+    if view.planned_memory_bytes is not None and "device" in view.memory_bytes:  # the estimate has tensors only
+        fields.append(f"estimated {size(view.planned_memory_bytes)}")
     if view.queue_depth is not None:
         capacity = "" if view.queue_capacity is None else f"/{view.queue_capacity}"
         fields.append(f"queue {view.queue_depth}{capacity}")

@@ -2,7 +2,7 @@
 
 Rank 0 has the terminal; the others write their own logs into the run directory. Ctrl-C reaches all ranks, SIGTERM is
 forwarded. When a rank fails, the others have a grace period to exit, then they are killed. The output of the first
-failed rank is printed, and its exit code is that of the command, unless the ranks start again (``cli/restarts.py``).
+failed rank is printed, and the command exits with its code, unless the ranks start again (``cli/restarts.py``).
 
 With ``VOROX_NODE_COUNT`` and ``VOROX_NODE_INDEX``, the ranks are part of a run on several machines, each with its own
 launcher. Unlike torchrun, the launcher keeps exit codes, and waits for a save after SIGTERM.
@@ -249,7 +249,7 @@ def _wait(
 
 
 def _first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Return the rank that failed; of several, one that was killed: the others may have lost their connection to it."""
+    """Return the rank that failed; if several did, a killed one: the others may have lost their connection to it."""
     ends_well = {None, 0, Preempted.exit_code}  # rank 0 may still be writing the checkpoint
     codes = {rank: child.poll() for rank, child in enumerate(children)}
     failed = [rank for rank, code in codes.items() if code not in ends_well]

@@ -25,7 +25,7 @@ def replay(
     last_step: Annotated[
         int | None, typer.Option("--to", min=1, help="Last step to replay. Default: the last recorded one.")
     ] = None,
-    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; must be that of the run.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; must equal the run's.")] = 1,
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:

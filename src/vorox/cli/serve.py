@@ -33,7 +33,7 @@ def serve(
     device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:  # fmt: skip
-    """Serve a model with OpenAI's API: completions and conversations, whole or streamed."""
+    """Serve a model with an OpenAI-compatible API: completions and chat completions, whole or streamed."""
     from vorox.core.errors import ConfigError
     from vorox.core.installation import install_command
 

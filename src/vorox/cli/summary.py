@@ -101,7 +101,7 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
 
 
 def _measured(directory: Path) -> Iterator[str]:
-    """Yield the last and the best training loss, and the peak of the memory beside its plan."""
+    """Yield the last and the best training loss, and the peak memory beside its estimate."""
     from vorox.core.errors import VoroxError
     from vorox.dashboard.metric_series import MetricSeries
     from vorox.dashboard.resource_page import plan_and_actual
@@ -118,9 +118,9 @@ def _measured(directory: Path) -> Iterator[str]:
     except VoroxError:
         return
     if memory["actual"] is not None:
-        planned = "" if memory["planned"] is None else f"; planned {humanize.size(memory['planned'])}"
-        of_tensors = " of tensors" if planned and memory["note"] else ""
-        yield f"  memory    peak {humanize.size(memory['actual'])}{planned}{of_tensors}"
+        estimated = "" if memory["planned"] is None else f"; estimated {humanize.size(memory['planned'])}"
+        of_tensors = " of tensors" if estimated and memory["note"] else ""
+        yield f"  memory    peak {humanize.size(memory['actual'])}{estimated}{of_tensors}"
 
 
 def _quarantined(directory: Path) -> list[str]:

@@ -49,13 +49,13 @@ MaxRestarts = Annotated[
     ),
 ]  # fmt: skip
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check the configuration and print the plan; build and write nothing.")
+    bool, typer.Option("--dry-run", help="Check the configuration and print what would run; build and write nothing.")
 ]
 Menu = Annotated[
     bool,
     typer.Option(
         "--menu",
-        help="Choose a checkpoint to resume, or a new training, in a menu; needs a terminal. It opens by itself if "
-        "there are no arguments.",
+        help="Choose a checkpoint to resume, or a new run, in a menu; needs a terminal. Without arguments, it opens "
+        "by default.",
     ),
 ]

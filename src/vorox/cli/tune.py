@@ -46,7 +46,7 @@ def tune(
     ] = None,
     trials: Annotated[int, typer.Option("--trials", min=1, help="Number of trials, earlier ones included.")] = 16,
     concurrent: Annotated[int, typer.Option("--concurrent", min=1, help="Trials at a time.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the search; run.seed is that of the trials.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the search; run.seed seeds the trials.")] = 0,
     asha: Annotated[
         bool, typer.Option("--asha/--no-asha", help="Stop the worse trials early (ASHA), by validation loss.")
     ] = True,

@@ -101,7 +101,7 @@ def _stages(
 
     Args:
         rows: Rows of a step before the first stage.
-        settings: Of each stage: its first step from 1 or ``None``, the tokens before it or ``None``, and its rows.
+        settings: For each stage, its first step from 1 or ``None``, the tokens before it or ``None``, and its rows.
         row_tokens: Tokens of a row.
 
     Raises:

@@ -113,7 +113,7 @@ def identity_of(path: str, function: Callable[..., Any], args: Mapping[str, Any]
     """Return the identity of a function for a cache recipe, as JSON values.
 
     Args:
-        path: Its import path. Of a file, only the name counts, so it may be moved.
+        path: Its import path. For a file, only the name counts, so it may be moved.
         function: The function.
         args: Its arguments.
         where: The setting, for messages.

@@ -55,7 +55,7 @@ class Activity:
         phases: Phases of the loop, in order, without overlap.
         compute: When the device computed; ``None`` if the engine does not measure it.
         communication: When collectives ran.
-        operators: Of the steps, without those of saves and validations; in any order.
+        operators: Operators of the steps, without saves and validations; in any order.
     """
 
     phases: Sequence[Phase]

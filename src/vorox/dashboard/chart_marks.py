@@ -16,7 +16,7 @@ import numpy as np
 
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_state import PlanState
 
 _MARKED_EVENTS = {
@@ -48,7 +48,7 @@ def chart_marks(directory: Path, events: Sequence[Mapping[str, Any]]) -> list[Ma
     ]
     layout = RunLayout(directory)
     steps = sorted(layout.configs_by_step())
-    found += [{"step": step, "label": "settings change"} for step in steps[1:]]  # the first is that of the start
+    found += [{"step": step, "label": "settings change"} for step in steps[1:]]  # the first is the start
     try:
         status = layout.plan.stat()
         found += _marks_of_file(layout.plan, status.st_size, status.st_mtime_ns)
@@ -59,7 +59,7 @@ def chart_marks(directory: Path, events: Sequence[Mapping[str, Any]]) -> list[Ma
 
 @functools.lru_cache(maxsize=16)
 def _marks_of_file(path: Path, size: int, changed_ns: int) -> tuple[Mark, ...]:  # noqa: ARG001 - the key of the cache
-    return tuple(plan_marks(Plan.open(path).state))
+    return tuple(plan_marks(DataPlan.open(path).state))
 
 
 def plan_marks(state: PlanState) -> Iterator[Mark]:

@@ -1,7 +1,7 @@
 """The metrics of a run as columns, read incrementally while the run trains.
 
 ``metrics.jsonl`` goes in; per metric, ascending steps and values come out, and for each step the tokens, the seconds of
-training and the FLOPs. The rules are those of ``tracking.read_metrics``: values of steps that a resume rolled back are
+training and the FLOPs. The rules of ``tracking.read_metrics`` apply: values of steps that a resume rolled back are
 void, and of several values of a step the one of the latest attempt counts.
 """
 

@@ -1,4 +1,4 @@
-"""Plan against actual: what was estimated before a run, next to what it measured."""
+"""Estimate against actual: what was estimated before a run, next to what it measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vorox.dashboard.run_index import environment_of
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory
+from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
@@ -30,9 +30,9 @@ PART_NAMES = {
 
 
 def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
-    """Return rows of (quantity, unit, planned, actual, note), and the parts of the planned memory.
+    """Return rows of (quantity, unit, estimate, actual, note), and the parts of the estimated memory.
 
-    A planned value is ``None`` where no estimate exists, with the reason in the note.
+    Without an estimate, the value is ``None`` and the note has the reason.
     """
     config, environment = recorded_config(directory), environment_of(directory)
     spec, why = _spec(directory, config)
@@ -45,7 +45,7 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
     planned_speed, speed_note = _planned_speed(config, environment, series)
     seconds = series.seconds_at(series.points("loss")[0])
     kind = str(environment.get("device_kind", "cpu"))
-    memory = None if spec is None else planned_memory(spec, config, kind)
+    memory = None if spec is None else estimate_memory(spec, config, kind)
     space = None if spec is None or not total_steps else checkpoint_space(config, spec, total_steps)
     saved = [entry.size_bytes for entry in list_checkpoints(directory)]
     peak = _row(
@@ -53,7 +53,7 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
         "bytes",
         None if memory is None else memory.total_bytes_on(kind),
         measured,
-        why or ("" if on_device else "The process, with framework and caches; the plan has tensors only."),
+        why or ("" if on_device else "The process, with framework and caches; the estimate has tensors only."),
     )
     rows = [
         peak if on_device else {**peak, "ratio": None},
@@ -65,7 +65,7 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
         _row("One checkpoint", "bytes", None if space is None else space.checkpoint_bytes,
              max(saved, default=None), why),
         _row("Disk, all checkpoints", "bytes", None if space is None else space.total_bytes, sum(saved) or None,
-             why or "Planned: the most that are on disk at any time."),
+             why or "Estimated: the most that is on disk at any time."),
     ]  # fmt: skip
     if spec is not None:
         rows[1:1] = _part_rows(memory_per_device(spec, config, kind), config, series)
@@ -78,7 +78,7 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
 
 
 def _part_rows(planned: MemoryEstimate, config: RunConfig, series: MetricSeries) -> list[dict[str, Any]]:
-    """Return the rows of the parts of a device's memory: planned, and held by the fullest rank."""
+    """Return the rows of the parts of a device's memory: estimated, and held by the fullest rank."""
     fields = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     held = {field: _largest(series, f"memory/{field}") for field in fields}
     step_peak = _largest(series, "memory/step_peak_bytes")
@@ -98,7 +98,9 @@ def _part_rows(planned: MemoryEstimate, config: RunConfig, series: MetricSeries)
     beyond = planned.total_bytes - sum(getattr(planned, field) for field in fields)
     note = "Measured: the peak of the device's allocator less the parts above."
     if step_peak is None:
-        note = "Not measured: only CUDA counts what a step allocates. Planned: activations, logits, copies, workspace."
+        note = (
+            "Not measured: only CUDA counts what a step allocates. Estimated: activations, logits, copies, workspace."
+        )
     return [*rows, _row("Memory, peak beyond these", "bytes", beyond, step_peak, note)]
 
 
@@ -130,7 +132,7 @@ def _planned_speed(config: RunConfig, environment: dict[str, Any], series: Metri
     if peak is None or per_token != per_token:
         return None, "No data-sheet peak of this device."
     peak *= int(environment.get("num_devices", 1))
-    return peak * DEFAULT_MFU_FRACTION / per_token, f"Planned at an MFU of {DEFAULT_MFU_FRACTION:.0%}."
+    return peak * DEFAULT_MFU_FRACTION / per_token, f"Estimated at an MFU of {DEFAULT_MFU_FRACTION:.0%}."
 
 
 def _largest(series: MetricSeries, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What the pages of one run show: overview, curves, samples, health, plan against actual, checkpoints.
+"""What the pages of one run show: overview, curves, samples, health, estimates, checkpoints.
 
 A run directory goes in; plain JSON values come out. Everything is read with the readers of the command line.
 """

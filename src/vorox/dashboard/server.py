@@ -82,7 +82,7 @@ class Answers:
         return questions[name](query)
 
     def post(self, name: str, body: Mapping[str, Any]) -> Any:
-        """Return the answer to a request that works: verify a checkpoint, or prompt one."""
+        """Handle a POST request: verify a checkpoint, or prompt one."""
         directory = self.index.directory(str(body.get("id", "")))
         if name == "verify":
             (found, *_) = find_checkpoints(directory, [str(body.get("name", ""))])

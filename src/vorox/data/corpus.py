@@ -28,7 +28,7 @@ from vorox.data.cache_location import cache_root
 from vorox.data.cache_opener import CacheOpener
 from vorox.data.difficulty_buckets import measure_buckets
 from vorox.data.image_layout import image_layout
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
 from vorox.data.source_listing import list_sources
 from vorox.data.streaming.stream import StreamReader
@@ -263,7 +263,7 @@ def _check_writable(root: Path) -> None:
         ) from error  # fmt: skip
 
 
-def plan_start(config: RunConfig, corpus: Corpus, recorded: Plan | None = None) -> PlanStart:
+def plan_start(config: RunConfig, corpus: Corpus, recorded: DataPlan | None = None) -> PlanStart:
     """Return the start event of a run's plan: everything besides cache content that determines the data order.
 
     Args:

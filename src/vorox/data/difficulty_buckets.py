@@ -158,7 +158,7 @@ def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader])
     """Return the readers of a plan's sources, in its order; ``None`` where the configuration no longer has the cache.
 
     Args:
-        sources: ``Plan.sources``.
+        sources: ``DataPlan.sources``.
         caches: The caches of the configuration's sources, by name.
     """
     found = [(source, caches.get(cache_name(source))) for source in sources]
@@ -214,7 +214,7 @@ def _statistic(manifest: Manifest, statistic: str) -> tuple[Int64Array, Int64Arr
     if statistic == "bytes_per_token":
         units = manifest.units[np.searchsorted(manifest.units["unit"], chunks["unit"])]
         return units["text_bytes"].astype(np.int64), np.maximum(units["tokens"].astype(np.int64), 1)
-    raise DataError(f"The plan splits a source by {statistic!r}, which this version does not know")
+    raise DataError(f"The data plan splits a source by {statistic!r}, which this version does not know")
 
 
 def _within(manifest: Manifest, bucket: Bucket) -> npt.NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.data.growth_policies import GrowthPolicies
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import GrowthRule, PlanEvent, Segment, StageEvent
 from vorox.data.plan_state import PlanState
 from vorox.data.rows import GrowingReader
@@ -51,7 +51,7 @@ class PlanGrower:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: DataPlan,
         readers: Sequence[GrowingReader | None],
         growth: GrowthConfig,
         *,
@@ -168,7 +168,7 @@ class PlanGrower:
 
 
 def await_planned_units(
-    plan: Plan,
+    plan: DataPlan,
     readers: Sequence[GrowingReader | None],
     *,
     stop: Callable[[], bool] = lambda: False,
@@ -176,8 +176,8 @@ def await_planned_units(
 ) -> list[GrowingReader | None]:
     """Return readers that see every unit of the plan; wait for units that are being rebuilt.
 
-    A cache that was lost, or whose ``data.mode`` has changed, is rebuilt from its beginning; ``Plan.check`` compares
-    the result with the plan. A cache that this process does not build stays as it is.
+    A cache that was lost, or whose ``data.mode`` has changed, is rebuilt from its beginning; ``DataPlan.check``
+    compares the result with the plan. A cache that this process does not build stays as it is.
 
     Raises:
         DataNotReady: ``stop`` forbids waiting.

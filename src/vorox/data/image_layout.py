@@ -1,6 +1,6 @@
 """How many positions of a row an image takes, and the tokens around it: part of the recipe of a cache.
 
-The native encoder takes a fixed number (``model.vision``). Models of transformers keep the aspect ratio, so the number
+The native encoder takes a fixed number (``model.vision``). Transformers models keep the aspect ratio, so the number
 follows from the size of the image (``model.image_processor``).
 """
 

@@ -1,8 +1,8 @@
 """Images in rows of tokens: the ids of an image, and how to find them again.
 
 An image takes consecutive positions of a row (``image_layout.py``). Its first ids are its address, the hash of its
-bytes in parts of 16 bits; the others continue it. So a row names its images, packing and plans need no case for them,
-and the digest of a row covers the bytes of its images. A model sees one id for all of them, that of its image token.
+bytes in parts of 16 bits; the others continue it. So a row names its images, packing and plans need no special
+case, and the digest of a row covers the bytes of its images. A model sees its image token instead.
 
 Invariant: a document with images is never divided, so a row holds whole images only.
 """

@@ -21,7 +21,7 @@ from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.growth import PlanGrower
 from vorox.data.image_decoding import ImageInput, PatchInput
-from vorox.data.plan import Plan, Positions, Readers
+from vorox.data.plan import DataPlan, Positions, Readers
 from vorox.data.prefetch import Prefetcher
 from vorox.data.rows import RowBlock, RowReader, assemble, read_rows
 
@@ -37,19 +37,19 @@ _LOCATED_ROWS = 4096
 _ENDLESS_STEPS = 2**62
 
 
-def first_cursor(plan: Plan, seed: int) -> DataCursor:
+def first_cursor(plan: DataPlan, seed: int) -> DataCursor:
     """Return the cursor of step 0.
 
     Raises:
         ConfigError: The plan has a different seed.
     """
     if seed != plan.start.seed:
-        raise ConfigError(f"The plan has seed {plan.start.seed}, the run has seed {seed}", where=str(plan.path))
+        raise ConfigError(f"The data plan has seed {plan.start.seed}, the run has seed {seed}", where=str(plan.path))
     return DataCursor(plan_digest=plan.digest, plan_events=plan.num_events, step=0, position=0, seed=seed)
 
 
 def open_batches(
-    plan: Plan,
+    plan: DataPlan,
     readers: Readers,
     *,
     shard: DataShard,
@@ -88,7 +88,7 @@ def open_batches(
     """
     if global_batch_sequences != plan.start.global_batch_sequences:
         raise ConfigError(
-            f"The plan has {plan.start.global_batch_sequences} rows per step, not {global_batch_sequences}",
+            f"The data plan has {plan.start.global_batch_sequences} rows per step, not {global_batch_sequences}",
             where="train.global_batch_sequences", hint="A run keeps its batch size; start a new run to change it",
         )  # fmt: skip
     sizes = plan.start.batch_sizes
@@ -260,7 +260,7 @@ class RowSource:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: DataPlan,
         readers: Readers,
         *,
         grower: PlanGrower | None = None,
@@ -375,15 +375,15 @@ class _BatchReader:
         return sum(len(self._slots_of(one).slots) for one in range(first_step, step))
 
 
-def _check_cursor(plan: Plan, cursor: DataCursor) -> None:
+def _check_cursor(plan: DataPlan, cursor: DataCursor) -> None:
     if plan.digest_at(cursor.plan_events) != cursor.plan_digest or cursor.seed != plan.start.seed:
         raise DataError(
-            f"The data cursor of step {cursor.step:,} does not belong to this plan", where=str(plan.path),
+            f"The data cursor of step {cursor.step:,} does not belong to this data plan", where=str(plan.path),
             hint="resume from a checkpoint of this run; if plan.jsonl was replaced, restore the original",
         )  # fmt: skip
     if cursor.step < 0 or cursor.position != plan.start.batch_sizes.position_of(cursor.step):
         raise DataError(
-            f"The data cursor has position {cursor.position:,} at step {cursor.step:,}, but the plan has "
+            f"The data cursor has position {cursor.position:,} at step {cursor.step:,}, but the data plan has "
             f"position {plan.start.batch_sizes.position_of(max(0, cursor.step)):,} there",
             where=str(plan.path),
         )

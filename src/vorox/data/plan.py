@@ -1,4 +1,4 @@
-"""The plan of a run: the row at each position, as arithmetic over a short durable log.
+"""The data plan of a run: the row at each position, as arithmetic over a short durable log.
 
 ``plan.jsonl`` is an append-only, hash-chained log (``core/chained_log.py``). ``plan_events`` defines its events;
 ``plan_state`` folds them into a state; ``plan_changes`` and ``growth`` decide which events to append. Positions count
@@ -33,11 +33,11 @@ from vorox.data.plan_events import (
 from vorox.data.plan_state import Addresses, PlanState, Positions
 from vorox.data.rows import RowReader
 
-__all__ = ["Addresses", "Plan", "Positions", "Readers"]
+__all__ = ["Addresses", "DataPlan", "Positions", "Readers"]
 
 
-class Plan:
-    """An open plan. Construct it with ``create``, ``open`` or ``open_or_create``."""
+class DataPlan:
+    """An open data plan (``plan.jsonl``). Construct it with ``create``, ``open`` or ``open_or_create``."""
 
     def __init__(self, path: Path, state: PlanState, end: LogPosition) -> None:
         self.path, self._state, self._end = path, state, end
@@ -45,7 +45,7 @@ class Plan:
         self._adding = threading.Lock()
 
     @classmethod
-    def create(cls, path: Path, start: PlanStart, readers: Readers) -> Plan:
+    def create(cls, path: Path, start: PlanStart, readers: Readers) -> DataPlan:
         """Create a plan; durable on return. It covers no position until it is extended.
 
         Raises:
@@ -54,14 +54,14 @@ class Plan:
         """
         log = HashChainedLog(path)
         if log.read()[0]:
-            raise DataError("A plan already exists", where=str(path), hint="open it, or start a new run")
+            raise DataError("A data plan already exists", where=str(path), hint="open it, or start a new run")
         plan = cls(path, PlanState.initial(start), LogPosition())
         plan.check(readers)
         plan._end = log.append([encode_event(start)])
         return plan
 
     @classmethod
-    def open(cls, path: Path) -> Plan:
+    def open(cls, path: Path) -> DataPlan:
         """Read a plan.
 
         Raises:
@@ -70,14 +70,14 @@ class Plan:
         plan = cls.find(path)
         if plan is None:
             raise DataError(
-                f"Run has no plan: {path.name} is missing or empty", where=str(path),
+                f"Run has no data plan: {path.name} is missing or empty", where=str(path),
                 hint="a run writes it before its first step; if the run has trained, restore the file from a copy: "
                 "without it the order of the data is unknown",
             )  # fmt: skip
         return plan
 
     @classmethod
-    def find(cls, path: Path) -> Plan | None:
+    def find(cls, path: Path) -> DataPlan | None:
         """Read a plan; ``None`` if it does not exist, or a crash left no complete event.
 
         Raises:
@@ -88,11 +88,13 @@ class Plan:
             return None
         start = decode_event(bodies[0], f"{path}:1")
         if not isinstance(start, PlanStart):
-            raise DataError(f"The plan starts with an event of kind {start.kind!r}, not 'start'", where=f"{path}:1")
+            raise DataError(
+                f"The data plan starts with an event of kind {start.kind!r}, not 'start'", where=f"{path}:1"
+            )
         return cls(path, _applied(PlanState.initial(start), bodies[1:], path), end)
 
     @classmethod
-    def open_or_create(cls, path: Path, start: PlanStart, readers: Readers) -> Plan:
+    def open_or_create(cls, path: Path, start: PlanStart, readers: Readers) -> DataPlan:
         """Open the plan of a run, or create it if it does not exist or a crash left it empty.
 
         Raises:
@@ -121,7 +123,7 @@ class Plan:
         for key in sorted({*wanted, *recorded} - {"sources"}):
             if recorded.get(key) != wanted.get(key):
                 raise ConfigError(
-                    f"The run's plan has {key} = {recorded.get(key)}, the configuration {wanted.get(key)}",
+                    f"The run's data plan has {key} = {recorded.get(key)}, the configuration {wanted.get(key)}",
                     where=str(self.path), hint="resume with the run's original configuration, or start a new run",
                 )  # fmt: skip
         by_name = dict(zip([source.name for source in start.sources], readers, strict=True))
@@ -197,8 +199,8 @@ class Plan:
         state = self._state
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < state.num_positions:
             raise DataError(
-                f"Position {positions.max():,} is not covered: the plan has {state.num_positions:,} positions",
-                where=str(self.path), hint="extend the plan first",
+                f"Position {positions.max():,} is not covered: the data plan has {state.num_positions:,} positions",
+                where=str(self.path), hint="extend the data plan first",
             )  # fmt: skip
         return state.locate(positions)
 
@@ -247,7 +249,7 @@ class Plan:
             return
         with self._adding:
             if self._log.read_after(self._end)[0]:
-                raise DataError("Another process changed the plan", where=str(self.path), hint="reopen the plan")
+                raise DataError("Another process changed the data plan", where=str(self.path), hint="reopen the plan")
             bodies = list[dict[str, Any]]()
             state = self._state
             for event in events:

@@ -1,7 +1,7 @@
 """Which events change a plan: more rows, a new mixture or length, an exhausted source, a larger cache.
 
-Pure functions from the state of a plan to events; ``PlanState.apply`` applies them, ``Plan.add`` makes them durable.
-An event that changes the mixture carries messages for the log.
+Pure functions from the state of a plan to events; ``PlanState.apply`` applies them, ``DataPlan.add`` makes them
+durable. An event that changes the mixture carries messages for the log.
 """
 
 from __future__ import annotations

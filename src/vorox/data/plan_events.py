@@ -352,7 +352,7 @@ def decode_event(body: Mapping[str, Any], where: str) -> PlanEvent:
 
 def _invalid(reason: str, where: str) -> DataError:
     return DataError(
-        f"A plan event {reason}", where=where, hint="continue the run with the Vorox version that wrote it"
+        f"A data plan event {reason}", where=where, hint="continue the run with the Vorox version that wrote it"
     )
 
 

@@ -60,7 +60,7 @@ class Addresses:
 
 @dataclass(frozen=True)
 class PlanState:
-    """The state of a plan after a prefix of its events.
+    """The state of a data plan after a prefix of its events.
 
     Attributes:
         start: The start event: settings that never change during a run.
@@ -118,7 +118,7 @@ class PlanState:
         effective_from = NEVER
         match event:
             case PlanStart():
-                raise DataError("The plan has a second event of kind 'start'", where=where)
+                raise DataError("The data plan has a second event of kind 'start'", where=where)
             case Segment():
                 state = self._with_segment(event, where)
             case SourceEvent(source):
@@ -345,7 +345,7 @@ class PlanState:
         draw_counts = self._draw_counts(event.start_position)
         if event.draw_counts is not None and dict(event.draw_counts) != draw_counts:
             raise DataError(
-                f"The stage continues from draws {event.draw_counts}, the plan has {draw_counts}", where=where
+                f"The stage continues from draws {event.draw_counts}, the data plan has {draw_counts}", where=where
             )
         stage = Stage(event.start_position, weights, event.row_pieces)
 
@@ -363,7 +363,7 @@ class PlanState:
 
     def _with_cut(self, cut: CutEvent, where: str) -> PlanState:
         if cut.source not in self.names:
-            raise DataError(f"The plan cuts source {cut.source!r}, which it does not have", where=where)
+            raise DataError(f"The data plan cuts source {cut.source!r}, which it does not have", where=where)
         index = self.names.index(cut.source)
         kept = [
             replace(segment, num_epochs=min(segment.num_epochs, cut.epoch - segment.epoch))

@@ -25,7 +25,7 @@ from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.disk_budget import is_evictable, resident_units
 from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader, cache_name, reader_of, readers_of
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 
 _MAX_CANDIDATES = 64
 _POSITIONS_AT_ONCE = 1 << 18
@@ -43,7 +43,7 @@ class RunDataIndex:
     """
 
     directory: Path
-    plan: Plan
+    plan: DataPlan
     readers: tuple[SourceReader, ...]
     close: Callable[[], None] = lambda: None
 
@@ -54,7 +54,7 @@ class RunDataIndex:
         Raises:
             DataError: The run has no plan, or a cache is missing or has changed.
         """
-        plan = Plan.open(RunLayout(run_directory).plan)
+        plan = DataPlan.open(RunLayout(run_directory).plan)
         choices = [_candidates(run_directory, plan, index) for index in range(len(plan.sources))]
         first_error: DataError | None = None
         for directories in itertools.islice(itertools.product(*choices), _MAX_CANDIDATES):
@@ -92,7 +92,7 @@ class RunDataIndex:
         """
         if not 1 <= step <= self.num_steps:
             raise ConfigError(
-                f"Step {step:,} is not in the run's plan, which has steps 1 to {self.num_steps:,}",
+                f"Step {step:,} is not in the run's data plan, which has steps 1 to {self.num_steps:,}",
                 where=str(self.plan.path), hint="steps count from 1, as in the log and in checkpoints",
             )  # fmt: skip
         return range(self._sizes.position_of(step - 1), self._sizes.position_of(step))
@@ -145,7 +145,7 @@ def _has_all_chunks(cache: CacheReader) -> bool:
     return not is_evictable(cache.directory) or len(resident_units(cache.directory)) == len(cache.manifest.units)
 
 
-def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceReader, ...], Callable[[], None]]:
+def _streamed_readers(run_directory: Path, plan: DataPlan) -> tuple[tuple[SourceReader, ...], Callable[[], None]]:
     """Return readers that rebuild evicted chunks on access, and the function that stops their builder."""
     from vorox.core.run_context import recorded_config
     from vorox.data.corpus import prepare
@@ -164,7 +164,7 @@ def _streamed_readers(run_directory: Path, plan: Plan) -> tuple[tuple[SourceRead
     return readers, corpus.close
 
 
-def _candidates(run_directory: Path, plan: Plan, source_index: int) -> list[Path]:
+def _candidates(run_directory: Path, plan: DataPlan, source_index: int) -> list[Path]:
     """Return the possible directories of a source's cache: as recorded by attempts, or else found by name."""
     source = plan.sources[source_index]
     name = cache_name(source)

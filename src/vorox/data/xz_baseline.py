@@ -1,8 +1,8 @@
 """The xz baseline: bits per byte of a general-purpose compressor on the validation text.
 
 The documents of the validation split go in, in source order; bits per byte of ``xz -9e`` come out. Results are stored
-next to the caches, because compression takes about a second per megabyte. Invariant: the text is that of the validation
-cache, so the model's bits per byte are comparable.
+next to the caches, because compression takes about a second per megabyte. Invariant: the text equals the validation
+cache's, so the model's bits per byte are comparable.
 """
 
 from __future__ import annotations

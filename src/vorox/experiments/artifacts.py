@@ -1,7 +1,7 @@
 """Listing, inspecting, verifying and removing runs and checkpoints on disk.
 
 Reads need no lock; a removal acquires the run's lock first, so a running run is safe. Only files written by a run are
-removed: a directory with other files is refused, of a symbolic link only the link is removed, and a partial removal
+removed: a directory with other files is refused, a symbolic link is removed without its target, and a partial removal
 never looks complete (checkpoints lose their manifest first, runs are first renamed to a hidden name).
 """
 

@@ -278,7 +278,7 @@ _FAMILIES = (
     ),
     Family(
         re.compile(r"eval/tasks/[\w.-]+/[\w.-]+"),
-        Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of a task of lm-evaluation-harness."),
+        Metric("eval/tasks/<task>/<metric>", "1", "last", "Metric of an lm-evaluation-harness task."),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""An adapter of a model of transformers: the base that stays frozen, and the trained parameters.
+"""An adapter of a transformers model: the base that stays frozen, and the trained parameters.
 
 The parameter table holds the adapter only, and so do gradients, optimizer, checkpoints and fingerprints. The base is
 part of the model's identity: its ``config.json``, its own table and the fingerprint of its weights.
@@ -53,7 +53,7 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec(HuggingFaceSpec):
-    """A model of transformers with an adapter. The inherited attributes describe the base.
+    """A transformers model with an adapter. The inherited attributes describe the base.
 
     Attributes:
         adapter: Settings and base.
@@ -95,7 +95,7 @@ class AdapterSpec(HuggingFaceSpec):
         return tuple(row for layer in self.layers for row in self._rows_of(*layer))
 
     def _rows_of(self, name: str, inputs: int, outputs: int) -> Iterable[ParameterSpec]:
-        """Yield the parameters of an adapted layer, under the names in a file of peft; the product starts at 0."""
+        """Yield the parameters of an adapted layer, under the names of a peft file; the product starts at 0."""
         rank = self.adapter.rank
         yield _row(f"{name}.lora_A.weight", (rank, inputs), "uniform", (3 * inputs) ** -0.5)
         yield _row(f"{name}.lora_B.weight", (outputs, rank), "zeros")

@@ -40,7 +40,7 @@ FREE_TO_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class DecoderSpec(ModelSpec):
-    """A decoder with all dimensions resolved. Fields are those of ``ModelConfig``.
+    """A decoder with all dimensions resolved. Fields as in ``ModelConfig``.
 
     Fields with a default are younger than the first checkpoints; JSON omits them where they have it.
     """

@@ -68,7 +68,7 @@ def _check_positions(size: int, spec: ModelSpec) -> None:
 
 
 def _check_heads(size: int, spec: HuggingFaceSpec) -> None:
-    """Check the heads of a model of transformers; the engine checks the shapes of its layers."""
+    """Check the heads of a transformers model; the engine checks the shapes of its layers."""
     for name, value in _values(spec.config):
         if name in {"num_attention_heads", "num_key_value_heads"} and isinstance(value, int) and value % size:
             raise ConfigError(

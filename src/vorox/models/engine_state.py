@@ -185,7 +185,7 @@ def load(directory: Path, spec: ModelSpec, like: EngineState) -> StoredState:
             f"The optimizer state holds {', '.join(body['kinds'])} and {', '.join(body['counters'])}; expected "
             f"{', '.join(sorted(like.moments))} and {', '.join(like.counters)}",
             where=str(directory),
-            hint="optimizer.name, precision.dtype and whether train.ema_decay is set must be those of the run",
+            hint="optimizer.name, precision.dtype and whether train.ema_decay is set must match the run",
         )
     wanted = moment_entries(spec, like.moment_names)
     pieces = _array_reader(directory, body)
@@ -215,7 +215,7 @@ def read_weights(directory: Path, spec: ModelSpec) -> Iterable[NamedArray]:
 
 
 def read_average(directory: Path, spec: ModelSpec) -> Iterator[NamedArray]:
-    """Read the moving average of the parameters; frozen ones have none and are those of the model.
+    """Read the moving average of the parameters; frozen ones have none and are read from the model.
 
     Raises:
         CheckpointError: The state has no average, or as ``read_weights``.

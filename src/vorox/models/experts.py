@@ -5,7 +5,7 @@ for every expert, ``blocks.<i>.mlp.experts.<e>.{gate,up,down}.weight``. With ``p
 experts, an MLP layer is ``sum over the k experts with the largest p of w_e expert_e(x)``, where ``w_e`` is ``p_e``,
 divided by the sum of the k largest with ``normalize_expert_weights``.
 
-Canonical parameters are those of single experts, so that each is one matrix for Muon, pruning and exports. Engines
+Canonical parameters belong to single experts, so that each is one matrix for Muon, pruning and exports. Engines
 stack them: ``split_expert`` gives the name of the stack and the place in it.
 """
 

@@ -99,7 +99,7 @@ _PLAIN_RULES: Rules = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture of transformers.
+    """A transformers architecture.
 
     Attributes:
         class_name: Its class.

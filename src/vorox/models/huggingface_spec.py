@@ -1,4 +1,4 @@
-"""A causal language model of transformers (``module_spec.py``), described by its ``config.json``.
+"""A causal language model in transformers (``module_spec.py``), described by its ``config.json``.
 
 The engine that computes it (``backends/torch_engine/huggingface_model.py``) fills the table in from the modules.
 """
@@ -19,7 +19,7 @@ IMAGE_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 
 @dataclass(frozen=True)
 class HuggingFaceSpec(ModuleSpec):
-    """A model of transformers.
+    """A transformers model.
 
     Attributes:
         config: Content of ``config.json``, without ``VOLATILE_KEYS``.

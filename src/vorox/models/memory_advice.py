@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
-from vorox.models.memory_estimate import MemoryEstimate, memory_per_device, planned_memory
+from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device
 from vorox.models.spec import ModelSpec
 
 COPYING = "copying the state for a checkpoint"
@@ -166,7 +166,7 @@ def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) 
     Raises:
         DoesNotFitError: It does not; the hint names settings that fit.
     """
-    needed_bytes = planned_memory(spec, config, "cpu").total_bytes_on("cpu")
+    needed_bytes = estimate_memory(spec, config, "cpu").total_bytes_on("cpu")
     if needed_bytes > available_bytes:
         fitting = settings_that_fit(config, spec, Devices(1, available_bytes, is_cpu=True, has_bf16=False))
         tokens = config.train.micro_batch_rows * config.data.sequence_length_tokens
@@ -183,13 +183,13 @@ class MemoryBudget:
     """The estimated peak memory of a run and the memory of its device.
 
     Attributes:
-        planned: The estimate.
+        estimate: The estimated peak memory.
         available_bytes: Memory of the device; ``None`` if unknown.
         state_parts: Number of devices over which parameters and optimizer state are sharded.
         advise: Returns alternatives, given the bytes of the part that grew.
     """
 
-    planned: MemoryEstimate
+    estimate: MemoryEstimate
     available_bytes: int | None
     state_parts: int = 1
     advise: Callable[[int], Sequence[Alternative]] = lambda _: ()
@@ -208,11 +208,13 @@ class MemoryBudget:
                 limit_bytes = min(limit_bytes, available_bytes)
             return settings_that_fit(config, spec, replace(known, memory_bytes=limit_bytes))
 
-        return cls(planned_memory(spec, config, device_kind), available_bytes, config.parallel.num_state_shards, advise)
+        return cls(
+            estimate_memory(spec, config, device_kind), available_bytes, config.parallel.num_state_shards, advise
+        )
 
     @property
     def _state_bytes(self) -> int:
-        whole = self.planned.parameter_bytes + self.planned.gradient_bytes + self.planned.optimizer_bytes
+        whole = self.estimate.parameter_bytes + self.estimate.gradient_bytes + self.estimate.optimizer_bytes
         return whole // self.state_parts
 
     def check_state(self) -> None:
@@ -222,9 +224,9 @@ class MemoryBudget:
             DoesNotFitError: They do not.
         """
         if self.available_bytes is not None and self._state_bytes > self.available_bytes:
-            raise self.error("creating the model")
+            raise self.out_of_memory_error("creating the model")
 
-    def error(self, doing: str) -> DoesNotFitError:
+    def out_of_memory_error(self, doing: str) -> DoesNotFitError:
         """Return the error for a device or host that ran out of memory.
 
         Args:
@@ -232,7 +234,7 @@ class MemoryBudget:
         """
         if doing == COPYING:
             return DoesNotFitError(
-                f"Out of memory while {doing}: it takes {self.planned.snapshot_bytes / 2**30:,.2f} GiB of host memory",
+                f"Out of memory while {doing}: it takes {self.estimate.snapshot_bytes / 2**30:,.2f} GiB of host memory",
                 where="checkpoint.asynchronous", hint="set checkpoint.asynchronous=false (training waits for saves)",
             )  # fmt: skip
         if doing == READING:
@@ -242,11 +244,15 @@ class MemoryBudget:
             )  # fmt: skip
         if doing == SAMPLING:
             return DoesNotFitError(
-                f"Out of memory while {doing}: the cache of keys and values has no room", where="sampling",
+                f"Out of memory while {doing}: the KV cache has no room", where="sampling",
                 hint="sample fewer tokens or prompts at a time (in training: eval.sample_tokens, eval.prompts)",
             )  # fmt: skip
-        planned = self.planned
-        parts = {planned.activation_bytes: "activations", planned.logits_bytes: "logits", planned.mask_bytes: "masks"}
+        estimate = self.estimate
+        parts = {
+            estimate.activation_bytes: "activations",
+            estimate.logits_bytes: "logits",
+            estimate.mask_bytes: "masks",
+        }
         grown_bytes = max(parts)
         has = "" if self.available_bytes is None else f"; the device has {self.available_bytes / 2**30:,.2f} GiB"
         if self.available_bytes is not None and self._state_bytes + grown_bytes < self.available_bytes:

@@ -89,11 +89,11 @@ class MemoryEstimate:
         return self.total_bytes + (self.snapshot_bytes if device_kind == "cpu" else 0)
 
 
-def planned_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
+def estimate_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
     """Estimate the peak memory of a run's training step while a checkpoint is being written.
 
-    State and activations are those of one device, except that FSDP and tensor parallelism are not counted; see
-    ``memory_per_device``. Of a pipeline, it is the device that needs most. With context parallelism, a device has its
+    State and activations of one device, except that FSDP and tensor parallelism are not counted; see
+    ``memory_per_device``. For a pipeline, it is the fullest device. With context parallelism, a device has its
     part of the positions.
 
     Args:
@@ -109,7 +109,7 @@ def planned_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda"
 
 
 def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
-    """Estimate ``planned_memory`` without a pipeline; checkpoints have the state of all its devices."""
+    """Estimate ``estimate_memory`` without a pipeline; checkpoints have the state of all its devices."""
     frozen = {name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen}
     step = training_memory(
         spec,
@@ -203,7 +203,7 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
     blocks without ``reshard_after_forward``; a block's gradients exist whole until they are summed. With
     ``fsdp_offload``, a GPU has nothing else of parameters, gradients and optimizer state.
     """
-    parallel, planned = config.parallel, planned_memory(spec, config, device_kind)
+    parallel, planned = config.parallel, estimate_memory(spec, config, device_kind)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
     shards = parallel.num_state_shards
     if parallel.fsdp_size > 1:
@@ -270,7 +270,7 @@ def training_memory(
         dense_masks: Number of dense attention masks, each as booleans and as additive floats.
         frozen: Parameters without gradient and optimizer state.
         has_average: Whether a moving average of the trained parameters is kept.
-        position_parts: Devices that the positions of each row are divided over. Masks are those of whole rows.
+        position_parts: Devices that the positions of each row are divided over. Masks cover whole rows.
         stream_parts: Devices that the residual stream is divided over (sequence parallelism).
     """
     trained = [row for row in spec.parameters if row.name not in frozen]

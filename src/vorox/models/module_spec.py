@@ -1,6 +1,6 @@
 """A model of foreign modules: dimensions, and the parameter table that was read from them.
 
-``HuggingFaceSpec`` (``huggingface_spec.py``) describes a model of transformers, ``UserSpec`` one of the user. The
+``HuggingFaceSpec`` (``huggingface_spec.py``) describes a transformers model, ``UserSpec`` one of the user. The
 engine fills the table in from the modules, whose names are canonical. Persistent buffers are rows that are not
 trainable, so that a checkpoint is complete.
 """

@@ -1,4 +1,4 @@
-"""Tensor names in ``model.safetensors``: those of transformers if it has the architecture, else our own."""
+"""Tensor names in ``model.safetensors``: as in transformers if it has the architecture, else canonical."""
 
 from __future__ import annotations
 

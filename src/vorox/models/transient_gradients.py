@@ -1,6 +1,6 @@
 """Count the gradients that exist at a time with optimizer.in_backward, for the memory estimate.
 
-Parameters out of the blocks are updated one by one. Of a block, all gradients are counted: a compiled block returns
+Parameters outside the blocks are updated one by one. All gradients of a block are counted: a compiled block returns
 them together.
 """
 

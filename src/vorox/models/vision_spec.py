@@ -19,7 +19,7 @@ NUM_CHANNELS = 3
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """An image encoder with all dimensions resolved. Fields are those of ``VisionConfig``."""
+    """An image encoder with all dimensions resolved. Fields as in ``VisionConfig``."""
 
     num_layers: int
     hidden_size: int

@@ -38,7 +38,7 @@ _END_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _SHOWN_STACK_CHARACTERS = 20_000
 PHASE_ORDER = {"compile": 0, "step": 1, "data": 2, "sync": 3, "settle": 4}
-"""Phases from one step to the next, in order; ``data`` is that of the next step."""
+"""Phases from one step to the next, in order; ``data`` reads the next step's batch."""
 
 Condition = Literal["running", "stopped", "dead", "remote"]
 
@@ -161,7 +161,7 @@ class Watchdog:
 
     def _end_run(self, stalled: Sequence[Watched]) -> None:
         local = [rank for rank in self.ranks.values() if rank.condition in {"running", "stopped"}]
-        error = self.error(stalled)
+        error = self.stalled_error(stalled)
         at = datetime.now(UTC).isoformat(timespec="seconds")
         failure = {**failure_record(error), "attempt": self.attempt, "at": at}
         self._write_failure(failure)  # before a rank ends, so that others know why they lost it
@@ -191,7 +191,7 @@ class Watchdog:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(self.notice, stdin=subprocess.DEVNULL, check=False, timeout=_NOTICE_SECONDS)
 
-    def error(self, stalled: Sequence[Watched]) -> StalledError:
+    def stalled_error(self, stalled: Sequence[Watched]) -> StalledError:
         """Return the error that names the stalled ranks."""
         first = stalled[0].beat
         more = f" (so have ranks {', '.join(str(rank.beat.rank) for rank in stalled[1:])})" if stalled[1:] else ""

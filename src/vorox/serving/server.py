@@ -1,4 +1,4 @@
-"""The server of vorox serve: OpenAI's API for completions and conversations of one model.
+"""The server of vorox serve: an OpenAI-compatible API for one model.
 
 Requests that ``web/access`` admits go in; completions come out, whole or as server-sent events. One request at a time
 uses the model, on a thread of its own; others wait in order of arrival. A client that disconnects ends its request.

@@ -1,4 +1,4 @@
-"""Decide ``train.micro_batch_sequences: auto``: the most rows that the memory plan fits into a device.
+"""Decide ``train.micro_batch_sequences: auto``: the most rows that the memory estimate fits into a device.
 
 A configuration, its model and the devices of all ranks go in; the number comes out. It is decided once, when the run is
 created. ``train.auto_micro_batch_sequences`` records it, so a resume and a replay on other devices use the same number.
@@ -27,7 +27,7 @@ from vorox.runtime.hardware import RESERVED_BYTES
 
 KEY = "train.micro_batch_sequences"
 _GPU_FRACTION, _CPU_FRACTION = 0.9, 0.8
-"""Fraction of the memory that may be planned. The plan is an estimate, and a host has other processes."""
+"""Fraction of the memory that an estimate may fill. Estimates have errors, and a host has other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def recorded(config: RunConfig, resume_from: Literal["auto", "never"] | Path) ->
     return MicroBatch(rows, f"Micro-batch: {pluralize(rows, 'row')}, as the run recorded ({KEY}=auto)")
 
 
-def check_plannable(config: RunConfig) -> None:
-    """Check that the memory plan counts everything that a step of this run allocates.
+def check_estimable(config: RunConfig) -> None:
+    """Check that the memory estimate counts everything that a step of this run allocates.
 
     Raises:
         ConfigError: It does not.
@@ -90,7 +90,7 @@ def check_plannable(config: RunConfig) -> None:
     }
     found = [key for key, is_unknown in unknown.items() if is_unknown]
     if found:
-        raise _undecidable(f"the memory plan does not count {' and '.join(found)}")
+        raise _undecidable(f"the memory estimate does not count {' and '.join(found)}")
 
 
 def facts_of(devices: Devices | None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def combined(facts: Sequence[Mapping[str, Any]]) -> Devices:
 
 
 def usable_bytes(devices: Devices) -> int:
-    """Return the memory of a device that the plan may fill."""
+    """Return the memory of a device that the estimate may fill."""
     return int((_CPU_FRACTION if devices.is_cpu else _GPU_FRACTION) * devices.memory_bytes)
 
 
@@ -146,14 +146,14 @@ def decide(config: RunConfig, spec: ModelSpec, devices: Devices) -> MicroBatch:
         )  # fmt: skip
     used = devices.memory(on_devices(with_micro_batch(config, MicroBatch(rows, "")), devices.count), spec)[1]
     text = (
-        f"Micro-batch: {pluralize(rows, 'row')}, the most that fit: {used / 2**30:,.1f} GiB planned of "
+        f"Micro-batch: {pluralize(rows, 'row')}, the most that fit: {used / 2**30:,.1f} GiB estimated of "
         f"{devices.memory_bytes / 2**30:,.1f} GiB usable on each device ({KEY}=auto)"
     )
     return MicroBatch(rows, text)
 
 
 def explained(error: ConfigError) -> ConfigError:
-    """Return the error for a model whose memory cannot be planned."""
+    """Return the error for a model whose memory cannot be estimated."""
     return _undecidable(f"{error.what[:1].lower()}{error.what[1:]}", error.hint)
 
 

@@ -24,7 +24,7 @@ from vorox.data.growth import PlanGrower, PlanReporter, await_planned_units
 from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.image_layout import image_layout
 from vorox.data.loader import BatchStream, ReadTeacher, first_cursor, open_batches, validation_batches
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.rows import RowReader
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.training.run_plan import dataset_size, plan_readers, update_plan
@@ -39,7 +39,7 @@ def _never() -> bool:
 def training_batches(
     config: RunConfig,
     corpus: Corpus,
-    plan: Plan,
+    plan: DataPlan,
     shard: DataShard,
     cursor: DataCursor,
     *,
@@ -126,7 +126,7 @@ def preview_batches(config: RunConfig, corpus: Corpus, shard: DataShard, num_ste
     endless = replace(start, sources=tuple(replace(source, max_epochs=None) for source in start.sources))
     readers = readers_of(endless.sources, {source.name: source.train for source in corpus.sources})
     with tempfile.TemporaryDirectory(prefix="vorox-preview-") as directory:
-        plan = Plan.create(RunLayout(Path(directory)).plan, endless, readers)
+        plan = DataPlan.create(RunLayout(Path(directory)).plan, endless, readers)
         if endless.growth is None:
             plan.extend_to(plan.start.batch_sizes.position_of(num_steps), readers)
         cursor = first_cursor(plan, config.run.seed)

@@ -16,7 +16,7 @@ from vorox.core.chained_log import HashChainedLog
 from vorox.core.run_lookup import run_attempts
 from vorox.data.cache.reader import CacheReader
 from vorox.data.difficulty_buckets import SourceReader
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.provenance_queries import RowOrigin
 from vorox.experiments.metadata import Row
 
@@ -28,7 +28,7 @@ def run_identity(run_directory: Path) -> str:
     return f"{run_directory.resolve().name}:{hashlib.sha256(canonical_json(began)).hexdigest()[:6]}"
 
 
-def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
+def run_rows(run_id: str, run_directory: Path, plan: DataPlan, readers: Sequence[SourceReader | None]) -> Iterator[Row]:
     """Yield the run and the caches that it reads."""
     yield Row(
         "run",
@@ -49,7 +49,7 @@ def run_rows(run_id: str, run_directory: Path, plan: Plan, readers: Sequence[Sou
         )
 
 
-def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
+def plan_rows(run_id: str, plan: DataPlan) -> Iterator[Row]:
     """Yield the plan's events as written."""
     events = HashChainedLog(plan.path).read()[0]
     for number, event in enumerate(events[: plan.num_events], start=1):  # a live run may be appending
@@ -66,7 +66,7 @@ def plan_rows(run_id: str, plan: Plan) -> Iterator[Row]:
         )
 
 
-def segment_rows(run_id: str, plan: Plan) -> Iterator[Row]:
+def segment_rows(run_id: str, plan: DataPlan) -> Iterator[Row]:
     """Yield the segments of the plan: passes and their numbers of rows."""
     for source_index, segments in enumerate(plan.segments):
         for number, segment in enumerate(segments):

@@ -21,7 +21,7 @@ from vorox.core.run_lookup import short_path
 from vorox.experiments.task_results import task_metrics
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops
-from vorox.models.memory_estimate import planned_memory
+from vorox.models.memory_estimate import estimate_memory
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.host_memory import HostMemory
@@ -69,7 +69,7 @@ class Observer:
         self._rows_per_epoch, self._vocab_size = max(1, round(num_rows)), workload.spec.vocab_size
         self._queue_capacity = config.data.loader.prefetch_batches if config.data.loader.num_threads else 0
         device_kind = str(workload.engine.environment().get("device_kind", ""))
-        planned = planned_memory(workload.spec, config, device_kind)
+        planned = estimate_memory(workload.spec, config, device_kind)
         notice_seconds = config.checkpoint.notice_seconds
         earlier = MeasuredTimes() if notice_seconds is None else MeasuredTimes.of_run(setup.run.directory)
         self.notice = PreemptionNotice(notice_seconds, workload.log, earlier, workload.distributed)

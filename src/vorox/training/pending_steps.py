@@ -87,7 +87,7 @@ class SettledStep:
             return f"{what}: loss {self.values.loss:.4g} is above {self.step.max_loss:.4g}"
         return f"Skipped step {self.number:,}: loss {self.values.loss}, gradient norm {self.values.grad_norm}"
 
-    def error(self, record: str) -> NumericalError:
+    def numerical_error(self, record: str) -> NumericalError:
         """Return the error that ends the run.
 
         Args:

@@ -1,7 +1,7 @@
 """The notice before a preemption, against the measured time of steps and saves.
 
 In: the time between SIGTERM and the end of the process (``checkpoint.notice_seconds``), and the duration of steps and
-saves, of earlier attempts at the start. Out: a warning when a save would not fit, whether the last save is begun, the
+saves, of earlier attempts at the start. Out: a warning when a save would not fit, whether the last save starts, the
 time that is left for the mirror, and how long the last save took.
 """
 

@@ -22,7 +22,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.data.difficulty_buckets import SourceReader
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.experiments.metadata import MetadataCache, MetadataWriter, Row
 from vorox.experiments.metadata.databases import require_psycopg
 from vorox.training.metadata_rows import attempt_rows, plan_rows, run_identity, run_rows, segment_rows
@@ -89,7 +89,7 @@ def open_provenance(
     run: RunContext,
     config: LogConfig,
     progress: Progress,
-    plan: Plan,
+    plan: DataPlan,
     readers: Sequence[SourceReader | None],
     log: RunLog,
 ) -> Generator[ProvenanceRecorder]:
@@ -130,7 +130,7 @@ class Projection:
         readers: Its caches; ``None`` for a source that the configuration no longer has.
     """
 
-    def __init__(self, run_directory: Path, plan: Plan, readers: tuple[SourceReader | None, ...]) -> None:
+    def __init__(self, run_directory: Path, plan: DataPlan, readers: tuple[SourceReader | None, ...]) -> None:
         self.run_id = run_identity(run_directory)
         self._directory, self._plan, self._readers = run_directory, plan, readers
         self._num_events = plan.num_events

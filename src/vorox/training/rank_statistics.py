@@ -31,7 +31,7 @@ WINDOW_SECONDS = 10.0
 NUM_WINDOWS = 3
 """Windows in a row in which a rank must be slower: a rank that is busy for a moment is no straggler."""
 _NUM_UNTIMED_REPORTS = 2
-"""Reports of a process without a time of computing: a report has that of the step before, and the first may compile."""
+"""Reports of a process without a compute time: a report has the previous step's, and the first step may compile."""
 
 
 @dataclass(frozen=True, slots=True)

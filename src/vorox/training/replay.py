@@ -25,7 +25,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import plan_start
 from vorox.data.loader import first_cursor
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import encode_event
 from vorox.training import resume, resume_settings
 from vorox.training.checkpoints.init_from import init_from_weights
@@ -202,13 +202,13 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
         )
 
 
-def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Plan:
+def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> DataPlan:
     """Copy the run's plan, which a live run may extend, and check it against configuration and caches."""
     original = RunLayout(run_directory).plan
-    Plan.open(original)
+    DataPlan.open(original)
     copy = RunLayout(scratch).plan
     copy.write_bytes(original.read_bytes())
-    plan = Plan.open(copy)
+    plan = DataPlan.open(copy)
     recorded, wanted = encode_event(plan.start), encode_event(plan_start(workload.config, workload.corpus, plan))
     for key in sorted({*recorded, *wanted} - {"sources"}):
         if recorded.get(key) != wanted.get(key):
@@ -220,7 +220,7 @@ def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Pla
     return plan
 
 
-def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Progress:
+def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None) -> Progress:
     """Load the state to start from; return its progress."""
     if checkpoint is None:
         init_from_weights(workload.config, workload.spec, workload.engine)
@@ -231,7 +231,7 @@ def _start(workload: Workload, plan: Plan, checkpoint: Checkpoint | None) -> Pro
     return progress
 
 
-def _schedules(run_directory: Path, workload: Workload, plan: Plan, start: int) -> Callable[[int], Schedule]:
+def _schedules(run_directory: Path, workload: Workload, plan: DataPlan, start: int) -> Callable[[int], Schedule]:
     """Return a function from a step (from 1) to its schedule, under the length recorded for that step.
 
     Plans of earlier versions lack the warm-up or the length; up to a change of the length, these come from a checkpoint
@@ -284,7 +284,7 @@ def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
 def _compare(
     run_directory: Path,
     workload: Workload,
-    plan: Plan,
+    plan: DataPlan,
     progress: Progress,
     last_step: int,
     chain: RecordedChain,

@@ -20,7 +20,7 @@ from vorox.models.memory_estimate import MemoryEstimate
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import Arithmetic
 from vorox.runtime.hardware import Hardware
-from vorox.training.auto_micro_batch import MicroBatch, check_plannable, is_auto, usable_bytes, with_micro_batch
+from vorox.training.auto_micro_batch import MicroBatch, check_estimable, is_auto, usable_bytes, with_micro_batch
 
 DEFAULT_MFU_FRACTION = 0.4
 FAILURE_INTERVAL_DEVICE_HOURS = 16_384 * 54 * 24 / 419
@@ -81,7 +81,7 @@ class ResourcePlan:
     def effective_fraction(self, num_devices: int) -> tuple[float, float]:
         """Return the effective share of training time at some number of devices, and the best save interval in seconds.
 
-        The interval is that of Young (Communications of the ACM 17, 1974). A failure loses half an interval and a
+        The interval follows Young (Communications of the ACM 17, 1974). A failure loses half an interval and a
         restart.
         """
         between_failures = FAILURE_INTERVAL_DEVICE_HOURS * 3600 / num_devices
@@ -118,7 +118,7 @@ def plan_resources(
     has_bf16 = hardware.peak_flops_per_second("bf16") is not None
     devices = Devices(hardware.num_devices, hardware.memory_bytes, hardware.is_cpu, has_bf16)
     if is_auto(config) and config.train.auto_micro_batch_sequences is None:
-        check_plannable(config)
+        check_estimable(config)
         rows = largest_micro_batch(resolved, spec, replace(devices, memory_bytes=usable_bytes(devices)))
         resolved = with_micro_batch(config, MicroBatch(max(1, rows), ""))
         resolved = on_devices(resolved, hardware.num_devices)

@@ -19,7 +19,7 @@ from vorox.core.errors import CheckpointError
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.models.stored_spec import spec_differences
 from vorox.training.checkpoints.init_from import init_from_weights
 from vorox.training.checkpoints.store import (
@@ -79,7 +79,7 @@ class RestoredRun:
     """
 
     state: RunState
-    plan: Plan
+    plan: DataPlan
     last_recorded_step: int
 
 
@@ -90,7 +90,7 @@ def restore(workload: Workload, run_directory: Path, found: Checkpoint) -> Resto
         CheckpointError: It belongs to a different model or data plan.
         DataError: The plan is missing or damaged, or the replay chain belongs to a different run history.
     """
-    plan = Plan.open(RunLayout(run_directory).plan)
+    plan = DataPlan.open(RunLayout(run_directory).plan)
     workload.engine.adopt_environment(found.metadata["environment"])
     load_run(workload, found)
     changed = environment_differences(found.metadata["environment"], environment(workload.engine))
@@ -185,7 +185,7 @@ def environment_differences(recorded: Mapping[str, Any], current: Mapping[str, A
     ]
 
 
-def check_plan(plan: Plan, cursor: DataCursor) -> None:
+def check_plan(plan: DataPlan, cursor: DataCursor) -> None:
     """Check that a plan starts with the events that the checkpoint of a data cursor was written under.
 
     Raises:

@@ -17,7 +17,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, plan_start
 from vorox.data.difficulty_buckets import BucketReader, SourceReader, readers_of
 from vorox.data.growth import PlanReporter, await_planned_units
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_changes import (
     RequestedStage,
     cache_growth_events,
@@ -61,13 +61,13 @@ def dataset_size(config: RunConfig, corpus: Corpus) -> DatasetEstimate:
     return estimate(corpus.train, growth.first_segment_units if growth.mode == "strict" else None)
 
 
-def plan_readers(plan: Plan, corpus: Corpus) -> list[SourceReader | None]:
+def plan_readers(plan: DataPlan, corpus: Corpus) -> list[SourceReader | None]:
     """Return the caches of a plan's sources, in its order; ``None`` for one that the configuration no longer has."""
     return readers_of(plan.sources, {source.name: source.train for source in corpus.sources})
 
 
 def update_plan(
-    plan: Plan | None,
+    plan: DataPlan | None,
     path: Path,
     config: RunConfig,
     corpus: Corpus,
@@ -76,7 +76,7 @@ def update_plan(
     position: int = 0,
     reached: int = 0,
     report: PlanReporter | None = None,
-) -> tuple[Plan, list[PlanEvent]]:
+) -> tuple[DataPlan, list[PlanEvent]]:
     """Compare the plan of a run with its configuration; create a plan if there is none.
 
     Args:
@@ -108,7 +108,7 @@ def update_plan(
                 caches[reader.bucket.source] = reader.base
     readers = readers_of(start.sources, caches)
     if plan is None:
-        plan = Plan.create(path, start, readers)
+        plan = DataPlan.create(path, start, readers)
     else:
         plan.check_start(start, readers)
         if plan.state.rollbacks and config.parallel.kind == "deepspeed":

@@ -108,7 +108,7 @@ class Session:
             self.observer.log(settled, self._status())
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
         if settled.ends_run:
-            raise settled.error(path)
+            raise settled.numerical_error(path)
         if settled.rolls_back:
             assert settled.step.max_loss is not None
             raise RollbackRequested(self.spikes.rollback(settled.number, settled.values.loss, settled.step.max_loss))
@@ -247,7 +247,7 @@ def open_log(run: RunContext, display: Display, distributed: DistributedContext)
 def open_session(
     setup: TrainingSetup, display: Display, stop: StopRequest, tasks: Mapping[str, Any] | None = None
 ) -> Generator[Session]:
-    """Open the parts of the loop; the loop starts from ``setup.state``. ``tasks`` are those of ``open_tasks``."""
+    """Open the parts of the loop; the loop starts from ``setup.state``. ``tasks`` come from ``open_tasks``."""
     workload, run, plan, state = setup.workload, setup.run, setup.plan, setup.state
     config, corpus, engine, log = workload.config, workload.corpus, workload.engine, workload.log
     progress, total_steps, is_main = state.progress, state.horizon.total_steps, workload.distributed.is_main

@@ -31,7 +31,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import Corpus
 from vorox.data.loader import first_cursor
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanEvent, RollbackEvent
 from vorox.training import resume, resume_settings, run_plan
 from vorox.training.checkpoints.init_from import init_from_weights
@@ -63,7 +63,7 @@ class TrainingSetup:
     workload: Workload
     run: RunContext
     mirror: Mirror
-    plan: Plan
+    plan: DataPlan
     state: RunState
 
 
@@ -103,7 +103,7 @@ def initialize_or_resume(
     workload.distributed.broadcast(_CHECKPOINT, None if found is None else str(found.path))
     length = _length(workload)
     if found is None:
-        state, plan, last_step = None, Plan.find(run.layout.plan), examine_chain(directory).last_step
+        state, plan, last_step = None, DataPlan.find(run.layout.plan), examine_chain(directory).last_step
     else:
         restored = resume.restore(workload, directory, found)
         state, plan, last_step = restored.state, restored.plan, restored.last_recorded_step
@@ -152,7 +152,7 @@ def attach(workload: Workload, run: RunContext, mirror: Mirror) -> TrainingSetup
         resume.load_run(workload, Checkpoint(Path(path), manifest["metadata"]))
     state = RunState.from_json(workload.distributed.broadcast(_STATE))
     run.begin()
-    plan = Plan.open(run.layout.plan)
+    plan = DataPlan.open(run.layout.plan)
     resume.check_plan(plan, state.progress.cursor)
     return TrainingSetup(workload, run, mirror, plan, state)
 
@@ -196,7 +196,7 @@ def check_resume(
 
 
 def _commit(
-    workload: Workload, run: RunContext, plan: Plan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
+    workload: Workload, run: RunContext, plan: DataPlan, events: Sequence[PlanEvent], step: int, recorded: RunConfig
 ) -> None:
     """Record what this attempt changes about the run, after all checks.
 

@@ -2,7 +2,7 @@
 
 In: what each rank knows by itself: the rows that it read, whether it can read the next ones, a signal that it got, and
 on the main rank the clock and a request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none
-saves or stops alone. A single process decides without communication. Of several ranks, a thread of each exchanges the
+saves or stops alone. A single process decides without communication. With several ranks, a thread of each exchanges the
 reports of a step while the main thread computes it; all apply the decision after the step. A step is a collective of
 the devices, so a rank without a batch must report it before the others start the step. The exchange uses the key-value
 store only, so it cannot interleave with collectives of the devices.
@@ -61,7 +61,7 @@ class NextBatch:
         self._error: Exception | None = None
 
     def ends_wait(self) -> bool:
-        """Whether this rank must no longer wait for rows: of a stop request, or because another rank gave up."""
+        """Whether this rank must no longer wait for rows: a stop was requested, or another rank failed."""
         self.heartbeat.progressed()  # polled while rows are not built yet
         return bool(self._stop.requested) or self._given_up.is_set()
 
@@ -127,7 +127,7 @@ class Exchange:
         self._step_ended_at = time.perf_counter()
 
     def end_wait(self) -> None:
-        """Note that it is known whether the next batch can be read."""
+        """End the wait for the next batch: it is ready, or it failed."""
         self._batch_at = time.perf_counter()
         self.is_batch_known.set()
 

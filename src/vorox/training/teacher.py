@@ -1,7 +1,7 @@
 """The teacher of a distillation: find it or its stored logits, load it and identify it by its weights.
 
 Checkpoints hold the fingerprint of its weights, not the weights. So every start reads the teacher again, and a resume
-or replay with another one is refused. Stored logits are identified by what they were computed with.
+or replay with a different teacher is refused. Stored logits are identified by what they were computed with.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def find_stored_logits(
         tokenizer: Its tokenizer; ``None`` if it is not known yet.
 
     Raises:
-        ConfigError: There are none, or they are those of another vocabulary, tokenizer, row length or document mask.
+        ConfigError: There are none, or vocabulary, tokenizer, row length or document mask differ.
     """
     directory, data = config.train.distillation.logits, config.data
     if directory is None:

@@ -29,7 +29,7 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.contamination import MOSTLY_FRACTION, NGRAM_TOKENS, find_contamination
 from vorox.data.difficulty_buckets import cache_name
 from vorox.data.evaluation_records import read_evaluation_records
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.run_data_index import RunDataIndex, attempt_notes
 from vorox.data.tokenizers.loading import load
 from vorox.data.training_content import SourceContent, training_content
@@ -49,7 +49,7 @@ def training_record(
         directory: The run directory.
         step: The last step that counts. ``None``: that of the newest checkpoint, else the last step.
         facts_file: YAML file with what the run cannot know.
-        evaluation_sets: Files, folders, globs or URLs; of each, count the records that the run saw.
+        evaluation_sets: Files, folders, globs or URLs; count the records of each that the run saw.
 
     Raises:
         ConfigError: A step up to this one was not executed, or the facts or an evaluation set are invalid.
@@ -207,7 +207,7 @@ def _contamination(run_data: RunDataIndex, steps: npt.NDArray[np.int64], path: s
     }
 
 
-def _proof(directory: Path, step: int, chain: RecordedChain, plan: Plan) -> dict[str, Any]:
+def _proof(directory: Path, step: int, chain: RecordedChain, plan: DataPlan) -> dict[str, Any]:
     saved = [entry for entry in list_checkpoints(directory) if entry.step == step and entry.state == "unverified"]
     entry = chain.entries.get(step)
     return {

@@ -1,4 +1,4 @@
-"""What fake tensors say that a model of transformers saves, against the storages that a real forward pass keeps."""
+"""What fake tensors say that a transformers model saves, against the storages that a real forward pass keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of models of transformers: training, the frozen base, checkpoints and refusals.
+"""Adapters of transformers models: training, the frozen base, checkpoints and refusals.
 
 The oracle is peft in a plain PyTorch loop: each document alone in a forward pass, ``torch.optim.AdamW`` and
 ``clip_grad_norm_``. Losses agree to 1e-5 (relative, fp32) over 20 steps. For qlora, transformers and bitsandbytes
@@ -34,7 +34,7 @@ from vorox.core.staged_directory import StagedDirectory
 from vorox.models.adapter_spec import AdapterSpec, base_fingerprint
 from vorox.models.fingerprint import array_fingerprint
 from vorox.models.flops import flops_per_token
-from vorox.models.memory_estimate import planned_memory
+from vorox.models.memory_estimate import estimate_memory
 from vorox.models.stored_spec import spec_from_json
 from vorox.models.weights_file import WeightsFile
 from vorox.training.export.adapter import keep_layers_unpacked, peft_config
@@ -237,7 +237,7 @@ def test_estimates_count_only_what_is_trained(tmp_path: Path) -> None:
     engine, whole = engine_of(directory, "adapter.kind=lora", "adapter.rank=2"), engine_of(directory)
     spec, base = spec_of(engine), whole._spec
     trained = sum(array.size for _, array in engine.export_weights())
-    memory = planned_memory(spec, configuration(directory, "adapter.kind=lora"))
+    memory = estimate_memory(spec, configuration(directory, "adapter.kind=lora"))
     assert memory.gradient_bytes == 4 * trained
     assert memory.optimizer_bytes == 8 * trained
     assert memory.snapshot_bytes == 12 * trained

@@ -131,7 +131,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("override", "needs"),
     [
-        ("model.kind=my.module:Model", "a decoder or a model of transformers"),
+        ("model.kind=my.module:Model", "a decoder or a transformers model"),
         ("loss.name=dpo", "another loss"),
         ("parallel.kind=deepspeed", "parallel.kind=native"),
         ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
-from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums
+from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 from vorox.models import memory_estimate
@@ -44,14 +44,16 @@ def case(*, ignored_fraction: float = 0.0, spread: float = 1.0) -> Case:
 
 def head_loss(
     given: Case, config: LossConfig | None = None, *, dtype: torch.dtype = torch.float32, onednn: bool = False
-) -> HeadLoss:
+) -> FusedLinearLoss:
     vocab_size, device = given.head.shape[0], given.head.device
-    return HeadLoss(
+    return FusedLinearLoss(
         config or LossConfig(), vocab_size, device, Products(use_onednn=onednn), dtype, count_correct=True
     )  # fmt: skip
 
 
-def train(loss: HeadLoss, given: Case, scale: float, loss_scale: Tensor | None = None) -> tuple[LossSums, Tensor]:
+def train(
+    loss: FusedLinearLoss, given: Case, scale: float, loss_scale: Tensor | None = None
+) -> tuple[LossSums, Tensor]:
     """Loss sums, and the gradient with respect to the hidden state; the head's is in its ``grad``."""
     hidden = given.hidden.detach().requires_grad_()
     objective, sums = loss.train(hidden, given.head, given.targets, scale, loss_scale)

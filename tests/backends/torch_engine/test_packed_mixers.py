@@ -1,4 +1,4 @@
-"""Mamba layers of transformers in packed rows.
+"""Mamba layers in transformers in packed rows.
 
 The oracle is the forward pass of transformers on each document alone. In fp32, logits and gradients of packed rows
 agree with it to 2e-5 of the largest value. Documents of a row that did not change have the same bits.

@@ -264,7 +264,7 @@ def test_a_run_is_resumed_replayed_and_sampled(source: Path, tmp_path: Path) -> 
         for outcome in (whole, resumed)
     ]
     assert texts[0] == texts[1]
-    with pytest.raises(ConfigError, match="No architecture of transformers"):
+    with pytest.raises(ConfigError, match="No transformers architecture"):
         export(whole.run_directory, tmp_path / "export")
     changed = source.read_text(encoding="utf-8").replace("self.head.weight = self.embedding.weight", "pass")
     source.write_text(changed, encoding="utf-8")

@@ -16,7 +16,7 @@ from backends.torch_engine.test_checkpoint import save
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.kernels import Products
-from vorox.backends.torch_engine.loss import HeadLoss
+from vorox.backends.torch_engine.loss import FusedLinearLoss
 from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.errors import ConfigError
 from vorox.core.schema import LossConfig
@@ -197,7 +197,7 @@ def test_gradient_of_a_loss(parts: Path) -> None:
     head_VD = torch.nn.Parameter(torch.randn(vocab_size, width, generator=generator))
     labels_BT = np.random.default_rng(2).integers(0, vocab_size, (1, num_positions), np.int32)
     labels_BT[:, ::4] = IGNORED_LABEL
-    loss = HeadLoss(
+    loss = FusedLinearLoss(
         LossConfig(name=f"{parts}:focal", chunk_tokens=7), vocab_size, torch.device("cpu"), Products(use_onednn=False),
         torch.float32, count_correct=False,
     )  # fmt: skip

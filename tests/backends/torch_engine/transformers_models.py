@@ -1,4 +1,4 @@
-"""Tiny models of transformers, written by transformers on the spot with random weights, and batches for them."""
+"""Tiny transformers models, written by transformers on the spot with random weights, and batches for them."""
 
 from __future__ import annotations
 

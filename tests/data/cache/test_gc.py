@@ -22,7 +22,7 @@ from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.retention import PINS_NAME, pin, read_pins, unpin
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanSource, PlanStart
 
 CORPUS = small_corpus()
@@ -79,7 +79,7 @@ def test_a_chunk_committed_after_it_was_listed_stays(tmp_path: Path) -> None:
 def make_run(runs: Path, name: str, reader: CacheReader) -> None:
     (runs / name).mkdir(parents=True)
     source = PlanSource("text", Fraction(1), reader.recipe.digest, reader.row_tokens)
-    Plan.create(runs / name / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
+    DataPlan.create(runs / name / "plan.jsonl", PlanStart(1, True, 4, (source,)), [reader])
 
 
 def test_caches_are_listed_with_their_runs(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_caches_are_listed_with_their_runs(tmp_path: Path) -> None:
     remove_cache(root / OTHER)
     assert sorted(path.name for path in root.iterdir()) == [TRAIN, VALIDATION, "versions"]
     (runs / "first" / "plan.jsonl").write_bytes(b"{}\n{}\n{}\n")
-    with pytest.raises(DataError, match="Cannot read the plan of run first"):
+    with pytest.raises(DataError, match="Cannot read the data plan of run first"):
         find_caches(root, runs)
 
 

@@ -334,11 +334,11 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        raise budget.error(doing) from error
+        raise budget.out_of_memory_error(doing) from error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
             raise
-        raise budget.error(doing) from error
+        raise budget.out_of_memory_error(doing) from error
 
 
 def memory_budget(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> MemoryBudget:

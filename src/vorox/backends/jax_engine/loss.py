@@ -22,7 +22,7 @@ Array = jax.Array
 
 
 class LossSums(NamedTuple):
-    """Sums over target positions, fp32; ``objective`` is that of a user function, else 0."""
+    """Sums over target positions, fp32; ``objective`` is the result of a user function, else 0."""
 
     cross_entropy: Array
     squared_log_partition: Array

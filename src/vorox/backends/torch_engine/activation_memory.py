@@ -1,4 +1,4 @@
-"""Measure what a model of transformers saves for its backward pass, without using that memory.
+"""Measure what a transformers model saves for its backward pass, without using that memory.
 
 The forward pass runs on fake tensors, which have shapes but no data, in the precision of the run. Hooks count what
 autograd saves. What does not grow with the number of rows, such as weights in the compute precision, cancels out,
@@ -28,7 +28,7 @@ _RECURRENT_TOKENS = 32
 
 
 class _Measured(HuggingFaceSpec):
-    """A model of transformers whose saved activations are measured ; of an adapter, those of its base."""
+    """A transformers model whose saved activations are measured; for an adapter, its base."""
 
     def saved_activations(self, sequence_length_tokens: int, dtype_bytes: int) -> SavedActivations:
         """Measure what the blocks save for each row, without activation checkpointing.

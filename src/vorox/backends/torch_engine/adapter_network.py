@@ -1,6 +1,6 @@
-"""A model of transformers with an adapter on this rank: the base is frozen, the adapter is trained.
+"""A transformers model with an adapter on this rank: the base is frozen, the adapter is trained.
 
-The base has no values until ``pretrained_weights`` reads them; ``parameters`` are those of the adapter. Layers under an
+The base has no values until ``pretrained_weights`` reads them; ``parameters`` holds the adapter only. Layers under an
 adapter are stored in the precision of matrix products, or with ``qlora`` all linear layers in 4 bits; other weights of
 the base are fp32.
 """
@@ -43,7 +43,7 @@ class AdapterNetwork(HuggingFaceNetwork):
             yield name, magnitudes[name].cpu().numpy() if name in magnitudes else array
 
     def pretrained_weights(self, directory: Path) -> Iterator[NamedArray]:
-        """Read the base from a directory of transformers, and return the initial adapter."""
+        """Read the base from a transformers directory, and return the initial adapter."""
         for name, array in huggingface_model.pretrained_weights(self._adapter_spec.base, directory):
             self._set_frozen(name, torch.from_numpy(array))
         self._has_base = True

@@ -1,7 +1,7 @@
 """Adapters of linear layers through peft: which layers, where their parameters are, how they merge.
 
 ``inject`` puts adapters around linear layers of the blocks, on the meta device; ``peft`` computes them. Canonical names
-of their parameters are those in a file of peft (``models/adapter_spec.py``).
+of their parameters equal those of a peft file (``models/adapter_spec.py``).
 
 Shape legend: R rank, K inputs, N outputs of a layer.
 """
@@ -27,7 +27,7 @@ from vorox.models.huggingface_spec import HuggingFaceSpec
 
 _KEY = "adapter.target_modules"
 _NAME = "default"
-"""The name of the adapter in the modules of peft."""
+"""The name of the adapter in peft's modules."""
 
 
 def describe(config: RunConfig, base: HuggingFaceSpec) -> AdapterSpec:
@@ -174,7 +174,7 @@ def _base_weight_NK(layer: Any) -> Tensor:
 
 
 def _canonical(name: str) -> str:
-    """Return the name in a file of peft of a parameter of its modules."""
+    """Return the name that a peft file gives a parameter of its modules."""
     return name.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector").replace(f".{_NAME}.", ".")
 
 

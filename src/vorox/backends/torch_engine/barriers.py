@@ -37,7 +37,7 @@ def prepare() -> None:
 
 @cache
 def watch(num_threads: int) -> BarrierWatch | None:
-    """Start the watch of this process; ``None`` where the runtime is another one or the user has decided."""
+    """Start the watch of this process; ``None`` with a different runtime, or if the user has decided."""
     if num_threads == 1 or any(os.environ.get(name) != value for name, value in _VARIABLES.items()):
         return None
     library = loaded_libgomp()

@@ -29,7 +29,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
-from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, TeacherOutput, TopLogits
+from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.optimizer_in_backward import flat_parameters
@@ -76,7 +76,7 @@ class DecoderNetwork:
         self.module, self._run = self._place()
         self._run_block = compilation.compiled_block(compute) if compute.compiled else None
         self._products = kernels.products(compute)
-        make_loss = HeadLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
+        make_loss = FusedLinearLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
         self.loss = make_loss(
             config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
             count_correct=config.log.accuracy, distillation=config.train.distillation,
@@ -241,7 +241,7 @@ class DecoderNetwork:
     def _logits(
         self, tokens_M: Tensor, context: ForwardContext, finish: Callable[[Tensor, Tensor], Tensor], num_rows: int
     ) -> Tensor:
-        """Return logits, fp32 ``[num_rows, V]``, which ``finish`` computes."""
+        """Return the fp32 logits ``[num_rows, V]`` that ``finish`` computes."""
         found: Tensor = self._forward(tokens_M, context, finish)
         assert len(found) == num_rows
         return found

@@ -46,7 +46,7 @@ class Choices:
         gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
         document_attention: How the native decoder separates the documents of packed rows on the CPU.
         gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
-        document_states: How Mamba layers of transformers separate them: each document as a row of its own, or states
+        document_states: How Mamba layers in transformers separate them: each document as a row of its own, or states
             that start at zero in every document.
     """
 
@@ -59,7 +59,7 @@ class Choices:
         """Compute as a recorded run of this engine did.
 
         Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
-        row where Mamba layers of transformers now reset their states.
+        row where Mamba layers in transformers now reset their states.
         """
         if recorded.get("engine") != "torch":
             return
@@ -369,11 +369,11 @@ def memory_errors(doing: str, budget: MemoryBudget) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise budget.error(doing) from error
+        raise budget.out_of_memory_error(doing) from error
     except RuntimeError as error:
         if not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
-        raise budget.error(doing) from error
+        raise budget.out_of_memory_error(doing) from error
 
 
 def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> MemoryBudget:

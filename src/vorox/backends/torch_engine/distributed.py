@@ -102,7 +102,7 @@ def _rendezvous(found: Membership, timeout: timedelta) -> Iterator[tuple[Store, 
 
 @dataclass(slots=True)
 class CollectiveTime:
-    """Time that this host has spent in collectives, with waiting for other ranks; GPUs run theirs by themselves."""
+    """Host time spent in collectives, including waits for other ranks. GPU collectives are not counted."""
 
     seconds: float = 0.0
 
@@ -224,7 +224,7 @@ class Ranks:
 
     @property
     def _value_group(self) -> ProcessGroup | None:
-        """The ranks whose values add up. Of a pipeline, one stage has a value and the others have 0."""
+        """The ranks whose values add up. In a pipeline, one stage has a value and the others have 0."""
         return None if self.pipeline_parallel_size > 1 else self.row_group
 
     def sum_micro_batches(self, parts_XA: Tensor) -> Tensor:

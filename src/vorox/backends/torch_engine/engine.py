@@ -314,7 +314,7 @@ class TorchEngine:
         self.optimizer.reset()
 
     def import_pretrained(self, directory: Path) -> None:
-        """Replace all parameters by the weights of a directory of transformers (``model.kind: huggingface``).
+        """Replace all parameters by the weights of a transformers directory (``model.kind: huggingface``).
 
         With an adapter, they replace its frozen base, and the adapter is initialised.
         """

@@ -5,7 +5,7 @@ expert multiplies one contiguous segment, and sorted back. Both are permutations
 permutation: no sum of floats depends on the order of threads.
 
 The losses of routers do not change the value of the objective. Their gradient is added where the backward pass reaches
-the routers, so that activation checkpointing and FSDP2 need no case for them.
+the routers, so that activation checkpointing and FSDP2 need no special case for them.
 
 Shape legend: M positions, D width, F width of an expert, E experts, K experts per token, S = M x K slots, L layers.
 """

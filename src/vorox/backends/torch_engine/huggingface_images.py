@@ -1,4 +1,4 @@
-"""Images of a model of transformers: patches, grids and multimodal positions (Qwen2-VL).
+"""Images of a transformers model: patches, grids and multimodal positions (Qwen2-VL).
 
 See arXiv 2409.12191. A token of text has equal positions in time, height and width. The tokens of an image have one
 time, and their row and column; the text after it continues behind the largest position of the image. Positions start

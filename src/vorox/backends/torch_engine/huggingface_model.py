@@ -1,4 +1,4 @@
-"""Models of transformers: from ``config.json`` to modules, their parameter table and initial weights.
+"""Transformers models: from ``config.json`` to modules, their parameter table and initial weights.
 
 Parameters are created on the meta device; buffers, such as rotary frequencies, have their values. Code of a repository
 is never run.
@@ -168,7 +168,7 @@ def _configuration(transformers: Any, values: Mapping[str, Any]) -> Any:
         what = f"transformers {transformers.__version__} has no architecture {model_type!r}"
         if values.get("auto_map"):
             what = f"Model {model_type!r} needs code from its repository, which is never run"
-        raise ConfigError(what, where=_KEY, hint="use an architecture of transformers, or a newer version of it")
+        raise ConfigError(what, where=_KEY, hint="use a transformers architecture, or a newer version of it")
     if values.get("quantization_config"):
         raise ConfigError(
             "The model is quantised; training needs full weights", where=_KEY, hint="use the unquantised model"
@@ -187,7 +187,7 @@ def _auto_class(transformers: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value of ``config.json`` with the floats that JSON lacks, which transformers writes as mappings."""
+    """Decode infinities and NaN in a value of ``config.json``, which transformers writes as mappings."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value)
         if items.keys() == {"__float__"}:

@@ -1,4 +1,4 @@
-"""A causal language model of transformers on this rank (see ``module_network.py``)."""
+"""A causal language model in transformers on this rank (see ``module_network.py``)."""
 
 from __future__ import annotations
 
@@ -135,5 +135,5 @@ class HuggingFaceNetwork(ModuleNetwork):
         return huggingface_model.random_weights(self._spec, seed)
 
     def pretrained_weights(self, directory: Path) -> Iterator[NamedArray]:
-        """Yield the weights of a directory of transformers."""
+        """Yield the weights of a transformers directory."""
         return huggingface_model.pretrained_weights(self._spec, directory)

@@ -1,4 +1,4 @@
-"""Resolve a model of transformers, and check the settings of its run before anything is built."""
+"""Resolve a transformers model, and check the settings of its run before anything is built."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class PositionPart:
         return join(parts, 1)
 
     def sample(self, x_MD: Tensor, num_rows: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this part of ``draw(ones)``, which is drawn for whole rows, so that it is that of one process."""
+        """Return this part of ``draw(ones)``, which is drawn for whole rows, so it equals that of one process."""
         width, hidden_size = x_MD.shape[0] // num_rows, x_MD.shape[1]
         drawn = draw(torch.ones(num_rows, width * self.size, hidden_size, device=x_MD.device))
         return self.select(drawn).reshape(x_MD.shape).to(x_MD.dtype)

@@ -17,7 +17,7 @@ from vorox.core.schema import LossConfig
 
 
 class LogitsLoss:
-    """Cross entropy with label smoothing and z-loss.
+    """Cross entropy with label smoothing and z-loss, from full logits that the model has computed.
 
     Args:
         config: Label smoothing and z-loss.

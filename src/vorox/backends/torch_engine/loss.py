@@ -7,7 +7,7 @@ product is not repeated. Sums are over target positions; the caller divides by t
 The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with label smoothing ``s`` and z-loss
 weight ``z``; the reported cross entropy is the plain ``nll``. With a teacher (``train.distillation``), it is
 ``(1 - w)`` times that plus ``w T^2 KL(teacher || student)``; logits of the teacher exist per chunk as well. With
-``top_k``, the teacher's distribution is that of its K largest logits alone. A user function (``loss.name``) replaces
+``top_k``, the teacher's distribution covers its K largest logits only. A user function (``loss.name``) replaces
 the objective.
 
 Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary, K tokens of a teacher.
@@ -124,8 +124,8 @@ def user_loss(name: str) -> UserLoss | None:
     return load_function(name, kind="loss", where="loss.name") if is_extension(name) else None
 
 
-class HeadLoss:
-    """The output head and loss of one model.
+class FusedLinearLoss:
+    """Output projection and loss from final hidden states, fused: the full logits never exist.
 
     Args:
         config: Label smoothing, z-loss and chunk size.
@@ -334,7 +334,7 @@ class _Objective(torch.autograd.Function):
         ctx: Any,
         hidden_MD: Tensor,
         head_VD: Tensor,
-        loss: HeadLoss,
+        loss: FusedLinearLoss,
         labels: Labels,
         scale: float,
         loss_scale: Tensor | None,

@@ -280,7 +280,7 @@ class Decoder(nn.Module):
         """Return ``finish`` of the final hidden state ``[M, D]``, or of a stage that is not the last its stream.
 
         Args:
-            x: Token ids ``[M]``; of a stage that is not the first the residual stream ``[M, D]`` of the one before it.
+            x: Token ids ``[M]``; after the first stage, the residual stream ``[M, D]`` of the previous one.
             context: All other inputs.
             finish: Applies the head; called inside the forward pass, where a sharded head is gathered.
             run_block: Runs a block, for example compiled; ``call_block`` by default.
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
         return context.drop(x_MD)
 
     def run_blocks(self, x_MD: Tensor, context: ForwardContext, run_block: RunBlock | None = None) -> Tensor:
-        """Return the residual stream after the blocks, ``[M, D]``; the arguments are those of ``forward``."""
+        """Return the residual stream after the blocks, ``[M, D]``; for the arguments, see ``forward``."""
         call = call_block if run_block is None else run_block
         for block in cast("Iterable[ResidualBlock]", self.blocks):
             if context.recompute == "none":

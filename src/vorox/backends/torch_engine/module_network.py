@@ -1,6 +1,6 @@
 """A causal language model of any ``nn.Module`` on this rank (implements ``network.py``).
 
-``huggingface_network.py`` builds models of transformers, ``user_model.py`` models of the user.
+``huggingface_network.py`` builds transformers models, ``user_model.py`` models of the user.
 
 Documents of a packed row must not see each other. Whether a model separates them, attention by position ids and Mamba
 layers by resets (``packed_mixers.py``), is measured when it is created: on random weights, a document in a packed row
@@ -375,7 +375,7 @@ class ModuleNetwork(ABC):
 
 
 def blocks(module: Any) -> list[nn.Module]:
-    """Return the repeated blocks: of the classes that transformers does not split, else the longest list of modules."""
+    """Return the repeated blocks: of classes that transformers does not split, else the longest list of modules."""
     names = set(getattr(module, "_no_split_modules", None) or ())
     found = [child for child in module.modules() if type(child).__name__ in names]
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]

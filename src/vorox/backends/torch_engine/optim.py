@@ -118,7 +118,7 @@ class Optimizer:
                 value.fill_(counters[name])
 
     def begin_step(self, *, lr: float, weight_decay: float, max_loss: float | None = None) -> None:
-        """Announce the step whose backward pass follows; the arguments are those of ``step``."""
+        """Announce the step whose backward pass follows; for the arguments, see ``step``."""
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, loss: Tensor, max_loss: float | None = None) -> Outcome:

@@ -3,7 +3,7 @@
 In: a backward pass. Out: updated parameters, and no gradients. A hook on the autograd node that accumulates a gradient
 runs when all uses of the parameter have added to it; it updates the parameter and frees the gradient. So at most the
 gradients of the parameters that are computed together exist at a time, and that of a tied embedding from the loss on.
-Updates are those of ``optim.py``, on views of the same buffers: bits, state and checkpoints are equal.
+Updates are made by ``optim.py``, on views of the same buffers: bits, state and checkpoints are equal.
 
 A gradient is seen once, so nothing may depend on all gradients or change them later: there is one backward pass per
 step on one rank, without clipping by the global norm (``core/config/in_backward_checks.py``). A loss that is not

@@ -1,6 +1,6 @@
-"""Mamba layers of transformers in packed rows: state and convolution start at zero in every document.
+"""Mamba layers in transformers in packed rows: state and convolution start at zero in every document.
 
-The layers of transformers ignore documents in PyTorch. ``PackedMixers`` gives each Mamba-2 or Mamba-1 mixer another
+The layers in transformers ignore documents in PyTorch. ``PackedMixers`` gives each Mamba-2 or Mamba-1 mixer another
 forward pass over the same parameters, which applies when documents are set: the scans of ``state_space.py``. Without
 documents, as for decoding, transformers computes. Mixers are chosen by the name of their class; the rest of a model
 (attention, experts, norms) is transformers' own.

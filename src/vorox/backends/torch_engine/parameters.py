@@ -260,7 +260,7 @@ class FlatParameters:
 def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], report: Callable[[str], None]) -> list[Any]:
     """Call ``report`` with the name of each parameter once all its uses in a backward pass have added to its gradient.
 
-    The hooks are those of the autograd nodes that accumulate gradients. Unlike ``register_post_accumulate_grad_hook``,
+    The hooks are on the autograd nodes that accumulate gradients. Unlike ``register_post_accumulate_grad_hook``,
     they run as well after kernels that wrote the gradient themselves (``kernels.py``).
 
     Returns:

@@ -1,4 +1,4 @@
-"""Quantise a model of transformers with torchao, and measure what transformers computes with it.
+"""Quantise a transformers model with torchao, and measure what transformers computes with it.
 
 In: a directory with ``config.json`` and ``model.safetensors``. Out: the same with the linear layers of the blocks in 8
 or 4 bits and a ``quantization_config``, which ``AutoModelForCausalLM.from_pretrained`` reads. The file is safetensors;
@@ -78,7 +78,7 @@ def check_quantization(scheme: str) -> None:
 
 
 def quantize(source: Path, target: Path, scheme: str) -> None:
-    """Write the quantised model of a directory into another one.
+    """Quantise the model in a directory and write it to another directory.
 
     Args:
         source: ``config.json`` and ``model.safetensors``.

@@ -296,7 +296,7 @@ def gated_norm(y_BTI: Tensor, gate_BTI: Tensor, weight_I: Tensor, num_groups: in
 
 
 def _kernel(module: str, name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return a fast kernel where it applies: on CUDA, if it is installed and need not be deterministic."""
+    """Return the CUDA kernel if it is installed and determinism is not required, else ``None``."""
     if not x.is_cuda or torch.are_deterministic_algorithms_enabled():
         return None
     return _load(module, name)

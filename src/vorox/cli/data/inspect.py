@@ -102,7 +102,7 @@ def peek(
     split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
     as_json: AsJson = False,
 ) -> None:
-    """Show packed rows as text, with their documents; of conversations, with the trained tokens in brackets."""
+    """Show packed rows as text, with their documents; in conversations, brackets mark the trained tokens."""
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 

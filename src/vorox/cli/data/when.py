@@ -180,7 +180,7 @@ def _print_run(found: Sequence[Occurrence], byte: int | None, *, is_held_out: bo
         typer.echo(_granularity(byte, {one.granularity for one in shown}))
     if len(found) > len(shown):
         beyond = len(found) - len(shown)
-        typer.echo(f"The plan has it {beyond:,} more time{'s' * (beyond > 1)} after the run's last step.")
+        typer.echo(f"The data plan has it {beyond:,} more time{'s' * (beyond > 1)} after the run's last step.")
 
 
 def _granularity(byte: int, known: set[str]) -> str:

@@ -9,7 +9,7 @@ from vorox.core.schema import RunConfig
 
 
 def deepspeed_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the settings that ZeRO of DeepSpeed does not support in this program."""
+    """Yield the settings that are not supported with DeepSpeed's ZeRO."""
     if config.parallel.kind != "deepspeed":
         return
     refused: tuple[tuple[bool, str, object, str], ...] = (

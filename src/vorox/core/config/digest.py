@@ -1,6 +1,6 @@
 """The digest of a configuration: a hash of the settings that decide the bits of a run, and no others.
 
-A ``RunConfig`` goes in; its values by dotted key, its digest, and its differences from another one come out.
+A ``RunConfig`` goes in; its values by dotted key, its digest, and its differences from another configuration come out.
 ``NOT_IN_DIGEST`` lists what the digest leaves out. Invariant: the digests of earlier versions stay equal.
 """
 

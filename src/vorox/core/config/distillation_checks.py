@@ -37,5 +37,5 @@ def distillation_problems(config: RunConfig) -> Iterator[Problem]:
         if stage.sequence_length_tokens is not None:
             key = f"data.stages.{index}.sequence_length_tokens"
             yield Problem(
-                f"{key} is not supported with {logits}, which are those of whole rows; remove it", keys=(key, logits)
+                f"{key} is not supported with {logits}, which cover whole rows; remove it", keys=(key, logits)
             )

@@ -30,7 +30,7 @@ def fine_tuning_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _embedding_noise_problems(config: RunConfig) -> Iterator[Problem]:
     needed = (
-        ("model.kind", not is_extension(config.model.kind), "a decoder or a model of transformers"),
+        ("model.kind", not is_extension(config.model.kind), "a decoder or a transformers model"),
         ("loss.name", config.loss.name != "dpo", "another loss: both answers of a pair would get different noise"),
         ("parallel.kind", config.parallel.kind == "native", "parallel.kind=native"),
         ("parallel.tensor_parallel_size", config.parallel.tensor_parallel_size == 1, "parallel.tensor_parallel_size=1"),

@@ -69,7 +69,7 @@ def _pairs(sources: Sequence[tuple[str, SourceConfig]]) -> Iterator[Problem]:
 
 
 def _image_processor(config: RunConfig) -> Iterator[Problem]:
-    """Yield the contradictions of images with a model of transformers, whose settings may not be adopted yet."""
+    """Yield the contradictions of images with a transformers model, whose settings may not be adopted yet."""
     processor, name = config.model.image_processor, "model.image_processor"
     yield from _unsupported(config, "A source with images (images_field)", "data.sources")
     area, length = processor.unit_pixels**2, config.data.sequence_length_tokens

@@ -128,7 +128,7 @@ class SourceConfig(Section):
     split_by: Literal["tokens_per_document", "bytes_per_token"] | None = Field(
         default=None,
         description="Divide the source into difficulty buckets by this statistic of its chunks, for a curriculum: "
-        "data.stages weights them as NAME.BUCKET. bytes_per_token is that of the chunk's unit.",
+        "data.stages weights them as NAME.BUCKET. bytes_per_token is measured per unit.",
     )
     split_quantiles: tuple[float, ...] = Field(
         default=(0.5,), description="Boundaries of the buckets, as fractions of the rows present when the run starts."
@@ -316,7 +316,7 @@ class DataConfig(Section):
     mode: Literal["cached", "streaming"] = Field(
         default="cached",
         description="cached: chunks stay on disk. streaming: chunks are built while the run trains, evicted after use "
-        "and rebuilt when needed again. Rows and order are those of a growing cache (data.growth.mode=strict).",
+        "and rebuilt when needed again. Rows and order equal those of a growing cache (data.growth.mode=strict).",
     )
     sequence_length_tokens: int = Field(default=256, ge=2, description="Tokens per packed row.")
     packing: Literal["best_fit", "concat"] = Field(

@@ -1,4 +1,4 @@
-"""``model.image_processor``: how a model of transformers reads images, adopted from its directory."""
+"""``model.image_processor``: how a transformers model reads images, adopted from its directory."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="Devices that every matrix product of the model is sharded over; they train on the same rows. "
-        "PyTorch: the native decoder or a model of transformers, with this many processes for each replica or shard.",
+        "PyTorch: the native decoder or a transformers model, with this many processes for each replica or shard.",
     )
     sequence_parallel: bool = Field(
         default=False,
@@ -218,7 +218,7 @@ class ParallelConfig(Section):
         return max((size for size in sizes if self.fills_pipeline(share // size)), default=max(sizes))
 
     def num_micro_batches(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
-        """Return the micro-batches of a step on one rank; the arguments are those of ``micro_batch_sequences``."""
+        """Return the micro-batches of a step on one rank; for the arguments, see ``micro_batch_sequences``."""
         share = -(-global_batch_sequences // num_parts)
         return -(-share // self.micro_batch_sequences(limit, global_batch_sequences, num_parts))
 

@@ -54,8 +54,8 @@ class TrainConfig(Section):
     )
     micro_batch_sequences: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=16,
-        description="Rows per forward pass and device; must divide the global batch. auto: the most that the memory "
-        "plan fits into a device, decided once, when the run is created. The global batch stays.",
+        description="Rows per forward pass and device; must divide the global batch. auto: the most that fit into a "
+        "device by the memory estimate, decided once, when the run is created. The global batch stays.",
     )
     auto_micro_batch_sequences: int | None = Field(
         default=None,
@@ -175,7 +175,7 @@ class EvalConfig(Section):
     )
     tasks: tuple[str, ...] = Field(
         default=(),
-        description="Tasks of lm-evaluation-harness evaluated during training: names of tasks, groups or tags, or YAML "
+        description="lm-evaluation-harness tasks evaluated during training: names of tasks, groups or tags, or YAML "
         "files. A checkpoint of the step is saved first.",
     )
     task_path: str | None = Field(

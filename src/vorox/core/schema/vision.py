@@ -1,4 +1,4 @@
-"""``model.vision``: an encoder of images before the native decoder."""
+"""``model.vision``: the image encoder in front of the native decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IMAGE_TOKEN = "<|image|>"  # noqa: S105
 """The special token that a model sees at the positions of an image."""
 
 QWEN_IMAGE_TOKEN = "<|image_pad|>"  # noqa: S105
-"""The same in Qwen-VL models of transformers."""
+"""The same in Qwen-VL transformers models."""
 
 
 class VisionConfig(Section):

@@ -37,7 +37,7 @@ class BuildOptions:
 
     Attributes:
         build: Build missing units. False: refuse an incomplete cache.
-        verify: First check all chunks, this thoroughly, and rebuild damaged ones.
+        verify: Check all chunks first, at this level, and rebuild damaged ones.
         mode: Order of the missing units: ``forward`` lowest first, ``inverse`` highest first, ``gaps`` first those
             below the highest one built.
         workers: Number of concurrent builders; 1 builds with the threads of this process.
@@ -48,8 +48,7 @@ class BuildOptions:
         last_unit: Build only units below this; None: all.
         stop: Polled between units; once it returns true, the build ends and committed units stay.
         on_repair: Called with a message for every unit that is rebuilt because reading found a damaged chunk.
-        leads: Of several processes that train on the same caches on this machine, one builds those that are read
-            meanwhile. False: another process does.
+        leads: Whether this process builds for all processes of this machine that train on the same caches.
     """
 
     build: bool = True
@@ -96,7 +95,7 @@ def build(
     on_progress: OnProgress | None = None,
     on_verified: Callable[[int, int], None] | None = None,
 ) -> BuildReport:
-    """Build the missing units of a cache; the arguments are those of ``BuildTarget``.
+    """Build the missing units of a cache; for the arguments, see ``BuildTarget``.
 
     Raises:
         ConfigError: Ray is requested and not installed.

@@ -147,7 +147,7 @@ def remove_unused(caches: Sequence[CacheUse]) -> int:
 
 
 def remove_cache(directory: Path) -> None:
-    """Remove a whole cache; of a symbolic link, only the link."""
+    """Remove a whole cache; if it is a symbolic link, only the link."""
     if directory.is_symlink():
         remove_file(directory)
         return
@@ -219,7 +219,7 @@ def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
             bodies = HashChainedLog(path).read()[0]
         except (DataError, OSError, json.JSONDecodeError) as error:
             raise DataError(
-                f"Cannot read the plan of run {path.parent.name}, so the caches that it uses are unknown",
+                f"Cannot read the data plan of run {path.parent.name}, so the caches that it uses are unknown",
                 where=str(path), hint="repair or remove the run first",
             ) from error  # fmt: skip
         for recipe in _strings_under(bodies, "recipe"):

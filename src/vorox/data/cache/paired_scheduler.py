@@ -36,7 +36,7 @@ class PairedScheduler(BuildScheduler):
         companion: The scheduler of the second cache, which is planned and has units of the same pieces.
         held: Holds the companion's records; it is, or is part of, ``builder.read_unit``.
 
-    The other arguments are those of ``BuildScheduler``.
+    Other arguments: see ``BuildScheduler``.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Each stage takes items from the queue before it and puts results into the queue 
 one item and may have several threads; a ``Flow`` sees all items in order, in one thread, and yields any number of
 them. ``Pipeline.statistics`` reports the counters of stages and queues at any time.
 
-Invariants: the output, and the place of a failure, are those of ``run_serial``; no thread is left running however a
+Invariants: output, and the place of a failure, equal those of ``run_serial``; no thread is left running however a
 pipeline ends.
 """
 

@@ -88,6 +88,6 @@ def split_bucket(uri: str) -> tuple[str, str]:
 
 
 def missing_bucket(uri: str) -> DataError:
-    """Return the error for a bucket that does not exist"""
+    """Return the error for a bucket that does not exist."""
     bucket, _ = split_bucket(uri)
     return DataError(f"Bucket {bucket!r} does not exist", where=uri, hint="check its name, or create it")

@@ -48,7 +48,7 @@ _SMALL_FILE_BYTES = 1 << 20
 
 
 class Store(Protocol):
-    """What a scheme implements for reading. Uris are canonical; errors are those of ``failures``."""
+    """What a scheme implements for reading. Uris are canonical; errors are translated by ``failures``."""
 
     async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
         """Return one object; ``None`` if no object has exactly this name."""

@@ -2,7 +2,7 @@
 
 A scheme that is an import path goes in (``lake`` in ``mine.py`` returns the store); an implementation of
 ``remote.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and globs
-are those of every remote store. Invariant: a read of the wrong length is an error, never short data.
+work as for every remote store. Invariant: a read of the wrong length is an error, never short data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The configuration of a ``RemoteIterableDataset``, made from its arguments.
 
-Defaults and checks are those of a run's configuration. Invariant: the result is a valid configuration with
+Defaults and checks equal those of a run's configuration. Invariant: the result is a valid configuration with
 ``data.mode: streaming``.
 """
 

@@ -21,7 +21,7 @@ from vorox.data.cache.report import PrepareProgress
 from vorox.data.corpus import plan_start, prepare
 from vorox.data.growth import PlanGrower
 from vorox.data.loader import RowSource
-from vorox.data.plan import Plan
+from vorox.data.plan import DataPlan
 from vorox.data.prefetch import Prefetcher
 from vorox.data.streaming.dataset_config import Sources, Transforms, dataset_config
 from vorox.data.streaming.sample_reader import BLOCK_SAMPLES, Sample, SampleReader, Share, order_before
@@ -95,7 +95,7 @@ class RemoteIterableDataset:
         self._prefetch_samples, self._metadata, self._on_progress = prefetch_samples, metadata, on_progress
         self._start = self._position = 0
         self._order = ""
-        self._plan: Plan | None = None
+        self._plan: DataPlan | None = None
 
     def __iter__(self) -> Iterator[Sample]:
         """Yield samples, starting from the loaded state."""
@@ -192,7 +192,7 @@ class RemoteIterableDataset:
             tempfile.TemporaryDirectory(prefix="vorox-stream-") as directory,
         ):
             readers = [source.train for source in corpus.sources]
-            plan = Plan.create(RunLayout(Path(directory)).plan, plan_start(config, corpus), readers)
+            plan = DataPlan.create(RunLayout(Path(directory)).plan, plan_start(config, corpus), readers)
             yield RowSource(plan, readers, grower=PlanGrower(plan, readers, config.data.growth))
 
 

@@ -21,7 +21,7 @@ from vorox.core.batch import DataCursor
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan
 from vorox.data.loader import LocatedRows, RowSource
-from vorox.data.plan import Plan, Positions
+from vorox.data.plan import DataPlan, Positions
 from vorox.data.plan_events import encode_event
 from vorox.data.rows import assemble
 
@@ -155,7 +155,7 @@ class SampleReader:
         }
 
 
-def order_before(plan: Plan, position: int) -> str:
+def order_before(plan: DataPlan, position: int) -> str:
     """Return a hash of everything that determines the samples before a position."""
     counts = plan.state.mixture.counts(position)
     content = [

@@ -1,7 +1,7 @@
 """The streams of a corpus: one per source, under a shared disk budget.
 
 Directories, unit builders and the sections ``data.growth`` and ``data.streaming`` go in; readers come out. Invariant:
-segments are those of the plan, so the disk holds the units that are read next.
+segments follow the plan, so the disk holds the units that are read next.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def read_pair(values: Mapping[str, object], fields: Sequence[str]) -> Preference
 
 
 def messages_of(conversation: Conversation) -> tuple[Message, ...]:
-    """Return all messages; of a preference pair, the prompt and both answers."""
+    """Return all messages; for a preference pair, the prompt and both answers."""
     if isinstance(conversation, PreferencePair):
         return (*conversation.prompt, *conversation.chosen, *conversation.rejected)
     return conversation

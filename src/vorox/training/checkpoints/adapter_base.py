@@ -1,7 +1,7 @@
 """The frozen base of an adapter: identify it by its weights, and load it into an engine.
 
 A checkpoint of an adapter holds no weights of the base, only their fingerprint. So everything that opens one reads the
-base at ``model.name_or_path`` again, and refuses another one before an engine is built.
+base at ``model.name_or_path`` again, and refuses a different base before an engine is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vorox.training.inference.model_source import weights_directory
 
 
 class ImportsPretrained(Protocol):
-    """An engine that reads weights of transformers itself (``model.kind: huggingface``)."""
+    """An engine that reads transformers weights itself (``model.kind: huggingface``)."""
 
     def import_pretrained(self, directory: Path) -> None:
         """Replace all parameters by the weights of a directory, and reset the optimizer."""

@@ -28,7 +28,7 @@ _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_
 
 
 def is_derived(metadata: Mapping[str, Any]) -> bool:
-    """Whether the metadata of a manifest is that of a directory written here."""
+    """Whether a manifest's metadata describes a directory written here."""
     return AVERAGED in metadata or PRUNED in metadata
 
 

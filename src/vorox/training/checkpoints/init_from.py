@@ -153,7 +153,7 @@ def _checkpoint(place: Path) -> Checkpoint | None:
     if (place / MANIFEST_NAME).exists():
         checkpoint = verify(place)
         is_native = checkpoint.metadata.get("spec", {"kind": KIND}).get("kind") != KIND
-        return checkpoint if is_native else None  # exports, and checkpoints of models of transformers
+        return checkpoint if is_native else None  # exports, and checkpoints of transformers models
     if (place / CONFIG_NAME).exists():
         return None
     checkpoint = latest_valid(place)

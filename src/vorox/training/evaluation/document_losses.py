@@ -119,7 +119,7 @@ class _Rows:
         return cls(batch, batch.row_tokens, tokens, labels, positions)
 
     def parts(self, row: int, document: DocumentOrigin, num_rows: int) -> Iterator[Batch]:
-        """Yield batches whose only targets are those of a document, with the context that the model trains with."""
+        """Yield batches whose only targets are a document's tokens, with the context that the model trains with."""
         # Token i of a row is the label of position i - 1. With a document mask, no position predicts a first token.
         masked = self.positions_NT is not None
         first = document.row_token if masked else max(document.row_token - 1, 0)

@@ -1,4 +1,4 @@
-"""Evaluate tasks of lm-evaluation-harness while a run trains (``eval.tasks``).
+"""Evaluate lm-evaluation-harness tasks while a run trains (``eval.tasks``).
 
 In: loaded tasks and the engine after a step whose checkpoint is committed. Out: the results in ``tasks/step-N.json``,
 as ``vorox eval`` records them, and as metrics of the step. Every rank answers the same requests, because the engine's
@@ -90,7 +90,7 @@ class ScheduledTasks:
 
     @classmethod
     def of(cls, setup: TrainingSetup, tasks: Mapping[str, Any]) -> ScheduledTasks:
-        """Return those of a run, evaluated with its engine."""
+        """Return the tasks of a run, evaluated with its engine."""
         workload, state = setup.workload, setup.state
         config, tokenizer, spec = workload.config, workload.corpus.tokenizer, workload.spec
         return cls(

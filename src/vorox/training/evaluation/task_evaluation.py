@@ -1,4 +1,4 @@
-"""Evaluate a model on tasks of lm-evaluation-harness.
+"""Evaluate a model on lm-evaluation-harness tasks.
 
 In: a language model and task names. Out: the metrics of each finished task. The harness builds requests and computes
 metrics; ``RequestScorer`` answers the requests in batches. A task that the time budget interrupts has no result,
@@ -139,7 +139,7 @@ def check_completions(tasks: Mapping[str, Any], model: LanguageModel) -> None:
     """Check that the completions that tasks request fit into the model's positions.
 
     Raises:
-        ConfigError: Those of a task do not.
+        ConfigError: A task's completions do not.
     """
     for name, task in tasks.items():
         if task.OUTPUT_TYPE != "generate_until":

@@ -1,4 +1,4 @@
-"""Load tasks of lm-evaluation-harness by name or from YAML files.
+"""Load lm-evaluation-harness tasks by name or from YAML files.
 
 The harness parses all its thousands of YAML files to find one task, which takes 20 s. Here, a search for the names in
 the text of the files limits the parsing to the directories that mention them. A name that no file mentions is refused

@@ -1,4 +1,4 @@
-"""Export an adapter: as a directory of peft beside its base, or merged into the weights of its base.
+"""Export an adapter: as a peft directory beside its base, or merged into the weights of its base.
 
 In: a checkpoint of an adapter. Out: ``adapter_config.json``, ``adapter_model.safetensors`` and the tokenizer; or what
 the export of a whole model has, with weights that an engine has merged.
@@ -24,7 +24,7 @@ from vorox.models.weights_file import write_weights
 
 ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""Before every name in a file of peft."""
+"""Prefix of every name in a peft file."""
 
 
 class MergesAdapters(Protocol):

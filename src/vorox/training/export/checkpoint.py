@@ -93,7 +93,7 @@ def export(
     texts: Sequence[str] = SAMPLE_TEXTS,
     check: bool = True,
 ) -> Export:
-    """Write a checkpoint in Hugging Face format, as GGUF or as an adapter of peft.
+    """Write a checkpoint in Hugging Face format, as GGUF or as a peft adapter.
 
     Args:
         source: A checkpoint, or a run, whose latest valid checkpoint is exported.
@@ -170,7 +170,7 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
         spec = checkpoint.metadata.get("spec")
         if spec is not None and isinstance(model := spec_from_json(spec), DecoderSpec):
             require_family(model)
-        raise ConfigError("No architecture of transformers computes this model", where=str(checkpoint.path))
+        raise ConfigError("No transformers architecture computes this model", where=str(checkpoint.path))
     return json.loads(path.read_bytes())
 
 

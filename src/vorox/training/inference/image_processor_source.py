@@ -1,4 +1,4 @@
-"""Read the image processor of a model of transformers.
+"""Read the image processor of a transformers model.
 
 In: its files. Out: settings of ``model.image_processor``.
 """

@@ -1,4 +1,4 @@
-"""Locate a model of transformers (``model.name_or_path``): its ``config.json``, tokenizer and weights.
+"""Locate a transformers model (``model.name_or_path``): its ``config.json``, tokenizer and weights.
 
 A configuration adopts the commit and the tokenizer before anything is built. A resumed run takes the model from its own
 checkpoint, so the source may move or change after step 1.
@@ -38,7 +38,7 @@ _WEIGHTS = (CONFIG_NAME, "model*.safetensors", WEIGHTS_INDEX_FILE)
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model of transformers, described without reading its weights.
+    """A transformers model, described without reading its weights.
 
     Attributes:
         name: Directory, or ``OWNER/NAME``.

@@ -183,7 +183,7 @@ def fetch_checkpoint(files: Mapping[str, StoredFile], folder: Path) -> None:
 
 
 def download(uri: str, folder: Path) -> None:
-    """Download a folder of a store; of a mirrored run, its newest complete checkpoint.
+    """Download a folder of a store, or the newest complete checkpoint of a mirrored run.
 
     Raises:
         ConfigError: The folder is empty or does not exist.

@@ -51,7 +51,7 @@ FAILURES_UNTIL_WARNING = 3
 """Consecutive failed attempts after which the store is reported as unreachable."""
 
 Keep = Callable[[list[int]], set[int]]
-"""The retention rules: of these steps, which to keep."""
+"""The retention rules: which of these steps to keep."""
 
 
 class _Ended(Exception):

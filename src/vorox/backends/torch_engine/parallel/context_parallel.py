@@ -3,8 +3,8 @@
 All ranks of a group read the same rows. Embedding, norms, projections, MLP and loss treat each position by itself, so
 each rank computes them for its positions. Attention needs all positions. As in DeepSpeed-Ulysses (arXiv 2309.14509), an
 all-to-all before it exchanges positions for heads, so that a rank has some of the heads for whole rows; after it,
-another one exchanges them back. Masks are those of whole rows. Or keys and values pass through the ranks
-(``ring_attention.py``). Gradients are sums over a rank's positions and are added as those of replicas.
+a second one exchanges them back. Masks cover whole rows. Or keys and values pass through the ranks
+(``ring_attention.py``). Gradients are sums over a rank's positions and are added as for replicas.
 
 Shape legend: R ranks of the group, B rows, T positions of a row, P = T / R positions of a rank, N query heads, K
 key/value heads, X any heads, S = X / R heads of a rank, H head width.

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model of transformers, by the plan that the model has itself.
+"""Tensor parallelism of a transformers model, by the plan that the model has itself.
 
 The plan names modules and styles: ``colwise`` divides the outputs of a linear layer, ``rowwise`` the inputs of the one
 behind it, ``replicated_with_grad_allreduce`` is a norm of each head. Embedding and head are divided along the

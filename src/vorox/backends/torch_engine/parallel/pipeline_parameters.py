@@ -1,4 +1,4 @@
-"""Parameters of a decoder on one rank of a pipeline: those of its stages.
+"""Parameters of the pipeline stages on one rank.
 
 Parameters of other stages are pieces without rows here. With tied embeddings, the first and the last rank have the
 embedding; both copies stay equal bit by bit, because they get the same gradient before every update.
@@ -91,7 +91,7 @@ class PipelineParameters:
 
     @property
     def _has_copy(self) -> bool:
-        """Whether this rank has the embedding of another one as its head."""
+        """Whether this rank's head is the embedding of another rank."""
         return self._spec.tie_embeddings and self._index == self._size - 1
 
     def store(self, values: Buffers) -> None:

@@ -80,12 +80,12 @@ class TensorGroup:
 
         Args:
             x: The stream, the same on all ranks, or this rank's positions of it.
-            is_training: Whether the stream is that of training, which may be divided.
+            is_training: Whether the stream belongs to training, where it may be divided.
         """
         return (_Gather if is_training and self.divides_positions else _Share).apply(x, self.group)
 
     def sum(self, x: Tensor, *, is_training: bool = False) -> Tensor:
-        """Return the sum over the ranks, or this rank's positions of it; its gradient is that of every addend."""
+        """Return the sum over the ranks, or this rank's positions of it; its gradient goes to every addend."""
         return (_Scatter if is_training and self.divides_positions else _Sum).apply(x, self.group)
 
     def gather_positions(self, x: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.loss import HeadLoss, Labels, LossSums, Partition
+from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, Partition
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
 
 
-class VocabularyLoss(HeadLoss):
-    """See ``HeadLoss``; the head is this rank's part of the vocabulary.
+class VocabularyLoss(FusedLinearLoss):
+    """See ``FusedLinearLoss``; the head is this rank's part of the vocabulary.
 
     Args:
         parallel: This rank's share of the decoder.
-        arguments: Those of ``HeadLoss``.
-        options: Those of ``HeadLoss``.
+        arguments: Those of ``FusedLinearLoss``.
+        options: Those of ``FusedLinearLoss``.
     """
 
     def __init__(self, parallel: TensorParallel, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-// Plan against actual: memory, speed, duration, disk.
+// Estimate against actual: memory, speed, duration, disk.
 
 import { ask } from "../api.js";
 import { card, dataTable, h, replace } from "../dom.js";
@@ -16,18 +16,18 @@ export async function planPage(root, { run }) {
       return node;
     };
     replace(root,
-      card("Plan against actual", dataTable([
+      card("Estimate against actual", dataTable([
         { title: "Quantity", cell: (one) => h("b", null, one.name), className: "all row-title" },
-        { title: "Planned", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.planned) },
+        { title: "Estimated", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.planned) },
         { title: "Actual", number: true, cell: (one) => PLAN_FORMATS[one.unit](one.actual) },
-        { title: "Actual / planned", number: true, cell: (one) => percent(one.ratio, 0) },
+        { title: "Actual / estimated", number: true, cell: (one) => percent(one.ratio, 0) },
         { title: "Note", cell: (one) => one.note && h("span", { class: "muted" }, one.note), className: "all" },
-      ], found.rows, { caption: "Plan against actual", stacked: true })),
-      found.memory_parts.length ? card("Planned memory of a device", dataTable([
+      ], found.rows, { caption: "Estimate against actual", stacked: true })),
+      found.memory_parts.length ? card("Estimated memory of a device", dataTable([
         { title: "Part", cell: (one) => one.name },
         { title: "Size", number: true, cell: (one) => bytes(one.bytes) },
         { title: "Share", cell: share, className: "wide" },
-      ], found.memory_parts, { caption: "Planned memory of a device" })) : null);
+      ], found.memory_parts, { caption: "Estimated memory of a device" })) : null);
   }
   await refresh();
   return { refresh };

@@ -1,7 +1,7 @@
 """Parquet: a row is a record, one of its columns is the text.
 
 Spans of row groups go in; documents and bad records come out. Only the requested columns are read, in batches of
-bounded size. The byte range of a span is that of its row groups according to the footer.
+bounded size. The byte range of a span covers its row groups, according to the footer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plain text (txt, .py): a file is a document, split at line ends where it is larger than a unit.
 
 Spans of stored files go in; documents and bad records come out. Invariants: a text is split inside a line only if no
-line end is near, and then between two characters; the blocks of a compressed file are those of the same file
+line end is near, and then between two characters; the blocks of a compressed file equal those of the same file
 uncompressed.
 """
 
