@@ -72,9 +72,6 @@ PHRASES = (
     r"\bleft (?:over|behind)\b",
     r"\bfrom then on\b|\bfrom here on\b|\bfrom now on\b",
     r"\bin vain\b|\bfor good\b|\bat once\b",
-    r"\b(?:is|are) (?:therefore )?(?:that|those) of\b",
-    r"\b(?:models?|architectures?) of transformers\b",
-    r"\bno case\b|\btold apart\b|\bis begun\b",
 )
 RULED_OUT = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.IGNORECASE)
 
