@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_runs.use_numpy_engine(monkeypatch)
         for number, lr in enumerate((0.01, 0.02)):
             config = tiny_runs.configuration(place, [f"run.name=run-{number}", f"optimizer.lr={lr}"])
-            tiny_runs.run(config)
+            directory = tiny_runs.run(config).run_directory
+        assert main(["replay", str(directory)]) == 0
     hostile = place / "runs" / HOSTILE
     hostile.mkdir()
     (hostile / "run.json").write_text(json.dumps({"attempts": [{"attempt": 1, "outcome": "killed"}]}), encoding="utf-8")
@@ -136,6 +139,10 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
         assert tab["x"] + tab["width"] <= browser.page.evaluate("innerWidth"), page
     browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
     assert browser.page.get_by_text("optimizer.lr", exact=True).first.is_visible()
+    assert browser.page.get_by_text("bit-exact, 12 steps; from step 0 to step 12, 2 checkpoints compared").is_visible()
+    assert browser.page.get_by_text(f"Not checked: {ids[0]}.").is_visible()
+    assert fits(browser)
+    assert is_whole(browser)
     browser.open(f"{base}#/run/{HOSTILE}/samples", "Samples by step")
     assert browser.page.get_by_text(HOSTILE).count() >= 3
     assert not browser.page.locator("main img").count()
@@ -167,14 +174,17 @@ def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url
     lines = [sample_of(step, "a prompt", "words " * 9) for step in range(1, 13)]
     (sampled / "events.jsonl").write_text("".join(lines), encoding="utf-8")
     (sampled / "metrics.jsonl").write_text(line_of(12), encoding="utf-8")
-    browser.open(f"{url}#/run/sampled/samples", "Step 12")
+    browser.open(f"{url}#/run/sampled/samples", "a prompt")
     region = browser.page.get_by_role("region", name="Samples by step")
-    newest = browser.page.get_by_role("columnheader", name="Step 12", exact=True)
-    around, box = region.bounding_box(), newest.bounding_box()
+    around = region.bounding_box()
     assert around is not None
-    assert box is not None
-    assert box["x"] >= around["x"]
-    assert box["x"] + box["width"] <= around["x"] + around["width"] + 1
+    for shown in (region.locator("td").last, region.get_by_text("a prompt", exact=True)):
+        box = shown.bounding_box()
+        assert box is not None
+        assert box["x"] >= around["x"]
+        assert box["x"] + box["width"] <= around["x"] + around["width"] + 1
+    at_corner = "(one, [x, y]) => one.contains(document.elementFromPoint(x + 4, y + 4))"
+    assert region.locator("tbody th").evaluate(at_corner, [box["x"], box["y"]]), "no sample lies over the prompt"
     assert fits(browser)
     assert browser.problems == []
 
@@ -205,6 +215,19 @@ def test_a_curve_shows_the_documents_of_the_step_under_the_cursor(browser: Watch
         found.add(step.input_value())
     assert len(found) == 2, "another step at another place"
     assert all(1 <= int(value) <= 12 for value in found)
+    assert browser.problems == []
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_the_verdicts_of_two_engines_are_compared(browser: Watched, runs: Path, url: str, torch_run: str) -> None:
+    """What ``vorox parity`` finds about a run appears while the page is open."""
+    browser.open(f"{url}#/compare?ids={run_ids(runs)[0]}/{torch_run}", "Replay chains: ")
+    assert browser.page.get_by_text("Parity: ").is_visible()
+    before = browser.page.get_by_text("Equal over 2 steps").count()
+    assert main(["parity", str(runs / torch_run), "--steps", "2", "runtime.num_threads=null"]) == 0
+    browser.page.get_by_text("Equal over 2 steps").nth(before).wait_for(timeout=15_000)
+    assert fits(browser)
     assert browser.problems == []
 
 
@@ -248,36 +271,65 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
 
 
 @pytest.mark.torch
-def test_a_process_that_trains_updates_the_page(browser: Watched, runs: Path, url: str) -> None:
-    """Steps of a run that trains meanwhile, and its state after it was asked to stop."""
+def test_a_process_that_trains_updates_every_page(browser: Watched, runs: Path, url: str) -> None:
+    """Each open page changes while a run trains, and shows its state after it was asked to stop."""
     tiny_runs.configuration(runs.parent)
     words = ["train", "tiny.yaml", "--name", "live", "--resume", "never", "train.num_steps=100000", "log.every_steps=1",
-             "checkpoint.every_steps=null", "eval.every_steps=null", "runtime.rehearsal=false"]  # fmt: skip
+             "checkpoint.every_steps=20", "eval.every_steps=20", "eval.prompts=['the']", "eval.sample_tokens=4",
+             "runtime.rehearsal=false"]  # fmt: skip
     command = [sys.executable, "-m", "vorox", *words]
     with subprocess.Popen(command, cwd=runs.parent, stdout=subprocess.PIPE, text=True) as training:
-        killer = threading.Timer(100, training.kill)
+        killer = threading.Timer(900, training.kill)
         killer.start()
         try:
             assert training.stdout is not None
             name = Path(next(line for line in training.stdout if "Run directory:" in line).split()[-1]).name
             threading.Thread(target=training.stdout.read, daemon=True).start()
+            base = url.split("?")[0]
             browser.open(f"{url}#/run/{name}/curves", "running")
-            step = browser.page.locator(".facts")
-            for _ in range(2):
-                before = step.text_content()
-                playwright.expect(step).not_to_have_text(before or "", timeout=15_000)
-            browser.page.goto(f"{url.split('?')[0]}#/run/{name}/health")
-            rank = browser.page.get_by_role("list", name="Ranks now").get_by_role("listitem")
-            rank.get_by_text("Rank 0").wait_for(timeout=15_000)
-            before = rank.text_content()
-            playwright.expect(rank).not_to_have_text(before or "", timeout=15_000)  # its step, without a new file
-            assert fits(browser)
+            pages = [
+                *(f"run/{name}/{page}" for page in PAGES if page != "settings"),
+                "runs",
+                f"compare?ids={name}/{run_ids(runs)[0]}",
+            ]
+            for page in pages:
+                browser.page.goto(f"{base}#/{page}")
+                place = browser.page.locator("main > .page")
+                place.locator(".card, .runs").first.wait_for(timeout=60_000)
+                for _ in range(2):
+                    before = place.text_content()
+                    playwright.expect(place).not_to_have_text(before or "", timeout=60_000)
+                assert fits(browser), page
+            browser.page.goto(f"{base}#/run/{name}/health")
             training.terminate()
-            browser.page.get_by_text("preempted").first.wait_for(timeout=30_000)
+            browser.page.get_by_text("preempted").first.wait_for(timeout=60_000)
         finally:
             killer.cancel()
             training.kill()
     assert browser.problems == []
+
+
+def test_strangers_are_refused(browser: Watched, runs: Path, url: str, tmp_path: Path) -> None:
+    """Without the right token nothing is shown; a page of another origin cannot read, nor send, with the cookie."""
+    base = url.split("?")[0]
+    send = """async ([url, options]) => {
+        try { return await (await fetch(url, { credentials: 'include', ...options })).text(); }
+        catch (error) { return 'blocked'; } }"""
+    browser.page.goto(f"{base}?token=wrong-horse-battery")
+    assert "vorox dash" in (browser.page.locator("body").text_content() or "")
+    assert run_ids(runs)[0] not in browser.page.content()
+    browser.open(url, run_ids(runs)[0])  # the browser has the cookie from here on
+    assert run_ids(runs)[0] in browser.page.evaluate(send, [f"{base}api/runs", {}]), "the page itself may ask"
+    (tmp_path / "index.html").write_text("<p>another site</p>", encoding="utf-8")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        try:
+            browser.open(f"http://127.0.0.1:{site.server_port}/index.html", "another site")
+            for path, options in (("api/runs", {}), ("api/generate", {"method": "POST", "body": "{}"})):
+                assert browser.page.evaluate(send, [f"{base}{path}", options]) == "blocked"
+        finally:
+            site.shutdown()
 
 
 def test_a_stall_is_shown_with_the_stacks_of_its_ranks(browser: Watched, runs: Path, url: str) -> None:

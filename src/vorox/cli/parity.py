@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.arguments import parse_arguments
+from vorox.cli.arguments import ParsedArguments, parse_arguments
 from vorox.cli.output import AsJson, print_json
 from vorox.core.pluralize import pluralize
 
@@ -32,7 +33,8 @@ def parity(
 
     Compares logits, loss, gradient norm and parameters. Exit code 7 if a
     quantity exceeds its tolerance. Use precision.dtype=fp32; lower precisions
-    are expected to differ. Dropout is off: each engine draws its own.
+    are expected to differ. Dropout is off: each engine draws its own. The
+    verdict on the configuration of a run is added to its verdicts.jsonl.
     """
     from vorox.backends import check_installed
     from vorox.cli.config import source_and_overrides
@@ -69,12 +71,7 @@ def parity(
             first, second, batches, steps, lr=schedule.lr, weight_decay=schedule.weight_decay,
             on_step=None if as_json else lambda step: _print_step(step, steps, tolerances),
         )  # fmt: skip
-    wrong = next((step for step in found if step.exceeded(tolerances)), None)
-    if as_json:
-        print_json(
-            {"equal": wrong is None, "tolerances": asdict(tolerances), "steps": [asdict(step) for step in found]}
-        )
-    _verdict(wrong, found, tolerances, quiet=as_json)
+    _report(found, tolerances, run=source.parent if isinstance(source, Path) else None, parsed=parsed, as_json=as_json)
 
 
 TITLES = ("STEP", f"LOSS {FIRST}", f"LOSS {SECOND}", "LOGITS", "LOSS", "GRAD-NORM", "PARAMETERS", "UPDATE")
@@ -91,24 +88,48 @@ def _print_step(step: StepParity, num_steps: int, tolerances: Tolerances) -> Non
     typer.echo(_row((str(step.step + 1), *(f"{loss:.7f}" for loss in step.losses), *differences)))
 
 
-def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tolerances, *, quiet: bool) -> None:
-    from vorox.core.errors import NumericalError
+def _report(
+    found: list[StepParity], tolerances: Tolerances, *, run: Path | None, parsed: ParsedArguments, as_json: bool
+) -> None:
+    """Print the verdict, and record it in the run whose configuration was compared, if it was that of a run.
 
+    Raises:
+        NumericalError: The engines diverge.
+    """
+    from vorox.core.errors import NumericalError
+    from vorox.experiments.verdicts import record_verdict
+
+    wrong = next((step for step in found if step.exceeded(tolerances)), None)
+    if as_json:
+        print_json(
+            {"equal": wrong is None, "tolerances": asdict(tolerances), "steps": [asdict(step) for step in found]}
+        )
+    verdict = _verdict(wrong, found, tolerances)
+    if run is not None:
+        settings = f"; with {' '.join(parsed.overrides)}" if parsed.overrides else ""
+        record_verdict(run, "parity", passed=wrong is None, text=verdict + settings)
+    if wrong is not None:
+        raise NumericalError(
+            verdict, hint="compare with precision.dtype=fp32; if it is set, one of the engines has a bug",
+            saved="nothing was changed",
+        )  # fmt: skip
+    if not as_json:
+        typer.echo(f"\n{verdict}")
+
+
+def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tolerances) -> str:
     if wrong is not None:
         quantity = wrong.exceeded(tolerances) or ""
         about = f" of {wrong.worst_parameter}" if quantity == "parameters" else ""
-        raise NumericalError(
+        return (
             f"Engines diverge at step {wrong.step + 1}: the difference of {quantity}{about} is "
-            f"{wrong.differences[quantity]:.2e}, the tolerance {getattr(tolerances, quantity):.0e}",
-            hint="compare with precision.dtype=fp32; if it is set, one of the engines has a bug",
-            saved="nothing was changed",
+            f"{wrong.differences[quantity]:.2e}, the tolerance {getattr(tolerances, quantity):.0e}"
         )
-    if not quiet:
-        largest = {name: max(step.differences[name] for step in found) for name in found[0].differences}
-        differences = ", ".join(
-            f"{name} {value:.1e} (tolerance {getattr(tolerances, name):.0e})" for name, value in largest.items()
-        )
-        typer.echo(f"\nEqual over {pluralize(len(found), 'step')}; largest differences: {differences}")
+    largest = {name: max(step.differences[name] for step in found) for name in found[0].differences}
+    differences = ", ".join(
+        f"{name} {value:.1e} (tolerance {getattr(tolerances, name):.0e})" for name, value in largest.items()
+    )
+    return f"Equal over {pluralize(len(found), 'step')}; largest differences: {differences}"
 
 
 def _corpus(config: RunConfig) -> Corpus:

@@ -161,6 +161,12 @@ def environments_of(count: int, node: Node, base: Mapping[str, str]) -> list[dic
     return found
 
 
+def is_main_rank() -> bool:
+    """Whether this process is rank 0, or the only one: the rank that prints and records."""
+    member = membership()
+    return member is None or member.rank in (None, 0)
+
+
 def nproc_option() -> str:
     """Return the ``--nproc`` option that starts as many ranks as this run has; empty for one rank or on a cluster."""
     member = membership()

@@ -14,6 +14,7 @@ from vorox.core.pluralize import pluralize
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
+    from vorox.training.replay import ReplayReport
     from vorox.training.workload import Workload
 
 
@@ -31,8 +32,9 @@ def replay(
 ) -> None:
     """Recompute recorded steps from a checkpoint and compare every bit.
 
-    The run is not changed. The first difference is reported with its step and
-    quantity; the exit code gives its kind: 4 data, 5 saved state, 7 numbers.
+    The run is not changed; its verdicts.jsonl gets a line. The first difference
+    is reported with its step and quantity; the exit code gives its kind: 4
+    data, 5 saved state, 7 numbers.
     """
     from vorox.cli.build_display import BuildDisplay
     from vorox.core.run_lookup import find_run
@@ -55,6 +57,7 @@ def replay(
         )
     finally:
         display.close()
+    _record(directory, report)
     if as_json:
         print_json({**asdict(report), "run": directory.name, "is_exact": report.is_exact})
     else:
@@ -62,8 +65,21 @@ def replay(
     if report.difference is not None:
         raise _difference_error(report, str(directory))
     if not as_json:
-        states = f", {pluralize(report.num_states, 'checkpoint')} compared" if report.num_states else ""
-        typer.echo(f"Replayed from step {report.start_step:,} to step {report.last_step:,}{states}")
+        typer.echo(f"Replayed {_range(report)}")
+
+
+def _range(report: ReplayReport) -> str:
+    states = f", {pluralize(report.num_states, 'checkpoint')} compared" if report.num_states else ""
+    return f"from step {report.start_step:,} to step {report.last_step:,}{states}"
+
+
+def _record(run_directory: Path, report: ReplayReport) -> None:
+    """Record the verdict in the run, unless it cannot be written, as a copy on read-only storage."""
+    from vorox.cli.rank_launcher import is_main_rank
+    from vorox.experiments.verdicts import record_verdict
+
+    if is_main_rank():
+        record_verdict(run_directory, "replay", passed=report.is_exact, text=f"{report}; {_range(report)}")
 
 
 def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
@@ -76,11 +92,9 @@ def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
     return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
 
 
-def _difference_error(report: object, where: str) -> Exception:
+def _difference_error(report: ReplayReport, where: str) -> Exception:
     from vorox.core.errors import CheckpointError, DataError, NumericalError
-    from vorox.training.replay import ReplayReport
 
-    assert isinstance(report, ReplayReport)
     assert report.difference is not None
     kinds = {"batch": DataError, "state": CheckpointError}
     hint = "the environment changed: " + "; ".join(report.environment) if report.environment else ""
@@ -88,5 +102,5 @@ def _difference_error(report: object, where: str) -> Exception:
         f"Replay differs at {report.difference}",
         where=where,
         hint=hint or "the code, a cache or a checkpoint has changed since the run recorded this step",
-        saved="nothing was changed",
+        saved="the run was not changed",
     )

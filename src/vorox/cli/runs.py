@@ -60,10 +60,11 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
     from vorox.core.run_lookup import find_run, run_argument, run_attempts
     from vorox.experiments.artifacts import inspect_run, list_checkpoints
     from vorox.experiments.tracking import read_metrics
+    from vorox.experiments.verdicts import read_verdicts
 
     directory = find_run(root, run)
     summary, attempts = inspect_run(directory), run_attempts(directory)
-    metrics, checkpoints = read_metrics(directory), list_checkpoints(directory)
+    metrics, checkpoints, verdicts = read_metrics(directory), list_checkpoints(directory), read_verdicts(directory)
     if as_json:
         print_json(
             {
@@ -71,6 +72,7 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
                 "attempts": attempts,
                 "metrics": [{"step": step, **values} for step, values in metrics.items()],
                 "checkpoints": [{**asdict(entry), "path": str(entry.path)} for entry in checkpoints],
+                "verdicts": [asdict(verdict) for verdict in verdicts],
             }
         )
         return
@@ -84,6 +86,9 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         kept = ", ".join(f"{entry.step:,}" for entry in checkpoints if entry.state != "quarantined")
         verify = f"vorox checkpoints verify {run_argument(directory)}"
         print_wrapped(["", "checkpoints", f"  steps      {kept or 'none in use'}", f"  verify     {verify}"])
+    if verdicts:
+        lines = [f"  {_without_milliseconds(one.time)} {one.kind}: {one.text}" for one in verdicts]
+        print_wrapped(["", "verdicts", *lines])
 
 
 def head_lines(run: RunSummary) -> list[str]:

@@ -69,7 +69,7 @@ def train(
     --lr 1e-3 --steps 500 --batch_size 16 --seed 1 --device cpu.
     `vorox config explain KEY` describes a setting.
     """
-    from vorox.cli.rank_launcher import is_launcher, launch_ranks
+    from vorox.cli.rank_launcher import is_launcher, is_main_rank, launch_ranks
 
     set_windows_variables(os.environ, Path.cwd())
     given = {
@@ -85,7 +85,7 @@ def train(
     _check_restarts(max_restarts, minutes)
     limit = None if minutes is None else parse_minutes(minutes)
     starts_ranks = is_launcher(nproc, max_restarts)
-    is_quiet = starts_ranks or not _is_main_rank()  # rank 0 describes the data
+    is_quiet = starts_ranks or not is_main_rank()  # rank 0 describes the data
     config, resume_from = _choose(parsed, resume, name, is_quiet=is_quiet)
     if dry_run:
         from vorox.cli.dry_run import RunPreview
@@ -251,13 +251,6 @@ def _choose(
     return (recorded_config(directory, settings) if source is None else load_config(source, settings)), path
 
 
-def _is_main_rank() -> bool:
-    from vorox.core.distributed_context import membership
-
-    member = membership()
-    return member is None or member.rank in (None, 0)
-
-
 def _default_preset(overrides: Sequence[str]) -> str:
     """Return the preset of a command without a configuration: that of a GPT trainer if one of its options is used.
 
@@ -324,14 +317,13 @@ def _run(
     from vorox.cli.build_display import BuildDisplay, RunScreen
     from vorox.cli.output import print_wrapped
     from vorox.cli.progress import open_display
+    from vorox.cli.rank_launcher import is_main_rank
     from vorox.cli.summary import summary_lines
     from vorox.core.config.config_for_text import expected_ids
-    from vorox.core.distributed_context import membership
     from vorox.core.run_context import expected_directory
     from vorox.run import train as train_run
 
-    member = membership()
-    if member is not None and member.rank:  # only rank 0 prints
+    if not is_main_rank():
         train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
         return
     build_display = BuildDisplay()

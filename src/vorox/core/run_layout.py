@@ -84,6 +84,7 @@ class RunLayout:
     tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
     tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
+    verdicts = RunFile("verdicts.jsonl", mirrored="verdicts.jsonl")
     wandb = RunFile("wandb")
     watchdog = RunFile("watchdog")
     temporary = RunFile(f"{TEMPORARY_PREFIX}*", f"{TEMPORARY_PREFIX}*")

@@ -1,4 +1,4 @@
-"""Comparison of runs: settings that differ, verdicts on their replay chains, last and best metrics."""
+"""Comparison of runs: settings that differ, equal steps, recorded verdicts, last and best metrics."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vorox.dashboard.metric_series import MetricSeries
 from vorox.dashboard.run_index import environment_of
 from vorox.dashboard.run_pages import definition
 from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
+from vorox.experiments.verdicts import read_verdicts
 from vorox.training.replay import compare_chains
 from vorox.training.replay_chain import number, read_chain
 
@@ -27,6 +28,9 @@ def compare(runs: Sequence[tuple[str, Path, MetricSeries]]) -> dict[str, Any]:
     (first_id, first, first_series), *others = runs
     return {
         "baseline": first_id,
+        "verdicts": [
+            {"id": run_id, **asdict(verdict)} for run_id, directory, _ in runs for verdict in read_verdicts(directory)
+        ],
         "others": [
             {
                 "id": run_id,

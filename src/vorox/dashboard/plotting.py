@@ -89,6 +89,7 @@ def draw_runs(
         _finish_loss(axes[0], found, smoothing)
         axes[2].yaxis.set_major_formatter(_count)
         axes[3].yaxis.set_major_formatter(EngFormatter(unit="B"))
+        figure.align_ylabels(axes)
         labels = [_shortened(name) for name in runs]
         columns = max(1, _LEGEND_COLUMNS // (max(map(len, labels)) + 8))
         lines = [Line2D([], [], color=colour, linewidth=2) for colour, _ in zip(COLOURS, labels, strict=False)]

@@ -102,7 +102,10 @@ class RunIndex:
 def signature_of(directory: Path) -> Signature:
     """Return sizes and times of the files that change while a run trains, ends or resumes."""
     layout = RunLayout(directory)
-    watched = (layout.metrics, layout.record, layout.events, layout.evaluations, layout.lock, layout.checkpoints)
+    watched = (
+        layout.metrics, layout.record, layout.events, layout.evaluations, layout.lock, layout.checkpoints,
+        layout.verdicts,
+    )  # fmt: skip
     found: list[tuple[int, int]] = []
     for path in watched:
         try:

@@ -34,7 +34,7 @@ async function route() {
   openPage?.close?.();
   openPage = null;
   openRun = here.section === "run" ? here.run : null;
-  const root = h("div", { class: "page" });
+  const root = h("div", { class: "page" }, h("p", { class: "note" }, "Loading ..."));
   replace(document.getElementById("sections"), sectionLinks(here));
   try {
     let page = null, head = null;
@@ -42,8 +42,7 @@ async function route() {
       head = runHead(here);
       replace(main, head.root, root);
       head.showTab();
-      page = await PAGES[here.page][1](root, here);
-      await head.refresh();
+      [page] = await Promise.all([PAGES[here.page][1](root, here), head.refresh()]);
     } else if (here.section === "compare") {
       replace(main, root);
       page = await comparePage(root, here);

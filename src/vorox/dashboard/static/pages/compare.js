@@ -3,7 +3,7 @@
 import { ask } from "../api.js";
 import { lineChart, lineColor } from "../charts.js";
 import { card, choice, dataTable, h, replace } from "../dom.js";
-import { inUnit, short, whole } from "../format.js";
+import { clock, inUnit, short, whole } from "../format.js";
 import { CURVE_CHARTS, CURVE_LABELS, X_AXES, metricLines } from "./curves.js";
 
 export async function comparePage(root, { query }) {
@@ -12,7 +12,8 @@ export async function comparePage(root, { query }) {
   const runs = (await ask("runs")).runs;
   if (ids.length < 2) return void chooseRuns(root, runs, ids);
   const state = { x: "steps", found: {} };
-  const charts = [], grid = h("div", { class: "charts" }), details = h("div");
+  const charts = [], grid = h("div", { class: "charts" }), details = h("div", { class: "page" });
+  let shown = "";
   const legend = h("div", { class: "marks" }, ids.map((id, index) => {
     const swatch = h("i", { class: "swatch" });
     swatch.style.background = `var(${lineColor(index)})`;
@@ -45,33 +46,50 @@ export async function comparePage(root, { query }) {
     const found = await Promise.all(ids.map((id) => ask("curves", { id, names, points: 600 })));
     ids.forEach((id, index) => { state.found[id] = found[index].metrics; });
     show();
+    const compared = await ask("compare", { ids: ids.join("/") });
+    const parts = JSON.stringify(compared);
+    if (parts === shown) return;
+    shown = parts;
+    replace(details, compared.others.map((other) => comparison(compared.baseline, other)), recordedVerdicts(ids, compared.verdicts));
   }
   await refresh();
-  const compared = await ask("compare", { ids: ids.join("/") });
-  replace(details, compared.others.map((other) => comparison(compared.baseline, other)));
   return { refresh, close: () => charts.forEach(({ chart }) => chart.destroy()) };
 }
 
 function comparison(baseline, other) {
   const parity = other.parity;
-  const verdicts = [h("p", { class: other.chain.difference || other.chain.num_equal_steps === null ? "verdict" : "verdict good" }, `Replay: ${other.chain.verdict}.`),
+  const verdicts = [h("p", { class: other.chain.difference || other.chain.num_equal_steps === null ? "verdict" : "verdict good" }, `Replay chains: ${other.chain.verdict}.`),
     parity && h("p", { class: "verdict" }, `Parity: ${parity.engines.join(" and ")} read equal batches in ${whole(parity.equal_batches)} of ${whole(parity.shared_steps)} steps`
       + (parity.largest_loss_gap === null ? "." : `; the losses differ by at most ${short(parity.largest_loss_gap)} (step ${whole(parity.largest_gap_step)}).`))];
   const value = (point, unit) => (point ? `${inUnit(point[1], unit)}` : "–");
   const best = (point, unit) => (point ? `${inUnit(point[1], unit)} @ ${whole(point[0])}` : "–");
   return card(`${baseline} and ${other.id}`, verdicts,
     dataTable([
-      { title: "Setting", cell: (row) => h("code", null, row.key) },
+      { title: "Setting", cell: (row) => h("code", null, row.key), className: "all row-title" },
       { title: baseline, cell: (row) => row.values[0], className: "break" },
       { title: other.id, cell: (row) => row.values[1], className: "break" },
-    ], other.settings.differences, { caption: "Settings that differ", empty: other.settings.problem || "All settings are equal." }),
+    ], other.settings.differences, { caption: "Settings that differ", stacked: true, empty: other.settings.problem || "All settings are equal." }),
     dataTable([
-      { title: "Metric", cell: (row) => row.name },
+      { title: "Metric", cell: (row) => h("b", null, row.name), className: "all row-title" },
       { title: "Last, first run", number: true, cell: (row) => value(row.last[0], row.unit) },
       { title: "Last, second", number: true, cell: (row) => value(row.last[1], row.unit) },
       { title: "Best, first run", number: true, cell: (row) => best(row.best[0], row.unit) },
       { title: "Best, second", number: true, cell: (row) => best(row.best[1], row.unit) },
-    ], other.metrics, { caption: "Metrics" }));
+    ], other.metrics, { caption: "Metrics", stacked: true }));
+}
+
+// What vorox replay and vorox parity found about each run.
+function recordedVerdicts(ids, verdicts) {
+  const without = ids.filter((id) => !verdicts.some((one) => one.id === id));
+  return card("Replay and parity of each run",
+    dataTable([
+      { title: "Run", cell: (one) => h("b", null, one.id), className: "all row-title break" },
+      { title: "Check", cell: (one) => one.kind },
+      { title: "Result", cell: (one) => h("span", { class: one.passed ? "pill valid" : "pill failed" }, one.passed ? "passed" : "differs") },
+      { title: "Verdict", cell: (one) => one.text, className: "message all" },
+      { title: "Time", cell: (one) => clock(one.time), className: "nowrap" },
+    ], verdicts, { caption: "Replay and parity of each run", stacked: true, empty: "No run was checked yet: vorox replay RUN and vorox parity RUN record their verdict in the run." }),
+    verdicts.length > 0 && without.length > 0 && h("p", { class: "muted" }, `Not checked: ${without.join(", ")}.`));
 }
 
 function chooseRuns(root, runs, given) {

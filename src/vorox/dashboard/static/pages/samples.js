@@ -20,7 +20,8 @@ export async function samplesPage(root, { run }) {
       h("table", null,
         h("thead", null, h("tr", null, h("th", { scope: "col" }, "Prompt"), found.steps.map((step) => h("th", { scope: "col" }, `Step ${whole(step)}`)))),
         h("tbody", null, found.prompts.map((row) => h("tr", null, h("th", { scope: "row" }, h("code", null, row.prompt)),
-          row.texts.map((text) => h("td", null, text === null ? h("span", { class: "muted" }, "–") : h("div", { class: "text" }, text))))))))));
+          row.texts.map((text, index) => h("td", { "data-label": `Step ${whole(found.steps[index])}` }, text === null ? h("span", { class: "muted" }, "–") : h("div", { class: "text" }, text))))))))));
+    grid.querySelector("table").style.setProperty("--steps", found.steps.length);
     grid.querySelector(".samples").scrollLeft = left;  // the newest samples are the last columns
   }
   await refresh();
