@@ -78,3 +78,5 @@ def test_windows_sets_what_is_not_set(tmp_path: Path) -> None:
         "TRITON_CACHE_DIR": str(tmp_path / ".triton_cache"),
     }
     assert set_windows_variables({}, tmp_path, "win32")["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+    newer = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}  # PyTorch would read the older name first
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in set_windows_variables(newer, tmp_path, "win32")

@@ -33,12 +33,19 @@ import tiny_runs, vorox.run
 from numpy_engine import NumpyEngine
 from vorox.cli import main
 vorox.run.backends.load = lambda name: tiny_runs.NumpyBackend()
+import vorox.cli
+if "AS_ON_WINDOWS" in os.environ:
+    set_variables = vorox.cli.set_windows_variables
+    vorox.cli.set_windows_variables = lambda environment, folder: set_variables(environment, folder, "win32")
 train_step = NumpyEngine.train_step
 def slow_step(self, batch, **rates):
     time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
     return train_step(self, batch, **rates)
 NumpyEngine.train_step = slow_step
-sys.exit(main(sys.argv[1:]))
+code = main(sys.argv[1:])
+if "AS_ON_WINDOWS" in os.environ:
+    print("Set:", os.environ["TRITON_CACHE_DIR"], os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+sys.exit(code)
 """
 
 
@@ -114,8 +121,8 @@ def steps(name: str) -> list[int]:
 
 
 def test_a_tiny_terminal_from_an_empty_folder_to_a_run(folder: Path) -> None:
-    """40 columns, 10 rows, without termios, readline and curses."""
-    screen = Screen("train", rows=10, columns=40)
+    """40 columns, 10 rows, without termios, readline and curses, with the variables that Windows needs."""
+    screen = Screen("train", rows=10, columns=40, AS_ON_WINDOWS="1")
     screen.answer("[N]: ", "")
     screen.answer("[2]: ", "tiny.yaml")
     screen.answer("type a name [1]: ", "4")
@@ -124,6 +131,7 @@ def test_a_tiny_terminal_from_an_empty_folder_to_a_run(folder: Path) -> None:
     assert screen.end() == 0
     (name,) = run_names()
     assert name.startswith("test_8.3K_run_1-")
+    assert f"Set: {folder / '.triton_cache'} max_split_size_mb:128" in screen.text
     menu, _, _ = screen.text.partition("Start?")
     too_long = [line for line in menu.replace("\r", "").split("\n") if len(line) > 40 and " " in line.strip()]
     assert not too_long

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +34,7 @@ from vorox.cli.serve import serve
 from vorox.cli.standard_streams import resilient_streams
 from vorox.cli.train import train
 from vorox.cli.tune import tune
+from vorox.core.windows_variables import set_windows_variables
 
 app = typer.Typer(
     name="vorox",
@@ -107,6 +109,7 @@ def _allow_open_files() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     _allow_open_files()
+    set_windows_variables(os.environ, Path())
     argv = list(sys.argv[1:] if arguments is None else arguments)
     with resilient_streams(survives_reader=argv[:1] == ["train"]):
         for line in unknown_variables(os.environ):

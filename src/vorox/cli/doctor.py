@@ -151,12 +151,10 @@ def _findings(root: Path, *, network: bool) -> Iterator[Finding]:
     """Yield what the checks find, quick ones first."""
     from vorox.backends import BACKENDS
     from vorox.backends.installation_probe import probe_installation
-    from vorox.core.windows_variables import set_windows_variables
     from vorox.data.cache_location import root_of
     from vorox.runtime import framework_checks, machine_checks
 
-    environment = dict(os.environ)
-    set_windows_variables(environment, Path.cwd())
+    environment = os.environ
     yield machine_checks.check_python()
     yield machine_checks.check_processor(environment)
     yield machine_checks.check_memory()

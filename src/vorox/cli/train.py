@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +24,6 @@ from vorox.cli.train_options import (
 )
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
-from vorox.core.windows_variables import set_windows_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +69,6 @@ def train(
     """
     from vorox.cli.rank_launcher import is_launcher, is_main_rank, launch_ranks
 
-    set_windows_variables(os.environ, Path.cwd())
     given = {
         "--from-weights": from_weights, "--minutes": minutes, "--nproc": None if nproc == 1 else nproc,
         "--max-restarts": max_restarts or None,
