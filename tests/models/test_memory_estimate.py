@@ -156,6 +156,44 @@ def test_an_exhausted_device_names_three_settings_that_each_fit_with_their_cost(
     assert ("precision.dtype=bf16" in found.hint) <= (device_kind == "cuda")
 
 
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_fewer_than_three_settings_only_where_no_more_fit(
+    device_kind: str, num_devices: int, rows: int, recompute: str
+) -> None:
+    """With one row, recomputation and Muon, one device has nothing left but waiting saves or chunks, and the row."""
+    given = ["model.preset=gpt2-124m", "train.global_batch_sequences=64", f"train.micro_batch_sequences={rows}",
+             f"train.activation_checkpointing={recompute}", "data.sequence_length_tokens=1024"]  # fmt: skip
+    for optimizer in ("adamw", "muon"):
+        config = load_config("quickstart", [*given, f"optimizer.name={optimizer}"])
+        spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+        budget = MemoryBudget.of(
+            config, spec, None, num_devices=num_devices, device_kind=device_kind, has_adamw_8bit=True
+        )
+        hint = budget.error("training").hint
+        is_spent = (num_devices, rows, recompute, optimizer) == (1, 1, "block", "muon")
+        assert hint.count("(") == (2 if is_spent else 3), hint
+        assert hint.endswith("; no other change that saves memory fits") == is_spent
+
+
+def test_a_setting_that_the_configuration_does_not_allow_is_not_advised() -> None:
+    given = ["model.preset=gpt2-124m", "data.sequence_length_tokens=1024", "train.global_batch_sequences=8",
+             "train.micro_batch_sequences=8", "optimizer.name=adamw"]  # fmt: skip
+    in_backward = ["optimizer.in_backward=true", "optimizer.clip_norm=null", "train.max_nonfinite_steps=0"]
+
+    def hint(more: list[str]) -> str:
+        config = load_config("quickstart", [*given, *more])
+        spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
+        budget = MemoryBudget.of(config, spec, None, num_devices=1, device_kind="cuda", has_adamw_8bit=True)
+        return budget.error("training").hint
+
+    assert "train.micro_batch_sequences=" in hint([])
+    assert "train.micro_batch_sequences=" not in hint(in_backward), "it needs one micro-batch per step"
+    assert "train.activation_checkpointing=block" in hint(in_backward)
+
+
 def test_a_device_that_should_have_enough_may_be_shared_or_limited() -> None:
     """The numbers must not contradict the error."""
     assert "less what other programs take" in budget(10, 1, 80).out_of_memory_error("training").what

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vorox.core.batch_sizes import batch_sizes_of
+from vorox.core.config.cross_checks import find_problems
 from vorox.core.errors import DoesNotFitError
 from vorox.core.schema import RunConfig
 from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device
@@ -25,6 +26,7 @@ _MAX_NAMED = 3
 _SAVED_FRACTION = 0.5
 """Fraction of the part that grew which settings must save: the device ran out, so the estimate may be too low."""
 _SHORTEST_ROW_TOKENS = 32
+_SMALL_CHUNK_TOKENS = 128
 
 Change = tuple[str, str, object]
 """Section, setting and value."""
@@ -39,12 +41,14 @@ class Devices:
         memory_bytes: Memory of one that training can use.
         is_cpu: Whether they share the memory of the host.
         has_bf16: Whether they multiply bf16 faster than fp32.
+        has_adamw_8bit: Whether the engine has ``adamw_8bit``.
     """
 
     count: int
     memory_bytes: int
     is_cpu: bool
     has_bf16: bool
+    has_adamw_8bit: bool = False
 
     def memory(self, config: RunConfig, spec: ModelSpec) -> tuple[MemoryEstimate, int]:
         """Return the estimate for one device, and its total."""
@@ -101,16 +105,29 @@ def _changed(config: RunConfig, *changes: Change) -> RunConfig:
 
 
 def alternatives(config: RunConfig, spec: ModelSpec, devices: Devices) -> Iterator[Alternative]:
-    """Yield changes that fit, alone or together, each with the largest micro-batch that fits beside it."""
+    """Yield changes that fit, alone or together, each with the largest micro-batch that fits beside it.
+
+    Changes that the configuration does not allow, or that save nothing, are skipped.
+    """
+    given = on_devices(config, devices.count)
+    num_problems, given_bytes = len(find_problems(config)), devices.memory(given, spec)[1]
     for changes, cost in _changes(config, devices):
         changed = on_devices(_changed(config, *changes), devices.count)
+        if changes and devices.memory(changed, spec)[1] >= given_bytes:
+            continue
         size = largest_micro_batch(changed, spec, devices)
         if not size:
             continue
         needed = changes if size >= changed.train.micro_batch_rows else (*changes, _micro_batch(size))
+        if len(find_problems(_changed(config, *needed))) > num_problems:
+            continue
         final = _changed(changed, _micro_batch(min(size, changed.train.micro_batch_rows)))
-        settings = tuple(f"{section}.{name}={str(value).lower()}" for section, name, value in needed)
-        yield Alternative(settings, devices.memory(final, spec)[1], cost)
+        yield Alternative(tuple(map(_setting, needed)), devices.memory(final, spec)[1], cost)
+
+
+def _setting(change: Change) -> str:
+    section, name, value = change
+    return f"{section}.{name}={'null' if value is None else str(value).lower()}"
 
 
 def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change, ...], str]]:
@@ -120,6 +137,10 @@ def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change
     shard: Change = ("parallel", "fsdp_size", devices.count)
     can_recompute = config.train.activation_checkpointing != "block"
     can_lower = config.precision.dtype == "fp32" and devices.has_bf16
+    quantise: Change = ("optimizer", "name", "adamw_8bit")
+    can_quantise = devices.has_adamw_8bit and config.optimizer.name == "adamw"
+    wait: Change = ("checkpoint", "asynchronous", False)
+    can_wait = devices.is_cpu and config.checkpoint.asynchronous
     is_divided = config.parallel.num_devices > config.parallel.num_row_parts
     can_shard = devices.count > config.parallel.fsdp_size == 1 and not is_divided
     yield (), "more accumulation"
@@ -129,12 +150,22 @@ def _changes(config: RunConfig, devices: Devices) -> Iterator[tuple[tuple[Change
         yield (recompute,), "about a third more compute"
     if can_shard:
         yield (shard,), "communication of all parameters in every pass"
-    if devices.is_cpu and config.checkpoint.asynchronous:
-        yield (("checkpoint", "asynchronous", False),), "training waits for saves"
+    if can_wait:
+        yield (wait,), "training waits for saves"
+    if can_quantise:
+        yield (quantise,), "moments of 8 bits: another optimizer"
+    if not devices.is_cpu and config.loss.chunk_tokens > _SMALL_CHUNK_TOKENS:
+        yield (("loss", "chunk_tokens", _SMALL_CHUNK_TOKENS),), "smaller products for the loss"
+    if config.train.ema_decay is not None:
+        yield (("train", "ema_decay", None),), "no moving average of the weights"
     if can_shard and can_recompute:
         yield (shard, recompute), "communication, and about a third more compute"
     if can_lower and can_recompute:
         yield (lower, recompute), "less precise, and about a third more compute"
+    if can_wait and can_recompute:
+        yield (wait, recompute), "training waits for saves, and about a third more compute"
+    if can_quantise and can_recompute:
+        yield (quantise, recompute), "moments of 8 bits, and about a third more compute"
     if can_lower and can_shard and can_recompute:
         yield (lower, shard, recompute), "less precise, communication, and about a third more compute"
 
@@ -155,9 +186,10 @@ def settings_that_fit(config: RunConfig, spec: ModelSpec, devices: Devices) -> l
 
 
 def hint_of(found: Sequence[Alternative]) -> str:
-    """Return the hint that names alternatives, at least one."""
+    """Return the hint that names alternatives, at least one, and whether there are fewer than three."""
     *first, last = map(str, found)
-    return f"set {', '.join(first)} or {last}" if first else f"set {last}"
+    named = f"set {', '.join(first)} or {last}" if first else f"set {last}"
+    return named if len(found) >= _MAX_NAMED else f"{named}; no other change that saves memory fits"
 
 
 def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
@@ -196,13 +228,14 @@ class MemoryBudget:
 
     @classmethod
     def of(
-        cls, config: RunConfig, spec: ModelSpec, available_bytes: int | None, *, num_devices: int, device_kind: str
-    ) -> MemoryBudget:
+        cls, config: RunConfig, spec: ModelSpec, available_bytes: int | None, *, num_devices: int, device_kind: str,
+        has_adamw_8bit: bool = False,
+    ) -> MemoryBudget:  # fmt: skip
         """Return the budget of a run on some devices, for example of kind ``cpu`` or ``cuda``."""
         is_cpu = device_kind == "cpu"
 
         def advise(grown_bytes: int) -> Sequence[Alternative]:
-            known = Devices(num_devices, available_bytes or 0, is_cpu, not is_cpu)
+            known = Devices(num_devices, available_bytes or 0, is_cpu, not is_cpu, has_adamw_8bit)
             limit_bytes = known.memory(config, spec)[1] - int(_SAVED_FRACTION * grown_bytes)
             if available_bytes is not None:
                 limit_bytes = min(limit_bytes, available_bytes)

@@ -381,9 +381,9 @@ def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> M
 
     DeepSpeed may keep the state in host memory, so then it is not compared with that of the device.
     """
-    available_bytes = None if config.parallel.kind == "deepspeed" else _memory_bytes(device)
-    num_devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return MemoryBudget.of(config, spec, available_bytes, num_devices=num_devices, device_kind=device.type)
+    memory_bytes = None if config.parallel.kind == "deepspeed" else _memory_bytes(device)
+    count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return MemoryBudget.of(config, spec, memory_bytes, num_devices=count, device_kind=device.type, has_adamw_8bit=True)
 
 
 def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | None:
