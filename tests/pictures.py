@@ -40,17 +40,17 @@ def caption(number: int) -> tuple[str, list[str]]:
     return f"No. {number}: <image> is {first}.", [first]
 
 
-def write_pictures(directory: Path, *, records: int = 80) -> Path:
-    """A jsonl file with the paths of its pictures; return the file."""
-    (directory / "pictures").mkdir(parents=True)
+def write_pictures(directory: Path, *, records: int = 80, first: int = 0, name: str = "captions.jsonl") -> Path:
+    """A jsonl file with the paths of its pictures, whose records are numbered from ``first``; return the file."""
+    (directory / "pictures").mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
-    for number in range(records):
+    for number in range(first, first + records):
         text, colours = caption(number)
         paths = [f"pictures/{number}-{index}.png" for index in range(len(colours))]
         for index, (path, colour) in enumerate(zip(paths, colours, strict=True)):
             (directory / path).write_bytes(picture(colour, 10 * number + index))
         lines.append(json.dumps({"text": text, "images": paths}))
-    file = directory / "captions.jsonl"
+    file = directory / name
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 

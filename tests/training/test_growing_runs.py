@@ -265,6 +265,22 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     assert (report.is_exact, report.num_steps) == (True, outcome.progress.step)
 
 
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_added_files_are_refused_unless_the_run_grows(tmp_path: Path, num_epochs: int) -> None:
+    """The units that the plan names are unchanged: only the new ones give the added file away."""
+    write_text(tmp_path / "text", documents=300)
+    config = configuration(tmp_path, ["train.num_steps=null", f"train.num_epochs={num_epochs}"])
+    killed_at(config, 6)
+    directory = only_run(tmp_path)
+    before = (directory / "plan.jsonl").read_bytes()
+    added = write_text(tmp_path / "x", seed=5) / "text.jsonl"
+    added.rename(tmp_path / "text" / "zmore.jsonl")
+    with pytest.raises(DataError, match="Files were added to source 'text' after the run started") as refused:
+        run(config, resume_from=directory)
+    assert "--from-weights" in refused.value.hint
+    assert (directory / "plan.jsonl").read_bytes() == before
+
+
 def test_warm_up_comes_from_the_full_dataset_and_a_small_cache_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

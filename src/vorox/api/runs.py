@@ -16,14 +16,16 @@ from vorox.core.run_lookup import find_run
 from vorox.core.schema import RunConfig
 from vorox.data import provenance_queries
 from vorox.data.corpus import Corpus, prepare
+from vorox.data.image_decoding import ImageInput, PatchInput
 from vorox.data.image_layout import image_layout
 from vorox.data.loader import open_batches
 from vorox.data.provenance_queries import Occurrence, RowOrigin
 from vorox.data.run_data_index import RunDataIndex
+from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.experiments.tracking import read_metrics
 from vorox.training.checkpoints.store import step_directories
-from vorox.training.dataloading import validation_set
+from vorox.training.dataloading import image_input, validation_set
 from vorox.training.evaluation.document_losses import DocumentLoss, document_losses
 from vorox.training.inference.language_model import LanguageModel
 from vorox.training.resume_settings import config_in_force
@@ -104,7 +106,8 @@ class Run:
 
         Returns:
             Batches of int32 arrays ``[micro-batch, row, position]``: ``tokens_ABT``, ``labels_ABT`` and, with a
-            document mask, ``segment_ids_ABT`` and ``position_ids_ABT``. ``batch.step`` counts from 0.
+            document mask, ``segment_ids_ABT`` and ``position_ids_ABT``; ``images_A`` if the model reads images. Stored
+            logits of a teacher are not read. ``batch.step`` counts from 0.
 
         Raises:
             ConfigError: The plan does not cover one of the steps.
@@ -157,9 +160,16 @@ class Run:
             micro_batch_sequences=micro_batch_sequences or config.train.micro_batch_rows,
             document_mask=config.data.document_mask,
             num_threads=0,
+            image_input=self._image_input,
         ) as batches:
             for _ in range(first_step, last_step + 1):
                 yield next(batches)
+
+    @functools.cached_property
+    def _image_input(self) -> ImageInput | PatchInput | None:
+        if image_layout(self.config.model) is None:
+            return None
+        return image_input(self.config, load_tokenizer(RunLayout(self.directory).tokenizer))
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield the run's validation set: always the same rows in the same order.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vorox.cli import humanize
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument, saved_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,6 +101,7 @@ def _check_source(config: RunConfig, plan: DataPlan, index: int, source: Source,
     from vorox.data.cache_location import cache_directory, cache_root, find_location
     from vorox.data.cache_opener import recipe_for
     from vorox.data.image_layout import image_layout
+    from vorox.training.run_plan import added_files_error
 
     def check(path: Path) -> None:
         reader = CacheReader.open(path, recipe)
@@ -123,10 +123,4 @@ def _check_source(config: RunConfig, plan: DataPlan, index: int, source: Source,
         check(found.directory)
     except DataError:
         return  # caches of other runs: the resume compares what it builds
-    run = plan.path.parent
-    raise DataError(
-        f"Files were added to source {source.config.name!r} after the run started", where=source.config.paths[0],
-        hint=f"to resume, move them away; to train on them, start a run with --from-weights {run_argument(run)}. "
-        "Only a run that is started with data.cache.grow=true accepts new files at a resume",
-        saved=saved_state(RunLayout(run)),
-    )  # fmt: skip
+    raise added_files_error(source.config.name, source.config.paths[0], plan.path.parent)

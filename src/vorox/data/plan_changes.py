@@ -105,9 +105,19 @@ def cache_growth_events(state: PlanState, readers: Readers, position: int) -> li
     """
     cuts: list[CutEvent] = []
     for index, (segments, reader) in enumerate(zip(state.segments, readers, strict=True)):
-        if reader is not None and segments and segments[-1].ranges[-1].end < len(reader.unit_row_starts) - 1:
+        if _has_grown(segments, reader):
             cuts += _cut_from(state, index, first_unread_epoch(state, index, position))
     return cuts
+
+
+def grown_sources(state: PlanState, readers: Readers) -> list[str]:
+    """Return the sources whose complete caches have units that the plan does not know."""
+    found = zip(state.sources, state.segments, readers, strict=True)
+    return [source.name for source, segments, reader in found if _has_grown(segments, reader)]
+
+
+def _has_grown(segments: Sequence[Segment], reader: RowReader | None) -> bool:
+    return reader is not None and bool(segments) and segments[-1].ranges[-1].end < len(reader.unit_row_starts) - 1
 
 
 def covering_events(state: PlanState, position: int, readers: Readers, where: str) -> list[PlanEvent]:

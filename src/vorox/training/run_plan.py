@@ -11,7 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.config.cross_checks import exact_weight
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
+from vorox.core.run_layout import RunLayout
+from vorox.core.run_lookup import run_argument, saved_state
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus import Corpus, plan_start
@@ -22,6 +24,7 @@ from vorox.data.plan_changes import (
     RequestedStage,
     cache_growth_events,
     covering_events,
+    grown_sources,
     horizon_update_events,
     mixture_update_events,
 )
@@ -94,7 +97,8 @@ def update_plan(
 
     Raises:
         ConfigError: The settings differ from those of the plan.
-        DataError: A cache differs from the one in the plan, or a source is exhausted before the end.
+        DataError: A cache differs from the one in the plan, a source has new files without ``data.cache.grow``, or a
+            source is exhausted before the end.
     """
     start = plan_start(config, corpus, plan)
     caches = {source.name: source.train for source in corpus.sources}
@@ -121,11 +125,24 @@ def update_plan(
     if plan.start.growth is None:
         state = plan.state.apply_all(events)
         readers = readers_of(state.sources, caches)
+        enlarged = grown_sources(state, readers)
+        if enlarged and not config.data.cache.grow:
+            raise added_files_error(enlarged[0], str(path), path.parent)
         cuts = cache_growth_events(state, readers, max(position, reached)) if position or reached else []
         events += cuts
         end = start.batch_sizes.position_of(length.total_steps)
         events += covering_events(state.apply_all(cuts), end, readers, str(path))
     return plan, events
+
+
+def added_files_error(source: str, where: str, run_directory: Path) -> DataError:
+    """Return the error of a run without ``data.cache.grow`` whose source has new files."""
+    return DataError(
+        f"Files were added to source {source!r} after the run started", where=where,
+        hint="to resume, move them away; to train on them, start a run with --from-weights "
+        f"{run_argument(run_directory)}. Only a run that is started with data.cache.grow=true accepts new files at a "
+        "resume", saved=saved_state(RunLayout(run_directory)),
+    )  # fmt: skip
 
 
 def report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
