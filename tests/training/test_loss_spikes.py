@@ -192,6 +192,36 @@ def test_a_rollback_equals_a_run_that_never_applied_the_window(tmp_path: Path, m
     assert outcomes == ["rolled_back", "finished"]
 
 
+@pytest.mark.slow
+def test_a_rollback_across_a_change_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 8 to 10 are undone, the last two with twice the rows; killed in between, the end is the same."""
+    stages = f"train.batch_stages={json.dumps([{'start_step': SPIKE - 1, 'global_batch_sequences': 8}])}"
+    sizes = [4] * (SPIKE - 2) + [8] * 6
+    with monkeypatch.context() as patch:
+        Spike(patch, max_loss=0.0, limited=range(SPIKE - 2, SPIKE + 1))
+        oracle = run(configuration(tmp_path / "oracle", [*OFF, stages]))
+    Spike(monkeypatch)
+    straight = run(configuration(tmp_path / "straight", [*ROLLBACK, stages]))
+    assert result(straight) == result(oracle)
+    directory = straight.run_directory
+    (event,) = skips(directory, "rollback")
+    assert (event["start_position"], event["end_position"]) == (sum(sizes[: SPIKE - 3]), sum(sizes[:SPIKE]))
+    assert event["state_position"] == sum(sizes[:6])
+    for step in range(SPIKE - 2, SPIKE + 1):
+        assert states(directory, step) == {("rolled_back", 1), ("skipped", 2)}
+        assert len(where(RunDataIndex.open(directory), step)) == sizes[step - 1]
+    for first_step in (0, 6):
+        assert replay(directory, make_workload, first_step=first_step).is_exact
+    for step in (11, 9, 13):  # before the spike settles; at the change, while its window is skipped; after it
+        config = configuration(tmp_path / str(step), [*ROLLBACK, stages])
+        with monkeypatch.context() as patch:
+            at_attempt(patch, [0], step, 1 if step == 11 else 2)
+            with pytest.raises(Killed):
+                run(config)
+        resumed = run(config)
+        assert result(resumed) == {**result(straight), "losses": result(resumed)["losses"]}
+
+
 def resumed_by_hand(directory: Path, monkeypatch: pytest.MonkeyPatch) -> vorox.run.Outcome:
     """A run without a policy that is killed before the spike; its plan gets the event, and it is resumed."""
     config = configuration(directory, OFF)
