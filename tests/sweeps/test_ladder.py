@@ -1,4 +1,5 @@
-"""vorox ladder through the command line, with the numpy engine: its runs, its choice, and what it refuses."""
+"""vorox ladder through the command line: its runs, its choice, and what it refuses, with the numpy engine; and with
+PyTorch through to the wide model at the recommended rate."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny_runs
+import vorox
 from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.run_context import recorded_config
@@ -63,6 +66,52 @@ def test_a_run_per_width_and_rate_and_the_best_rate(place: Path, capsys: pytest.
     wide = load_config("tiny.yaml", overrides)
     assert (wide.model.hidden_size, wide.model.num_heads, wide.model.intermediate_size) == (64, 8, 96)
     assert (wide.model.mup_base_hidden_size, wide.optimizer.lr) == (16, best["lr"])
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_from_narrow_models_to_the_wide_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The printed losses are those that the models have, the rate is the best one, and the wide model learns at it.
+
+    The first update of AdamW is the learning rate of a parameter: of a matrix ``lr / m``, of a norm ``lr``.
+    """
+    monkeypatch.chdir(tmp_path)
+    tiny_runs.configuration(tmp_path)
+    settings = [
+        "optimizer.weight_decay=0", "schedule.name=constant", "schedule.warmup_steps=0", "log.matmul_peak=false",
+        "checkpoint.every_steps=1", "checkpoint.keep_last=99",
+    ]  # fmt: skip
+    words = ["ladder", "tiny.yaml", "--widths", "16,32", "--lr", "1e-3,1e-2", "--target", "64", *settings]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    runs = {
+        (int(width), float(lr)): float(loss)
+        for width, lr, loss in re.findall(r"hidden_size (\d+), lr (\S+): validation loss (\S+)", said)
+    }
+    assert sorted(runs) == [(16, 0.001), (16, 0.01), (32, 0.001), (32, 0.01)]
+    for (width, lr), printed in runs.items():
+        (directory,) = Path("runs").glob(f"tiny-ladder-{width}-{lr:g}-*")
+        opened = vorox.open_run(directory)
+        loss = vorox.load_model(opened).evaluate(opened.validation_batches()).loss
+        assert loss == pytest.approx(printed, abs=1e-4)
+    best = min((0.001, 0.01), key=lambda lr: runs[32, lr])
+    assert f"Best at hidden_size 32: lr {best:g}, validation loss {runs[32, best]:.4f}" in said
+    command = re.search(r"train +(vorox train .*)", " ".join(said.split()))
+    assert command is not None
+    assert main([*shlex.split(command[1])[1:], "--name", "wide"]) == 0
+    (directory,) = Path("runs").glob("wide-*")
+    config = recorded_config(directory)
+    assert (config.model.hidden_size, config.optimizer.lr) == (64, best)
+    after = dict(vorox.load_model(directory, step=1).engine.export_weights())
+    for name, before in vorox.create_model(config).engine.export_weights():
+        wanted = best / 4 if name.startswith("blocks.") and name.endswith(".weight") and before.ndim == 2 else best
+        if name.startswith("head."):
+            wanted = best / 4
+        assert np.abs(after[name] - before).max() == pytest.approx(wanted, rel=0.02), name
+    losses = [values["loss"] for _, values in sorted(vorox.open_run(directory).metrics().items()) if "loss" in values]
+    assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize(
