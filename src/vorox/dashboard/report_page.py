@@ -24,6 +24,8 @@ from vorox.experiments.artifacts import RunSummary, inspect_run
 from vorox.experiments.comparison import COMMON_METRICS
 
 _UNKNOWN = "-"
+_WRITTEN_UNITS = ("1", "bytes", "fraction")
+"""Units that stand in no column of their own: none, and those that are written beside the number."""
 _MAX_SAMPLES = 4
 """Samples of each prompt, evenly distributed over the run."""
 _FACTS = (
@@ -50,6 +52,8 @@ pre { margin: 0 }
 .facts dd { margin: 0; text-align: right; overflow-wrap: anywhere }
 .settings { columns: 3 15rem }
 svg { width: 100%; height: auto }
+.curves { overflow-x: auto }
+@media screen and (max-width: 40rem) { table { display: block; overflow-x: auto } .curves svg { width: 40rem } }
 @page { margin: 15mm }
 @media print { body { font-size: 10pt; margin: 0; max-width: none; padding: 0 } }
 """
@@ -116,7 +120,7 @@ def _curves(run_id: str, series: MetricSeries, smoothing: float) -> str:
     if not series.names:
         return _text("No metrics are recorded.")
     svg = draw_runs({run_id: series}, "svg", smoothing=smoothing).decode()
-    return svg[svg.index("<svg") :]
+    return f'<div class="curves">{svg[svg.index("<svg") :]}</div>'
 
 
 def _results(series: MetricSeries) -> str:
@@ -129,8 +133,9 @@ def _results(series: MetricSeries) -> str:
         known = run_pages.definition(name)
         best = {"lower": np.argmin, "higher": np.argmax}.get(known["better"] or "")
         at = [finite[-1]] + ([] if best is None else [finite[best(values[finite])]])
-        cells = [f"{_number(float(values[index]))} (step {steps[index]:,})" for index in at]
-        rows.append([name, str(known["unit"]), *cells, *([""] * (2 - len(cells)))])
+        unit = str(known["unit"])
+        cells = [f"{_in_unit(float(values[index]), unit)} (step {steps[index]:,})" for index in at]
+        rows.append([name, "" if unit in _WRITTEN_UNITS else unit, *cells, *([""] * (2 - len(cells)))])
     return _table(["metric", "unit", "last", "best"], rows)
 
 
@@ -225,6 +230,12 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, preformatted
         for row in rows
     ]
     return "\n".join([f"<table><tr>{head}</tr>", *(f"<tr>{line}</tr>" for line in lines), "</table>"])
+
+
+def _in_unit(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    return _percent(value) if unit == "fraction" else _number(value)
 
 
 def _number(value: float) -> str:
