@@ -172,7 +172,7 @@ def test_fewer_than_three_settings_only_where_no_more_fit(
         budget = MemoryBudget.of(
             config, spec, None, num_devices=num_devices, device_kind=device_kind, has_adamw_8bit=True
         )
-        hint = budget.error("training").hint
+        hint = budget.out_of_memory_error("training").hint
         is_spent = (num_devices, rows, recompute, optimizer) == (1, 1, "block", "muon")
         assert hint.count("(") == (2 if is_spent else 3), hint
         assert hint.endswith("; no other change that saves memory fits") == is_spent
@@ -187,7 +187,7 @@ def test_a_setting_that_the_configuration_does_not_allow_is_not_advised() -> Non
         config = load_config("quickstart", [*given, *more])
         spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
         budget = MemoryBudget.of(config, spec, None, num_devices=1, device_kind="cuda", has_adamw_8bit=True)
-        return budget.error("training").hint
+        return budget.out_of_memory_error("training").hint
 
     assert "train.micro_batch_sequences=" in hint([])
     assert "train.micro_batch_sequences=" not in hint(in_backward), "it needs one micro-batch per step"
