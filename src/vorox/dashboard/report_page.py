@@ -25,7 +25,7 @@ from vorox.experiments.comparison import COMMON_METRICS
 
 _UNKNOWN = "-"
 _WRITTEN_UNITS = ("1", "bytes", "fraction")
-"""Units that stand in no column of their own: none, and those that are written beside the number."""
+"""Units without an entry in the column of units: they are written beside the number, or there is none."""
 _MAX_SAMPLES = 4
 """Samples of each prompt, evenly distributed over the run."""
 _FACTS = (
