@@ -85,7 +85,7 @@ def _lines() -> Iterator[str]:
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Carry out a command; return whether the conversation goes on."""
+    """Carry out a command; return whether the conversation continues."""
     name, _, value = line.partition(" ")
     if name == "/quit":
         return False

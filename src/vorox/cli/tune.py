@@ -54,7 +54,7 @@ def tune(
         float, typer.Option(min=0.1, max=99, help="First comparison of ASHA, in percent of a trial's steps.")
     ] = 10.0,
     reduction_factor: Annotated[
-        float, typer.Option(min=1.1, help="At a comparison of ASHA, one in so many trials goes on.")
+        float, typer.Option(min=1.1, help="ASHA's reduction factor: at each comparison, one in this many continues.")
     ] = 3.0,
     nproc: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes of a trial; each has a GPU, unless it trains on CPUs.")

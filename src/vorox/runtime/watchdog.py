@@ -207,7 +207,7 @@ class Watchdog:
         """Request the stacks of all threads of all ranks, wait until they are written, and return them."""
         for rank in local:
             request_stacks(self.layout.heartbeat(rank.beat.rank))
-            if rank.condition == "stopped":  # it then writes about where it was stopped, and must not go on
+            if rank.condition == "stopped":  # it then writes about where it was stopped, and must not continue
                 request_end(self.layout.heartbeat(rank.beat.rank))
                 _send(rank.beat.process, signal.SIGCONT)
         paths = {rank.beat.rank: self.layout.stacks(rank.beat.rank) for rank in local}

@@ -40,7 +40,7 @@ class Asha:
 
     Attributes:
         grace_percent: The first comparison, in percent of a trial's steps.
-        reduction_factor: A trial goes on if it is among the best 1/factor so far; the next comparison is at this
+        reduction_factor: A trial continues if it is among the best 1/factor so far; the next comparison is at this
             multiple of the share.
     """
 

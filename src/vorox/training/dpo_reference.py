@@ -48,5 +48,5 @@ def check_reference(config: RunConfig, engine: Engine, metadata: Mapping[str, An
             f"Reference model has changed: the run started from weights {recorded[:16]}, but these are {found[:16]}",
             where="train.from_weights" if is_native else "model.name_or_path",
             hint="restore the weights that the run started from at this location; name a checkpoint, not a run that "
-            "goes on" if is_native else "restore the model that the run started from at this location",
+            "still trains" if is_native else "restore the model that the run started from at this location",
         )  # fmt: skip

@@ -152,5 +152,5 @@ def check_teacher(engine: Engine, metadata: Mapping[str, Any]) -> None:
     if recorded is not None and found is not None and recorded != found:
         raise CheckpointError(
             f"Teacher has changed: the run learned from weights {recorded[:16]}, but these are {found[:16]}",
-            where=_KEY, hint="restore the teacher; name a checkpoint, not a run that goes on",
+            where=_KEY, hint="restore the teacher; name a checkpoint, not a run that still trains",
         )  # fmt: skip

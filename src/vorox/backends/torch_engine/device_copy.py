@@ -1,6 +1,6 @@
 """Copies of arrays to the device that do not make the host wait.
 
-On CUDA, an array is copied to pinned memory first, from which the device reads while the host goes on. PyTorch's host
+On CUDA, an array is copied to pinned memory first, from which the device reads while the host continues. PyTorch's host
 allocator gives pinned memory out again once the device has read it, so each array of a step has a buffer of its own,
 and none is allocated after the first steps. A copy from other memory makes the host wait for the device.
 """
