@@ -78,7 +78,7 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     assert "nats/token after step" in out
     losses = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
     best = min(losses, key=losses.__getitem__)
-    assert f"  loss      {losses[12]:.4f} at the end, {losses[best]:.4f} at best (step {best})\n" in out
+    assert f"  loss      final {losses[12]:.4f}, best {losses[best]:.4f} (step {best})\n" in out
     assert re.search(r"^  memory    peak [\d.,]+ \w+; estimated [\d.,]+ \w+ of tensors$", out, re.MULTILINE)
     assert "(xz: " in out
     assert str(step_directories(directory)[12]) in out
@@ -112,7 +112,7 @@ def test_the_last_screen_names_the_environment_if_the_shell_does_not_know_vorox(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if is_known else None)
     code, out, err = vorox("train", "tiny.yaml")
     assert code == 0, err
-    shown = [line for line in out.splitlines() if line.startswith("  first ")]
+    shown = [line for line in out.splitlines() if line.startswith("  activate ")]
     assert [line.endswith(str(folder / "activate")) for line in shown] == ([] if is_known else [True])
 
 

@@ -86,7 +86,7 @@ def test_a_run_validates_on_them_and_replays(
     outcome = tiny_runs.run(configuration(tmp_path, streamed if mode == "streaming" else []))
     assert sorted(outcome.eval_losses) == [6, 12]
     log = (outcome.run_directory / "log.txt").read_text()
-    assert "Validates on 1 file of data.validation.sources (other)" in log
+    assert "Validation set: 1 file of data.validation.sources (other)" in log
     with RunDataIndex.open(outcome.run_directory) as run_data:
         assert {Path(d.uri).name for row in where(run_data, 1) for d in row.documents} == {"text.jsonl"}
         assert len(when(run_data, "text.jsonl", ordinal=0)) >= 1

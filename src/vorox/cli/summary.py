@@ -70,7 +70,7 @@ def _activation() -> list[str]:
     if shutil.which("vorox") is not None or not script.is_file():
         return []
     command = "" if os.name == "nt" else "source "
-    return [f"  first     {command}{shlex.quote(short_path(script))}"]
+    return [f"  activate  {command}{shlex.quote(short_path(script))}"]
 
 
 def _has_huggingface_form(directory: Path) -> bool:
@@ -112,7 +112,7 @@ def _measured(directory: Path) -> Iterator[str]:
     finite = [(loss, step) for step, loss in zip(steps.tolist(), losses.tolist(), strict=True) if math.isfinite(loss)]
     if finite:
         (last, _), (best, at) = finite[-1], min(finite)
-        yield f"  loss      {last:.4f} at the end, {best:.4f} at best (step {at:,})"
+        yield f"  loss      final {last:.4f}, best {best:.4f} (step {at:,})"
     try:
         memory = plan_and_actual(directory, series)["rows"][0]
     except VoroxError:

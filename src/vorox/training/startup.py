@@ -243,7 +243,7 @@ def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> No
         if text is not None:
             workload.log.event(kind, text, level="warning")
     held_out = workload.corpus.held_out
-    workload.log.event("held_out", f"Validates on {held_out}", held_out=held_out)
+    workload.log.event("held_out", f"Validation set: {held_out}", held_out=held_out)
     notes = workload.corpus.notes
     for note in notes:
         workload.log.event(f"source_{note.kind}", note.text, level="warning")

@@ -194,7 +194,7 @@ def test_empty_files_are_left_out_and_told(tmp_path: Path, form: str) -> None:
     config = source(tmp_path, form)
     assert [r.text for r in records(config) if isinstance(r, Document)] == ["x", "x"]
     (note,) = list_source(config).notes
-    assert (note.kind, note.text.endswith(f"left out: {tmp_path}/a.{form}")) == ("empty_files", True)
+    assert (note.kind, note.text.endswith(f"': {tmp_path}/a.{form}")) == ("empty_files", True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.config.setting_dependencies import source_conflicts
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import identity_text, is_extension
+from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.chat_template import ChatTemplate
 from vorox.data.documents import SourceFile
@@ -163,8 +164,8 @@ def list_source(
         raise _empty_source_error(config, key, found, candidates)
     if config.format != "python_stdlib":
         empty = [file.stored.uri for file in found if file.stored.size_bytes == 0]
-        notes += _note("empty_files", f"empty file of source {config.name!r} left out", empty)
-        notes += _note("duplicates", f"duplicate file of source {config.name!r} left out", duplicates)
+        notes += _note("empty_files", "empty file", config.name, empty)
+        notes += _note("duplicates", "duplicate file", config.name, duplicates)
     return Source(
         config=config,
         key=key,
@@ -176,11 +177,11 @@ def list_source(
     )
 
 
-def _note(kind: str, what: str, names: Sequence[str]) -> list[Note]:
+def _note(kind: str, what: str, source: str, names: Sequence[str]) -> list[Note]:
     if not names:
         return []
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return [Note(kind, f"{len(names):,} x {what}: {', '.join(names[:3])}{more}")]
+    return [Note(kind, f"Skipped {pluralize(len(names), what)} of source {source!r}: {', '.join(names[:3])}{more}")]
 
 
 def _apply_limit(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
