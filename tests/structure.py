@@ -27,9 +27,11 @@ import pytest
 from numpy_engine import NumpyEngine
 from servers.web import http_server
 from tiny_runs import configuration, run, use_numpy_engine, write_text
+from vorox.core.batch import Progress
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.corpus import prepare
 from vorox.training import resume as resume_module
+from vorox.training.evaluation.evaluate import Evaluations
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
@@ -110,6 +112,7 @@ class ModuleTrace:
     def __init__(self) -> None:
         self.modules: dict[Path, None] = {}
         self._is_recording = False
+        self._thread: int | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -122,8 +125,9 @@ class ModuleTrace:
             sys.setprofile(None)
             threading.setprofile(None)
 
-    def start(self) -> None:
+    def start(self, *, only_this_thread: bool = False) -> None:
         self.modules.clear()
+        self._thread = threading.get_ident() if only_this_thread else None
         self._is_recording = True
 
     @contextmanager
@@ -139,7 +143,7 @@ class ModuleTrace:
         self._is_recording = False
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self._is_recording and event == "call":
+        if self._is_recording and event == "call" and self._thread in (None, threading.get_ident()):
             code = frame.f_code
             path = Path(code.co_filename)
             if SOURCE in path.parents and not code.co_name.startswith("<module"):
@@ -197,14 +201,26 @@ def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
 def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
     """From the end of a step to its metrics, its link in the replay chain and its committed checkpoint.
 
-    The checkpoint is written synchronously, so that the whole commit is recorded. The metadata database is off: a
-    thread writes it every few seconds, whatever the step.
+    Recorded from the return of the engine's step to the moment when the loop asks whether a validation is due. A save
+    settles its step first, so all three are on disk by then; validation, tasks and the start of the next step (learning
+    rate, recomputation) come after that moment. Only the thread of the loop is recorded, because the loader's threads
+    read later batches meanwhile. The checkpoint is written synchronously, so that the whole commit is recorded. The
+    metadata database is off: a thread writes it every few seconds, whatever the step.
     """
+    is_due = Evaluations.due
+
+    def traced(self: Evaluations, progress: Progress) -> bool:
+        if progress.step == SAVED_STEP:
+            trace.stop()
+        return is_due(self, progress)
+
+    def start(step: int) -> None:
+        if step == SAVED_STEP:
+            trace.start(only_this_thread=True)
+
     settings = ["checkpoint.asynchronous=false", "log.metadata=off"]
-    stop = SAVED_STEP + 2  # results are read one step late
-    with around_steps(
-        lambda step: trace.stop() if step == stop else None, lambda step: trace.start() if step == SAVED_STEP else None
-    ):
+    with around_steps(lambda step: None, start), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluations, "due", traced)
         run(configuration(directory, settings))
     keep_packages(trace, "core", "experiments", "models", "runtime", "training")
 

@@ -20,7 +20,7 @@ from vorox.core.batch import IGNORED_LABEL, Batch, DataShard
 from vorox.core.engine import Engine, StepValues
 from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 ENGINES = [
     "numpy",

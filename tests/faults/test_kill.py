@@ -23,10 +23,10 @@ from typing import Any
 import pytest
 
 from tiny_runs import configuration, write_text
+from vorox.core.json_lines import read_history
 from vorox.core.run_layout import RunLayout
 from vorox.core.staged_directory import read_manifest
 from vorox.training.replay_chain import read_chain
-from vorox.training.step_history import read_history
 from warm_children import WarmChild, WarmChildren
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -24,7 +24,7 @@ from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
 from vorox.models.huggingface_weights import from_huggingface
 from vorox.models.weights_file import open_directory
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 from vorox.training.export.checkpoint import export
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]

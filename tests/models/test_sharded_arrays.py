@@ -25,7 +25,7 @@ from vorox.models.decoder_spec import decoder_spec
 from vorox.models.engine_state import EngineState
 from vorox.models.sharded_arrays import ShardedArrays
 from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
-from vorox.training.checkpoints.commit import write_shards, write_state
+from vorox.training.checkpoints.store import write_shards, write_state
 
 Arrays = dict[str, np.ndarray]
 SPEC = decoder_spec(

@@ -18,7 +18,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.weights_file import WeightsFile
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 from vorox.training.engine_parity import Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]

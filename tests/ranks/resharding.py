@@ -19,7 +19,7 @@ from vorox.core.engine import Engine
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import StagedDirectory, read_manifest
 from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoints.commit import write_shards, write_state
+from vorox.training.checkpoints.store import write_shards, write_state
 
 LARGE: dict[str, Any] = {"num_layers": 8, "hidden_size": 320, "num_heads": 4}
 

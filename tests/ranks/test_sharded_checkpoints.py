@@ -27,8 +27,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.staged_directory import StagedDirectory, read_manifest, verify_directory
 from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoints.commit import write_state
-from vorox.training.checkpoints.store import step_directories
+from vorox.training.checkpoints.store import step_directories, write_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

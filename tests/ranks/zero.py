@@ -24,7 +24,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.staged_directory import StagedDirectory, read_manifest
 from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoints.commit import write_shards, write_state
+from vorox.training.checkpoints.store import write_shards, write_state
 
 STEPS, ROWS, HALF = 20, 8, 10
 MODEL: dict[str, Any] = {"num_layers": 2, "hidden_size": 40, "num_heads": 4, "num_kv_heads": 2}

@@ -18,8 +18,7 @@ from vorox.core.run_lookup import run_directories
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.decoder_spec import decoder_spec
 from vorox.training import disk_space
-from vorox.training.checkpoints.commit import write_state
-from vorox.training.checkpoints.store import step_directories
+from vorox.training.checkpoints.store import step_directories, write_state
 from vorox.training.disk_space import checkpoint_space
 from vorox.training.replay_chain import read_chain
 

@@ -9,10 +9,10 @@ import pytest
 
 from tiny_runs import configuration
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.json_lines import read_history
 from vorox.core.schema import RunConfig
 from vorox.run import train
 from vorox.training.export.checkpoint import export
-from vorox.training.step_history import read_history
 
 BOTH = [pytest.mark.torch, pytest.mark.jax]
 

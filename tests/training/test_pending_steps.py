@@ -48,7 +48,7 @@ class Steps:
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = Result(step + 1, StepValues(loss, grad_norm, finite, extra), self.fetched)
         self.progress = self.progress.advance(batch)
-        self._take(self.pending.submit(InFlightStep(self.progress, batch.digest(), result, 0.1, 0.0, 4)))
+        self._take(self.pending.submit(InFlightStep(self.progress, batch.digest(), result, 0.1, 0.0)))
 
     def drain(self) -> Progress:
         self._take(self.pending.drain())

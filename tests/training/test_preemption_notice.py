@@ -29,7 +29,7 @@ from vorox.training.preemption_notice import MeasuredTimes, PreemptionNotice
 from vorox.training.stop import StopRequest
 
 
-def opened(seconds: float | None, earlier: MeasuredTimes | None = None) -> tuple[PreemptionNotice, list[str]]:
+def opened(seconds: float, earlier: MeasuredTimes | None = None) -> tuple[PreemptionNotice, list[str]]:
     logged: list[str] = []
     log = RunLog(None, echo=lambda text, level: logged.append(f"{level}: {text}"))
     return PreemptionNotice(seconds, log, earlier or MeasuredTimes()), logged
@@ -53,7 +53,6 @@ def test_a_step_and_two_saves_must_fit() -> None:
 def test_what_an_earlier_attempt_measured_is_compared_at_the_start() -> None:
     assert len(opened(30.0, MeasuredTimes(1.0, 20.0))[1]) == 1
     assert not opened(50.0, MeasuredTimes(1.0, 20.0))[1]
-    assert not opened(None, MeasuredTimes(1.0, 20.0))[1]
     assert not opened(30.0, MeasuredTimes(100.0, None))[1], "no save is known yet"
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.log import RunLog
 from vorox.training.rank_statistics import RankStatistics, Straggler, StragglerDetector
 
@@ -57,20 +56,20 @@ def test_the_wait_for_the_slowest_rank_is_not_its_compute() -> None:
             return {}
 
     engine: Any = Engine()
-    mine = RankStatistics(DistributedContext(0, 2), engine, RunLog(None), lambda step: True)
+    mine = RankStatistics(engine, RunLog(None), lambda step: True)
     for step in (1, 2):
         assert "compute_seconds" not in mine.report(step), "the first step compiles, and is timed when it has ended"
-        with mine.computing():
-            engine.collective_time.seconds += 3600.0
+        mine.start_step()
+        engine.collective_time.seconds += 3600.0
+        mine.end_step()
     assert mine.report(3)["compute_seconds"] == 0.0
 
 
 def test_metrics_are_combined_by_their_reductions_and_a_straggler_is_logged() -> None:
     logged: list[str] = []
     log = RunLog(None, echo=lambda text, level: logged.append(f"{level}: {text}"))
-    main = RankStatistics(
-        DistributedContext(0, 2), None, log, lambda step: True, StragglerDetector(window_seconds=1.0, num_windows=1)
-    )  # type: ignore[arg-type]
+    detector = StragglerDetector(window_seconds=1.0, num_windows=1)
+    main = RankStatistics(None, log, lambda step: True, detector)  # type: ignore[arg-type]
     main.receive([{"host": "a", "waited_seconds": 9.0}, {"host": "b", "waited_seconds": 0.0}])
     assert not main.metrics, "the first step compiles"
     memory = [{"memory/host_bytes": 3.0, "memory/host_available_bytes": 7.0}]

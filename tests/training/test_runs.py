@@ -16,6 +16,7 @@ from tiny_runs import Killed, at_step, configuration, events, kill, result, run,
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
+from vorox.core.json_lines import read_history
 from vorox.core.run_context import recorded_config
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
@@ -23,7 +24,6 @@ from vorox.models.flops import flops_per_token
 from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.replay_chain import read_chain
-from vorox.training.step_history import read_history
 
 STEPS = 12
 

@@ -80,12 +80,21 @@ class AttemptRecord:
         number: Number of the attempt; the next free one is used if it is in the file already.
         start_step: Finished steps at its start.
         first_position: Data position at its start.
+        writes: Whether this rank writes the file; the others count in memory only.
 
     Raises:
         OSError: The file cannot be written.
     """
 
-    def __init__(self, run_directory: Path, number: int, start_step: int, first_position: int) -> None:
+    def __init__(
+        self, run_directory: Path, number: int, start_step: int, first_position: int, *, writes: bool = True
+    ) -> None:
+        self.number = number
+        self._mapped: mmap.mmap | None = None
+        self._view = memoryview(bytearray(_COUNTERS.size))
+        self._counters = self._view.cast("Q")
+        if not writes:
+            return
         path = RunLayout(run_directory).attempts
         before = read_attempts(run_directory)
         if path.exists() and path.stat().st_size > len(before) * _RECORD_BYTES:
@@ -107,11 +116,12 @@ class AttemptRecord:
     def record_saved(self, step: int) -> None:
         """Record that a checkpoint holds a step, and make the record durable."""
         self._counters[1] = step
-        self._mapped.flush()
+        if self._mapped is not None:
+            self._mapped.flush()
 
     def close(self) -> None:
         """Flush and close the file."""
-        if not self._mapped.closed:
+        if self._mapped is not None and not self._mapped.closed:
             self._mapped.flush()
             self._counters.release()
             self._view.release()

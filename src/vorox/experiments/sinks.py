@@ -1,10 +1,8 @@
-"""Metric sinks: ``metrics.jsonl``, TensorBoard event files, and user-defined sinks.
+"""Metric sinks: their interface, TensorBoard event files, and user-defined sinks.
 
 A sink receives the values of a step and may raise any exception; ``tracking.Tracker`` keeps it from the training. Sinks
-take part in no decision, and the run never reads them.
-
-``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
-``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps.
+take part in no decision, and the run never reads them. The sink that every run has, ``metrics.jsonl``, is in
+``tracking`` beside its reader; those that need a client have modules of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any, Protocol
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.extensions import load_function
 from vorox.core.installation import install_command
-from vorox.core.json_lines import LineFile, encode
 from vorox.core.run_layout import RunLayout
 
 
@@ -38,36 +35,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Flush and release resources. Called once."""
         ...
-
-
-class JsonLinesSink:
-    """Writes ``metrics.jsonl``. Lines that cannot be written are buffered and written with later ones."""
-
-    name = RunLayout.metrics.name
-
-    def __init__(self, run_directory: Path, *, attempt: int, resume_step: int) -> None:
-        self._file = LineFile(RunLayout(run_directory).metrics)
-        self._attempt = attempt
-        self._opening: dict[str, Any] | None = None
-        if attempt > 1 or resume_step > 0 or self._file.path.exists():
-            self._opening = {"attempt": attempt, "resume_step": resume_step}
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        error: OSError | None = None
-        if self._opening is not None:
-            error, self._opening = self._file.append(encode(self._opening)), None
-        record = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3), "values": values}
-        error = self._file.append(encode(record)) or error
-        if error is not None:
-            raise error
-
-    def flush(self) -> None:
-        error = self._file.flush(sync=True)
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        self.flush()
 
 
 class TensorBoardSink:

@@ -1,26 +1,31 @@
-"""Metric tracking: write metrics to all sinks, and read them back.
+"""Metric tracking: write metrics to ``metrics.jsonl`` and all other sinks, and read them back.
 
 ``observe`` collects values between logged steps; ``log`` writes one step: the collected values, reduced by the metric
 registry, and the given ones. Names must be registered. A failing sink is reported once and affects neither the training
-nor other sinks. ``read_metrics`` skips torn lines, and of several attempts at a step the latest counts.
+nor other sinks.
+
+``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
+``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps. ``read_metrics`` skips torn
+lines, and of several attempts at a step the latest counts.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.extensions import load_function
-from vorox.core.json_lines import as_number, read_lines
+from vorox.core.json_lines import LineFile, as_number, encode, read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.experiments.metrics import MetricFunctions, metric, reduce
 from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
-from vorox.experiments.sinks import JsonLinesSink, Sink, TensorBoardSink, open_custom_sink, require_tensorboard
+from vorox.experiments.sinks import Sink, TensorBoardSink, open_custom_sink, require_tensorboard
 from vorox.experiments.trackio_sink import TrackioSink, require_trackio
 from vorox.experiments.wandb_sink import WandbSink, require_wandb
 
@@ -161,6 +166,36 @@ def check_sinks(config: LogConfig) -> None:
     for number, path in enumerate(config.sinks):
         load_function(path, kind="sink", where=f"log.sinks.{number}")
     MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=RunLog(None))
+
+
+class JsonLinesSink:
+    """Writes ``metrics.jsonl``. Lines that cannot be written are buffered and written with later ones."""
+
+    name = RunLayout.metrics.name
+
+    def __init__(self, run_directory: Path, *, attempt: int, resume_step: int) -> None:
+        self._file = LineFile(RunLayout(run_directory).metrics)
+        self._attempt = attempt
+        self._opening: dict[str, Any] | None = None
+        if attempt > 1 or resume_step > 0 or self._file.path.exists():
+            self._opening = {"attempt": attempt, "resume_step": resume_step}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        error: OSError | None = None
+        if self._opening is not None:
+            error, self._opening = self._file.append(encode(self._opening)), None
+        record = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3), "values": values}
+        error = self._file.append(encode(record)) or error
+        if error is not None:
+            raise error
+
+    def flush(self) -> None:
+        error = self._file.flush(sync=True)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        self.flush()
 
 
 def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[int, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Throughput, MFU and time breakdown of a run.
+"""Throughput, MFU and time breakdown of a run, and what slows it down.
 
 In: the work of every step (tokens and FLOPs), the time that the loop waited for data, and pauses for checkpoints and
 validation. Out: a ``Reading`` per window and for the whole process. The clock starts at the end of the first step, so
@@ -11,7 +11,8 @@ compilation and warm-up are excluded.
     matmul_peak_fraction = FLOPs of the steps / training seconds / measured matmul peak
 
 FLOPs are summed over the steps of a window, because row lengths may differ between steps. A speed above what the
-hardware can do is never shown: ``check_possible`` refuses it, and a ``Reading`` omits it and states why.
+hardware can do is never shown: ``check_possible`` refuses it, and a ``Reading`` omits it and states why. ``slow_cause``
+names the setting to change if a run spends much of its time on anything but training.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vorox.core.errors import NumericalError
+from vorox.core.schema import RunConfig
 
 MATMUL_PEAK_TOLERANCE = 1.15
 """Accepted ratio of a speed to the measured matmul peak; clocks and load differ between two measurements."""
+_SLOW_FRACTION = 0.2
+"""Share of the time from which on a cause is named."""
+_SLOW_SECONDS = 5.0
+"""Shorter measurements name none."""
+_MAX_READER_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,3 +267,42 @@ def eta_seconds(reading: Reading, steps_left: int) -> float | None:
     """Return the remaining time at the speed of a reading, including checkpoints and validation."""
     total = sum(reading.seconds.values())
     return total / reading.num_steps * steps_left if reading.num_steps and total > 0 else None
+
+
+def slow_cause(seconds: Mapping[str, float], config: RunConfig) -> str | None:
+    """Return the largest loss of time and its remedy on one line; ``None`` if no loss is large.
+
+    Args:
+        seconds: Time by use since the last logged step (compute, data, save, eval).
+        config: The run.
+    """
+    total = sum(seconds.values())
+    losses = {use: spent / total for use, spent in seconds.items() if use != "compute"} if total else {}
+    use = max(losses, key=losses.__getitem__, default="")
+    if total < _SLOW_SECONDS or not use or losses[use] < _SLOW_FRACTION:
+        return None
+    remedy = {"data": _data_remedy, "save": _save_remedy, "eval": _eval_remedy}[use](config)
+    return f"{use} {losses[use]:.0%} of the time: {remedy}"
+
+
+def _data_remedy(config: RunConfig) -> str:
+    threads = config.data.loader.num_threads
+    if config.data.mode == "streaming" or config.data.growth.mode != "complete":
+        return "training waits for text to be built; add builders with `vorox data build`"
+    if threads >= _MAX_READER_THREADS:
+        return "move the caches to a faster disk (data.cache.directory)"
+    return f"raise data.loader.num_threads {threads} -> {max(1, 2 * threads)}"
+
+
+def _save_remedy(config: RunConfig) -> str:
+    save = config.checkpoint
+    if not save.asynchronous:
+        return "set checkpoint.asynchronous=true"
+    if save.every_steps:
+        return f"raise checkpoint.every_steps {save.every_steps:,} -> {4 * save.every_steps:,}"
+    return "raise checkpoint.every_seconds, or set run.directory to a faster disk"
+
+
+def _eval_remedy(config: RunConfig) -> str:
+    every = config.eval.every_steps
+    return f"raise eval.every_steps {every:,} -> {4 * every:,}" if every else "lower eval.num_sequences"

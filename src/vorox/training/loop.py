@@ -32,7 +32,8 @@ def train(session: Session, progress: Progress) -> Progress:
     while progress.step < schedule.total_steps and not stop.requested:
         if missing is not None:
             raise session.end_without_batch(progress, missing)
-        session.profiler.begin(progress.step + 1)
+        if session.profiler is not None:
+            session.profiler.begin(progress.step + 1)
         session.heartbeat.enter("data", progress.step + 1)
         try:
             with session.saving_on_failure(progress):
@@ -44,18 +45,16 @@ def train(session: Session, progress: Progress) -> Progress:
         session.heartbeat.compute(progress.step + 1, batch.tokens_ABT.shape)
         after = progress.advance(batch, engine.data_shard)
         exchange = session.sync.start(after, batch, session.batches if after.step < schedule.total_steps else None)
-        with session.statistics.computing():
-            result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
+        result = session.recomputation.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss)
         progress, decision = after, session.sync.finish(exchange)
         missing = decision.missing
-        session.provenance.started(progress)
+        session.provenance.attempt.record_started(progress.step)
         session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds + session.sync.waited_seconds)
-        step = InFlightStep(
-            progress, decision.batch_digest, result, lr, weight_decay, batch.row_tokens, batch, max_loss
-        )
+        step = InFlightStep(progress, decision.batch_digest, result, lr, weight_decay, batch, max_loss)
         session.heartbeat.enter("settle", progress.step)
         session.record(session.pending.submit(step))
-        session.profiler.end(progress.step)
+        if session.profiler is not None:
+            session.profiler.end(progress.step)
         if decision.save:
             progress = session.save(progress)
         if not stop.requested:

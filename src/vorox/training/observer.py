@@ -26,14 +26,13 @@ from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.host_memory import HostMemory
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
-from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds
+from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds, slow_cause
 from vorox.training.display import Display, StepView
 from vorox.training.evaluation.evaluate import Evaluation
 from vorox.training.evaluation.scheduled_tasks import TasksReport, log_report
 from vorox.training.pending_steps import SettledStep
 from vorox.training.preemption_notice import MeasuredTimes, PreemptionNotice
 from vorox.training.run_plan import dataset_size
-from vorox.training.slow_causes import slow_cause
 from vorox.training.startup import TrainingSetup
 from vorox.training.workload import Workload
 
@@ -54,7 +53,7 @@ class Observer:
         speed: Measures throughput.
 
     Attributes:
-        notice: Compares the notice before a preemption with the time of steps and saves.
+        notice: Compares the notice before a preemption, if there is one, with the time of steps and saves.
     """
 
     def __init__(self, setup: TrainingSetup, tracker: Tracker, display: Display, speed: SpeedMeter) -> None:
@@ -64,15 +63,17 @@ class Observer:
         mirrored = f", mirrored to {setup.mirror.uri}" if setup.mirror.uri else ""
         self._where = f"Run directory: {short_path(setup.run.directory)}{mirrored}"
         self._is_dpo = config.loss.name == "dpo"
-        self._horizon, self._every_steps = setup.state.horizon, config.log.every_steps
+        self._total_steps, self._total_tokens = setup.state.horizon.total_steps, setup.state.horizon.total_tokens
+        self._every_steps = config.log.every_steps
         num_rows = dataset_size(config, workload.corpus).rows * config.train.epoch_dataset_fraction
         self._rows_per_epoch, self._vocab_size = max(1, round(num_rows)), workload.spec.vocab_size
         self._queue_capacity = config.data.loader.prefetch_batches if config.data.loader.num_threads else 0
         device_kind = str(workload.engine.environment().get("device_kind", ""))
         planned = estimate_memory(workload.spec, config, device_kind)
-        notice_seconds = config.checkpoint.notice_seconds
-        earlier = MeasuredTimes() if notice_seconds is None else MeasuredTimes.of_run(setup.run.directory)
-        self.notice = PreemptionNotice(notice_seconds, workload.log, earlier, workload.distributed)
+        self.notice: PreemptionNotice | None = None
+        if (seconds := config.checkpoint.notice_seconds) is not None:
+            earlier = MeasuredTimes.of_run(setup.run.directory)
+            self.notice = PreemptionNotice(seconds, workload.log, earlier, workload.distributed)
         self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
 
     def started(self, progress: Progress, row_tokens: int, waited_seconds: float) -> None:
@@ -103,7 +104,7 @@ class Observer:
 
     def is_logged(self, step: int) -> bool:
         """Whether the metrics of a step are recorded: the first, the last, and every ``log.every_steps``."""
-        return is_logged_step(self._every_steps, self._horizon.total_steps, step)
+        return is_logged_step(self._every_steps, self._total_steps, step)
 
     def log(self, settled: SettledStep, status: Mapping[str, float]) -> None:
         """Record the metrics of a step and show it.
@@ -114,7 +115,8 @@ class Observer:
         """
         step, values = settled.step, settled.values
         reading, memory = self._speed.read(), self._memory.read()
-        self.notice.step(reading.step_seconds)
+        if self.notice is not None:
+            self.notice.step(reading.step_seconds)
         epoch = step.progress.cursor.position / self._rows_per_epoch
         numbers = {
             "loss": values.loss,
@@ -134,14 +136,14 @@ class Observer:
         self._display.step(self._view(settled, reading, epoch, {**memory, **status}))
 
     def _view(self, settled: SettledStep, reading: Reading, epoch: float, status: Mapping[str, float]) -> StepView:
-        step, total_steps = settled.step, self._horizon.total_steps
+        step, total_steps = settled.step, self._total_steps
         used = {"host": status.get("memory/host_bytes"), "device": status.get("memory/device_bytes")}
         return StepView(
             step=settled.number,
             total_steps=total_steps,
             loss=settled.values.loss,
             num_tokens=step.progress.num_tokens,
-            total_tokens=self._horizon.total_tokens,
+            total_tokens=self._total_tokens,
             learning_rate=step.lr,
             grad_norm=settled.values.grad_norm,
             epoch=epoch,
@@ -176,7 +178,8 @@ class Observer:
     def saved(self, path: Path, progress: Progress, seconds: float) -> None:
         """Report a committed checkpoint; from any thread."""
         self._tracker.observe({"checkpoint_write_seconds": seconds})
-        self.notice.saved(seconds)
+        if self.notice is not None:
+            self.notice.saved(seconds)
         text = f"Saved {path.name} in {seconds:.2f} s"
         self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain, seconds=seconds)
 

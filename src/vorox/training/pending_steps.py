@@ -27,7 +27,6 @@ class InFlightStep:
         result: Its numbers, to be fetched.
         lr: Learning rate.
         weight_decay: Weight decay.
-        row_tokens: Positions per row.
         batch: This rank's batch.
         max_loss: The largest loss whose update is applied; ``None``: no limit.
     """
@@ -37,7 +36,6 @@ class InFlightStep:
     result: StepResult
     lr: float
     weight_decay: float
-    row_tokens: int
     batch: Batch | None = None
     max_loss: float | None = None
 
@@ -116,7 +114,7 @@ class PendingSteps:
         chain: Records every step.
         max_nonfinite_steps: Consecutive non-finite steps that are skipped before the run stops.
         nonfinite_in_a_row: Consecutive non-finite steps at the end of the checkpoint.
-        spikes: Receives the losses.
+        spikes: Receives the losses; ``None`` without a limit (``train.spike_policy: off``).
     """
 
     def __init__(

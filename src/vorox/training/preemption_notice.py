@@ -56,7 +56,7 @@ class PreemptionNotice:
     """Compares the notice with what a stop takes: the rest of a step, and two saves, since one may have just started.
 
     Args:
-        notice_seconds: ``checkpoint.notice_seconds``; ``None``: nothing is compared.
+        notice_seconds: ``checkpoint.notice_seconds``; a run without it has no ``PreemptionNotice``.
         log: Receives the warnings.
         earlier: Times of earlier attempts.
         dist: The ranks that save together; default: one.
@@ -64,7 +64,7 @@ class PreemptionNotice:
 
     def __init__(
         self,
-        notice_seconds: float | None,
+        notice_seconds: float,
         log: RunLog,
         earlier: MeasuredTimes,
         dist: DistributedContext | None = None,
@@ -114,7 +114,7 @@ class PreemptionNotice:
 
     def stopped(self, stop: Stop) -> None:
         """Report the time from a signal to the end of its save."""
-        if self._notice_seconds is None or not stop.requested:
+        if not stop.requested:
             return
         seconds = time.monotonic() - stop.requested_at
         is_late = seconds > self._notice_seconds
@@ -123,7 +123,7 @@ class PreemptionNotice:
         self._log.event("stop_saved", text, level="warning" if is_late else "info", seconds=seconds)
 
     def _check(self) -> None:
-        if self._notice_seconds is None or self._save_seconds is None:
+        if self._save_seconds is None:
             return
         needed = self._step_seconds + 2 * self._save_seconds
         if needed <= max(self._notice_seconds, _GROWTH * self._reported_seconds):

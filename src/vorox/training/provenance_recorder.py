@@ -33,26 +33,16 @@ INTERVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceRecorder:
-    """Records attempts and skipped steps; only the main rank writes."""
+    """The record of this attempt, and the skipped steps in the metadata database; only the main rank writes."""
 
-    attempt: AttemptRecord | None
+    attempt: AttemptRecord
     run_id: str
     batch: int
     writer: MetadataWriter | None
 
-    def started(self, progress: Progress) -> None:
-        """Record a started step; ``progress`` includes it."""
-        if self.attempt is not None:
-            self.attempt.record_started(progress.step)
-
-    def saved(self, progress: Progress) -> None:
-        """Record a committed checkpoint."""
-        if self.attempt is not None:
-            self.attempt.record_saved(progress.step)
-
     def skipped(self, progress: Progress, kind: str, detail: str) -> None:
         """Record a step without an update."""
-        if self.writer is not None and self.attempt is not None:
+        if self.writer is not None:
             step, position = progress.step, progress.cursor.position
             place = {"run_id": self.run_id, "attempt": self.attempt.number, "kind": kind, "first_step": step}
             span = {"last_step": step, "first_position": position - self.batch, "end_position": position}
@@ -100,12 +90,10 @@ def open_provenance(
     """
     target = metadata_target(run.directory, config)
     projection = Projection(run.directory, plan, tuple(readers))
-    if not run.is_main:
-        yield ProvenanceRecorder(None, projection.run_id, plan.start.global_batch_sequences, None)
-        return
-    with AttemptRecord(run.directory, run.attempt, progress.step, progress.cursor.position) as attempt:
+    step, position = progress.step, progress.cursor.position
+    with AttemptRecord(run.directory, run.attempt, step, position, writes=run.is_main) as attempt:
         writer: MetadataWriter | None = None
-        if target is not None:
+        if target is not None and run.is_main:
             writer = MetadataWriter(
                 run.directory,
                 lambda: MetadataCache(target),

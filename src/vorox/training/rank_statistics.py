@@ -8,16 +8,14 @@ the report that decides on saves and stops.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.experiments.metrics import reduce
@@ -101,7 +99,6 @@ class RankStatistics:
     """Times and metrics of this rank, and on the main rank those of all.
 
     Args:
-        dist: This process's rank.
         engine: Whose steps are timed.
         log: Receives the warning.
         is_logged: Whether the metrics of a step are recorded.
@@ -113,16 +110,15 @@ class RankStatistics:
 
     def __init__(
         self,
-        dist: DistributedContext,
         engine: Engine,
         log: RunLog,
         is_logged: Callable[[int], bool],
         detector: StragglerDetector | None = None,
     ) -> None:
-        self._dist, self._engine, self._log, self._is_logged = dist, engine, log, is_logged
+        self._engine, self._log, self._is_logged = engine, log, is_logged
         self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
         self._memory, self._host = HostMemory(), platform.node()
-        self._compute_seconds = 0.0
+        self._started_at = self._collectives_before = self._compute_seconds = 0.0
         self._num_reports = 0
         self._hosts: list[str] = []
         self.metrics: dict[str, float] = {}
@@ -131,19 +127,20 @@ class RankStatistics:
     def of(cls, workload: Workload, total_steps: int) -> RankStatistics:
         """Return the statistics of this rank in a run."""
         is_logged = functools.partial(is_logged_step, workload.config.log.every_steps, total_steps)
-        return cls(workload.distributed, workload.engine, workload.log, is_logged)
+        return cls(workload.engine, workload.log, is_logged)
 
-    @contextlib.contextmanager
-    def computing(self) -> Generator[None]:
-        """Time the host's part of a step, without its collectives."""
-        if self._dist.world_size == 1:
-            yield
-            return
+    def start_step(self) -> None:
+        """Start to time the host's part of a step."""
+        self._started_at, self._collectives_before = time.perf_counter(), self._collective_seconds()
+
+    def end_step(self) -> None:
+        """End the time of the step, without its collectives."""
+        collectives = self._collective_seconds() - self._collectives_before
+        self._compute_seconds = max(0.0, time.perf_counter() - self._started_at - collectives)
+
+    def _collective_seconds(self) -> float:
         waits = getattr(self._engine, "collective_time", None)
-        started, before = time.perf_counter(), 0.0 if waits is None else waits.seconds
-        yield
-        collectives = 0.0 if waits is None else waits.seconds - before
-        self._compute_seconds = max(0.0, time.perf_counter() - started - collectives)
+        return 0.0 if waits is None else waits.seconds
 
     def report(self, step: int) -> dict[str, Any]:
         """Return this rank's part of the exchange during a step, as plain JSON.

@@ -15,7 +15,7 @@ from vorox.core.batch import Progress
 from vorox.core.engine import validated_weights
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoints.commit import write_shards, write_state
+from vorox.training.checkpoints.store import write_shards, write_state
 from vorox.training.loss_spikes import SKIP_STEP
 from vorox.training.session import Session
 

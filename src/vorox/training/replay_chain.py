@@ -22,8 +22,8 @@ from vorox.core.batch import Progress
 from vorox.core.disk_errors import disk_error
 from vorox.core.engine import StepValues
 from vorox.core.errors import CheckpointError, DataError
+from vorox.core.json_lines import StepHistory, read_history
 from vorox.core.run_layout import RunLayout
-from vorox.training.step_history import StepHistory, read_history
 
 _NOT_A_NUMBER = "7ff8000000000000"
 _HEX = re.compile("[0-9a-f]+")

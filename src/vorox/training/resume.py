@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.batch import DataCursor, Progress
+from vorox.core.config import config_digest
 from vorox.core.config.synonyms import current_value
 from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError
@@ -21,6 +22,7 @@ from vorox.core.run_context import RunContext
 from vorox.core.run_layout import RunLayout
 from vorox.data.plan import DataPlan
 from vorox.models.stored_spec import spec_differences
+from vorox.training import user_functions
 from vorox.training.checkpoints.init_from import init_from_weights
 from vorox.training.checkpoints.store import (
     Checkpoint,
@@ -32,10 +34,11 @@ from vorox.training.checkpoints.store import (
     step_directories,
     verify,
 )
-from vorox.training.dpo_reference import check_reference
+from vorox.training.dpo_reference import check_reference, describe_reference
 from vorox.training.loss_spikes import Rollback
 from vorox.training.replay_chain import check_chain
-from vorox.training.teacher import check_teacher
+from vorox.training.resume_settings import settings_for_manifest
+from vorox.training.teacher import check_teacher, describe_teacher
 from vorox.training.workload import Workload
 
 
@@ -168,6 +171,21 @@ def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> Non
             where=str(checkpoint.path),
             hint="its files were changed after the save; use another checkpoint",
         )
+
+
+def manifest_metadata(workload: Workload) -> dict[str, Any]:
+    """Return the metadata that the manifest of every checkpoint records, and that a resume compares."""
+    return {
+        "backend": workload.config.backend,
+        "spec": workload.spec.to_json(),
+        "config_digest": config_digest(workload.config),
+        "settings": settings_for_manifest(workload.config),
+        "tokenizer": workload.corpus.tokenizer.fingerprint,
+        "environment": environment(workload.engine),
+        **describe_reference(workload.config, workload.engine),
+        **describe_teacher(workload.engine),
+        user_functions.MANIFEST_KEY: user_functions.identities(workload.config),
+    }
 
 
 def environment(engine: Engine) -> dict[str, str | int | bool]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vorox.core.batch import Progress
-from vorox.core.config import config_digest, flat_values
+from vorox.core.config import flat_values
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
@@ -30,12 +30,11 @@ from vorox.experiments.tracking import Tracker
 from vorox.experiments.webhook import end_notice, posting_events
 from vorox.models.huggingface_config import huggingface_files, image_processor_files
 from vorox.runtime.heartbeat import Heartbeat
-from vorox.training import resume, resume_settings, user_functions
+from vorox.training import resume, user_functions
 from vorox.training.checkpoints.writer import CheckpointWriter, SavedCheckpoint
 from vorox.training.dataloading import training_batches, validation_set, validation_sets_by_source
 from vorox.training.disk_space import check_disk_space
 from vorox.training.display import Display
-from vorox.training.dpo_reference import describe_reference
 from vorox.training.evaluation.evaluate import Evaluations
 from vorox.training.evaluation.sampling import PromptSampler
 from vorox.training.evaluation.scheduled_tasks import ScheduledTasks
@@ -53,7 +52,6 @@ from vorox.training.startup import TrainingSetup, plan_reporter
 from vorox.training.step_profiler import StepProfiler
 from vorox.training.step_sync import MissingBatch, NextBatch, StepSync
 from vorox.training.stop import StopRequest
-from vorox.training.teacher import describe_teacher
 from vorox.training.workload import Workload
 
 DETERMINISM = {
@@ -85,7 +83,7 @@ class Session:
     spikes: LossSpikes
     recomputation: StepRecomputation
     heartbeat: Heartbeat
-    profiler: StepProfiler
+    profiler: StepProfiler | None
     statistics: RankStatistics
 
     def record(self, settled: SettledStep | None) -> None:
@@ -103,7 +101,8 @@ class Session:
             self.provenance.skipped(settled.step.progress, "nonfinite_step", settled.skipped)
         if settled.is_spike or settled.is_planned_skip:
             self.provenance.skipped(settled.step.progress, "loss_spike", settled.skipped)
-        self._plan_skip(settled)
+        if settled.is_spike or self.setup.plan.state.skips:
+            self._plan_skip(settled)
         if self.observer.is_logged(settled.number):
             self.observer.log(settled, self._status())
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
@@ -130,14 +129,15 @@ class Session:
 
     def _status(self) -> dict[str, float]:
         """Return the current metrics of loader, device, checkpoints and mirror."""
-        streams, age = self.setup.workload.corpus.streams, self.checkpoints.seconds_since_save()
+        streams, uploader = self.setup.workload.corpus.streams, self.setup.mirror.uploader
+        age = self.checkpoints.seconds_since_save()
         return {
             "queue_depth": float(self.batches.queue_depth),
             **({} if age is None else {"seconds_since_save": age}),
             **self.engine.device_stats(),
             **self.statistics.metrics,
             **({} if streams is None else streams.metrics()),
-            **self.setup.mirror.metrics(),
+            **({} if uploader is None else uploader.metrics()),
         }
 
     def settle(self, progress: Progress) -> Progress:
@@ -159,10 +159,11 @@ class Session:
 
     def _publish(self, saved: SavedCheckpoint) -> None:
         """Pass a committed checkpoint to mirror, metadata and observer, in the thread that wrote it."""
-        self.setup.mirror.enqueue(saved.path)
-        for path in saved.removed:
-            self.setup.mirror.discard(path)
-        self.provenance.saved(saved.progress)
+        if self.setup.mirror.uploader is not None:
+            self.setup.mirror.uploader.enqueue(saved.path)
+            for path in saved.removed:
+                self.setup.mirror.uploader.discard(path)
+        self.provenance.attempt.record_saved(saved.progress.step)
         self.observer.saved(saved.path, saved.progress, saved.seconds)
 
     def wait_for_save(self) -> None:
@@ -175,11 +176,13 @@ class Session:
         """Save the current state, unless a signal leaves no time; return the error that names the newest checkpoint."""
         progress = self.settle(progress)
         self.wait_for_save()  # the state in flight is the first to be safe
-        skipped = self.observer.notice.skip_save(self.sync.stop, self.checkpoints, progress)
+        notice = self.observer.notice
+        skipped = "" if notice is None else notice.skip_save(self.sync.stop, self.checkpoints, progress)
         if not skipped:
             self.save(progress, is_last=True)
             self.wait_for_save()
-            self.observer.notice.stopped(self.sync.stop)
+            if notice is not None:
+                notice.stopped(self.sync.stop)
         signal, because = self.sync.stop.requested, "".join(f": {why}" for why in (reason, skipped) if why)
         stopped = f"{signal}: stopped" if signal else "Stopped"
         what = f"{stopped} after step {progress.step:,} of {self.schedule.total_steps:,}{because}"
@@ -253,9 +256,8 @@ def open_session(
     progress, total_steps, is_main = state.progress, state.horizon.total_steps, workload.distributed.is_main
     if is_main:
         check_disk_space(run.directory, config, workload.spec, total_steps, progress.step)
-    validation = validation_set(config, corpus)
     evaluations = Evaluations(
-        run.directory, config.eval, total_steps, progress, batches=validation,
+        run.directory, config.eval, total_steps, progress, batches=validation_set(config, corpus),
         token_byte_lengths=corpus.tokenizer.token_byte_lengths() if corpus.tokenizer.lossless else None,
         by_source=validation_sets_by_source(config, corpus), writes=is_main,
         custom=user_functions.open_evaluations(engine, corpus.tokenizer, config, workload.spec, log),
@@ -286,12 +288,13 @@ def open_session(
         chain, spikes = ReplayChain(run.directory, progress, writes=is_main), _loss_spikes(setup)
         pending = PendingSteps(
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row,
-            spikes=spikes,
+            spikes=spikes if spikes.is_active else None,
         )  # fmt: skip
         statistics = RankStatistics.of(workload, total_steps)
         sync = StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch, statistics)
         profiler = _step_profiler(setup, heartbeat, lambda: bool(sync.stop.requested))
         alone = engine if workload.distributed.world_size == 1 else None
+        profiling = contextlib.nullcontext() if profiler is None else contextlib.closing(profiler)
         session = Session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),
@@ -301,7 +304,7 @@ def open_session(
             spikes, recomputation, heartbeat, profiler, statistics,
         )  # fmt: skip
         try:
-            with translate_machine_errors(run.directory), checkpoints, contextlib.closing(profiler), sync:
+            with translate_machine_errors(run.directory), checkpoints, profiling, sync:
                 yield session
         except Exception as error:
             set_saved(error, checkpoints.safe())
@@ -318,14 +321,16 @@ def _heartbeat(setup: TrainingSetup) -> Heartbeat:
     )  # fmt: skip
 
 
-def _step_profiler(setup: TrainingSetup, heartbeat: Heartbeat, is_stopping: Callable[[], bool]) -> StepProfiler:
-    """Return the profiler, which follows the phases of the heartbeat."""
+def _step_profiler(setup: TrainingSetup, heartbeat: Heartbeat, is_stopping: Callable[[], bool]) -> StepProfiler | None:
+    """Return the profiler, which follows the phases of the heartbeat; ``None`` without steps to profile."""
     workload, total_steps = setup.workload, setup.state.horizon.total_steps
     steps, log = workload.config.runtime.profile_steps, workload.log
     if any(step > total_steps for step in steps):
         text = f"Profiler: steps after the last one, {total_steps:,}, are ignored"
         log.event("profile_steps", text, level="warning")
     scheduled = [step for step in steps if step <= total_steps]
+    if not scheduled:
+        return None
     profiler = StepProfiler(setup.run.directory, scheduled, workload.engine, workload.distributed, log, is_stopping)
     heartbeat.listen = profiler.enter
     return profiler
@@ -366,7 +371,7 @@ def _checkpoint_writer(setup: TrainingSetup, evaluations: Evaluations) -> Checkp
     workload, run, step = setup.workload, setup.run, setup.state.progress.step
     tokenizer = workload.corpus.tokenizer
     return CheckpointWriter(
-        run.directory, workload.config.checkpoint, setup.state.horizon, describe=_description(workload),
+        run.directory, workload.config.checkpoint, setup.state.horizon, describe=resume.manifest_metadata(workload),
         companions={
             **huggingface_files(workload.spec, end_of_text_id=tokenizer.end_of_text_id),
             **image_processor_files(workload.config.model),
@@ -376,18 +381,3 @@ def _checkpoint_writer(setup: TrainingSetup, evaluations: Evaluations) -> Checkp
         saved_step=step if run.layout.checkpoint(step).exists() else None,
         log=workload.log, distributed=workload.distributed,
     )  # fmt: skip
-
-
-def _description(workload: Workload) -> dict[str, Any]:
-    """Return the metadata that every checkpoint's manifest records."""
-    return {
-        "backend": workload.config.backend,
-        "spec": workload.spec.to_json(),
-        "config_digest": config_digest(workload.config),
-        "settings": resume_settings.settings_for_manifest(workload.config),
-        "tokenizer": workload.corpus.tokenizer.fingerprint,
-        "environment": resume.environment(workload.engine),
-        **describe_reference(workload.config, workload.engine),
-        **describe_teacher(workload.engine),
-        user_functions.MANIFEST_KEY: user_functions.identities(workload.config),
-    }

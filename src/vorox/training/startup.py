@@ -33,15 +33,18 @@ from vorox.data.corpus import Corpus
 from vorox.data.loader import first_cursor
 from vorox.data.plan import DataPlan
 from vorox.data.plan_events import PlanEvent, RollbackEvent
-from vorox.training import resume, resume_settings, run_plan
+from vorox.experiments.tracking import check_sinks
+from vorox.training import resume, resume_settings, run_plan, user_functions
 from vorox.training.checkpoints.init_from import init_from_weights
 from vorox.training.checkpoints.store import Checkpoint, RunState, step_directories
 from vorox.training.checkpoints.weights_source import check_tokenizer
+from vorox.training.evaluation.sampling import PromptSampler
 from vorox.training.loss_spikes import Rollback
 from vorox.training.mirror import Mirror
+from vorox.training.provenance_recorder import metadata_target
+from vorox.training.recomputation import check_recomputation
 from vorox.training.replay_chain import examine_chain, void_later_steps
-from vorox.training.schedule import Horizon, horizon
-from vorox.training.session_checks import check_session
+from vorox.training.schedule import Horizon, Schedule, horizon
 from vorox.training.workload import Workload
 
 _CHECKPOINT, _STATE = "checkpoint", "state"
@@ -120,7 +123,7 @@ def initialize_or_resume(
         events.append(_rollback_event(rollback, found, config, log))
     if state is None:
         _initialize_weights(workload, run)
-    check_session(workload, directory, length)
+    _check_parts(workload, directory, length)
     run.begin()
     if state is not None:
         log.event("resumed", f"Resuming from step {state.progress.step:,}", step=state.progress.step)
@@ -258,6 +261,22 @@ def _initialize_weights(workload: Workload, run: RunContext) -> None:
     if source is not None:
         run.note(**source)
         workload.log.event("started_from", f"Loaded initial weights from {source['from_weights']}", **source)
+
+
+def _check_parts(workload: Workload, run_directory: Path, length: Horizon) -> None:
+    """Check what ``session.open_session`` would refuse, before anything of the run changes.
+
+    Raises:
+        ConfigError: A package or a user function is missing, or a setting cannot be used with this engine or text.
+    """
+    config, engine, tokenizer, spec = workload.config, workload.engine, workload.corpus.tokenizer, workload.spec
+    user_functions.identities(config)
+    user_functions.open_evaluations(engine, tokenizer, config, spec, workload.log)
+    PromptSampler(config, tokenizer, spec)
+    Schedule.from_config(config.schedule, config.optimizer, length)
+    check_recomputation(config.runtime, engine)
+    check_sinks(config.log)
+    metadata_target(run_directory, config.log)
 
 
 def _record_attempt(workload: Workload, run: RunContext, length: Horizon) -> None:

@@ -187,6 +187,7 @@ class StepSync:
                 **rows_of(batch, self._shard),
             }  # fmt: skip
             exchange.decision = self._thread.submit(self._agree, exchange, report)
+            self._statistics.start_step()
         return exchange
 
     def finish(self, exchange: Exchange) -> StepDecision:
@@ -201,6 +202,7 @@ class StepSync:
             self._running = None
             return StepDecision(exchange.batch.digest(), self._due(progress))
         exchange.end_step()
+        self._statistics.end_step()
         heartbeat = self._next_batch.heartbeat
         heartbeat.enter("data", progress.step + 1)
         exchange.is_batch_known.wait()

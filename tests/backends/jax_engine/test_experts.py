@@ -15,7 +15,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.jax
 

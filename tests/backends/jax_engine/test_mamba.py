@@ -18,7 +18,7 @@ from small_configurations import HYBRID, PATTERNS, POSITIONS, batch_of, random_r
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.jax
 ALL = [

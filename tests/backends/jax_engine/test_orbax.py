@@ -26,7 +26,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import MANIFEST_NAME, StagedDirectory, verify_directory
 from vorox.models.engine_state import read_weights
 from vorox.models.orbax_arrays import FOLDER, OrbaxArrays
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.jax
 
@@ -176,7 +176,7 @@ from pathlib import Path
 
 from backends.jax_engine.test_orbax import DIVISIBLE, ORBAX, on
 from vorox.core.staged_directory import StagedDirectory
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 engine = on({}, DIVISIBLE["gpt2"], **ORBAX)
 snapshot = engine.snapshot(detached=True)

@@ -17,7 +17,7 @@ from vorox.core.errors import CheckpointError
 from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.models.huggingface_families import huggingface_family
 from vorox.models.optimizer_groups import DECAYED
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.torch
 SETTINGS: dict[str, dict[str, Any]] = {

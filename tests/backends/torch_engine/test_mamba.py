@@ -33,7 +33,7 @@ from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.flops import flops_per_token
 from vorox.models.memory_estimate import training_memory
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.training.checkpoints.commit import write_state
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.torch
 

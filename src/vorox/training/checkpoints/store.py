@@ -1,11 +1,15 @@
-"""Checkpoints on disk: read, verify, choose and quarantine them.
+"""Checkpoints on disk: commit, read, verify, choose and quarantine them.
 
 ``checkpoints/step-00001000`` holds the engine's files, ``state.json`` (progress, horizon) and, where transformers knows
-the architecture, the files of a Hugging Face model. ``writer.py`` commits it atomically, with a hash of every
-byte. The latest checkpoint is the one of the highest step that verifies; neither clocks nor pointer files decide. A
-corrupt checkpoint is renamed, never deleted, and the next older one is used, with a warning. An I/O error is no
-evidence of corruption: it ends the command, and nothing is renamed. A checkpoint may be a symbolic link; it is read,
-but nothing behind the link is written or removed.
+the architecture, the files of a Hugging Face model, all with a hash of every byte. The latest checkpoint is the one of
+the highest step that verifies; neither clocks nor pointer files decide. A corrupt checkpoint is renamed, never deleted,
+and the next older one is used, with a warning. An I/O error is no evidence of corruption: it ends the command, and
+nothing is renamed. A checkpoint may be a symbolic link; it is read, but nothing behind the link is written or removed.
+
+A checkpoint is committed as one directory, complete or absent: every rank writes its shards (``write_shards``), and
+rank 0 commits them (``commit_checkpoint``) only after every rank has written, hashed and fsynced its files. The ranks
+exchange names and hashes through the host-side store, so a background thread can write while the devices train. A
+single process takes the same steps without waiting.
 """
 
 from __future__ import annotations
@@ -15,23 +19,28 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vorox.core import atomic, staged_directory
 from vorox.core.batch import Progress
+from vorox.core.distributed_context import DistributedContext
+from vorox.core.engine import EngineSnapshot, PartReport
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
+from vorox.core.json_lines import read_history
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links, run_argument
 from vorox.core.schema import CheckpointConfig
+from vorox.core.staged_directory import FileEntry, StagedDirectory, StagedPart
 from vorox.training.schedule import Horizon
-from vorox.training.step_history import read_history
 
 STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
 REASON_NAME = "REASON.txt"
+_STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
+"""Topics of the background threads of several ranks."""
 
 
 class Checkpoint(NamedTuple):
@@ -71,6 +80,65 @@ class RunState:
             "horizon": self.horizon.to_json(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
         }
+
+
+def commit_checkpoint(
+    path: Path,
+    snapshot: EngineSnapshot,
+    files: Mapping[str, bytes],
+    metadata: Mapping[str, Any],
+    distributed: DistributedContext,
+) -> None:
+    """Write a checkpoint on rank 0, which appears complete or not at all; the other ranks call ``write_shards``.
+
+    Args:
+        path: Its directory.
+        snapshot: The state of the engine.
+        files: The other files, by name.
+        metadata: For its manifest, which also gets the fingerprint of the state.
+        distributed: The ranks.
+
+    Raises:
+        CheckpointError: As ``write_state``.
+        OSError: A file cannot be written.
+    """
+    with StagedDirectory(path) as directory:
+        fingerprint = write_state(snapshot, directory, distributed)
+        for name, data in files.items():
+            directory.write(name, data)
+        directory.commit({**metadata, "fingerprint": fingerprint})
+
+
+def write_state(
+    snapshot: EngineSnapshot, directory: StagedDirectory, distributed: DistributedContext | None = None
+) -> str:
+    """Write a snapshot on rank 0, with the shards of all ranks; the caller commits the directory.
+
+    Returns:
+        The fingerprint of the whole state.
+
+    Raises:
+        CheckpointError: A file of another rank does not exist here, or arrays are incomplete.
+    """
+    context = distributed or DistributedContext()
+    context.broadcast(_STAGED, str(directory.path))
+    reports: list[dict[str, Any]] = []
+    context.agree(_WRITTEN, {"files": {}, "part": snapshot.write_part(directory)}, reports.extend)
+    parts: list[PartReport] = []
+    for report in reports:
+        for name, entry in report["files"].items():
+            directory.add(name, FileEntry(**entry))
+        parts.append(report["part"])
+    snapshot.write_metadata(directory, parts)
+    return snapshot.fingerprint(parts)
+
+
+def write_shards(snapshot: EngineSnapshot, distributed: DistributedContext) -> None:
+    """Write the shards of another rank into the directory of rank 0, and wait until all ranks have written theirs."""
+    part = StagedPart(Path(distributed.broadcast(_STAGED)))
+    report = snapshot.write_part(part)
+    files = {name: asdict(entry) for name, entry in part.entries.items()}
+    distributed.agree(_WRITTEN, {"files": files, "part": report}, lambda _: None)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The checkpoints of one running process: when to save, writing in the background, which ones to keep.
 
 The loop waits while the engine copies its state (``Engine.snapshot``). A background thread then writes, hashes and
-commits it (``commit.py``), verifies it and applies retention. With ``checkpoint.asynchronous`` off, the
+commits it (``store.commit_checkpoint``), verifies it and applies retention. With ``checkpoint.asynchronous`` off, the
 loop waits for that too, and nothing is copied.
 
 Invariants: everything in a checkpoint (steps, chain, validation losses) is of one job, and durable before the
@@ -33,15 +33,16 @@ from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import run_argument
 from vorox.core.schema import CheckpointConfig
-from vorox.training.checkpoints.commit import commit_checkpoint, write_shards
 from vorox.training.checkpoints.store import (
     STATE_NAME,
     RunState,
+    commit_checkpoint,
     quarantine,
     read_state,
     step_directories,
     steps_to_keep,
     verify,
+    write_shards,
 )
 from vorox.training.pending_steps import PendingSteps
 from vorox.training.schedule import Horizon

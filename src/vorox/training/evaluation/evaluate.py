@@ -21,9 +21,9 @@ import numpy.typing as npt
 from vorox.core.batch import IGNORED_LABEL, Batch, Progress
 from vorox.core.engine import Engine, EvalValues
 from vorox.core.errors import DataError
+from vorox.core.json_lines import StepHistory, read_history
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
-from vorox.training.step_history import StepHistory, read_history
 from vorox.training.stop import Stop
 
 

@@ -18,6 +18,7 @@ from vorox.core import atomic, staged_directory
 from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
+from vorox.core.json_lines import last_record
 from vorox.core.log import Echo
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.core.run_lookup import is_run, refuse_links
@@ -31,7 +32,6 @@ from vorox.training.mirror.contents import (
     read_object,
     read_snapshot,
 )
-from vorox.training.step_history import last_record
 
 _PIECE_BYTES = 8 << 20
 

@@ -52,6 +52,7 @@ class Mirror:
     Attributes:
         resume_from: Where to open the run from, after a restore.
         uri: Where the copy is; empty without one.
+        uploader: Uploads committed checkpoints while ``uploading`` is open; ``None`` without a mirror.
     """
 
     resume_from: ResumeFrom
@@ -59,20 +60,7 @@ class Mirror:
     uri: str = ""
     _ownership: Ownership | None = None
     _found: Contents | None = None
-    _uploader: Uploader | None = None
-
-    def enqueue(self, path: Path) -> None:
-        """Enqueue a committed checkpoint for upload; constant time, from any thread."""
-        if self._uploader is not None:
-            self._uploader.enqueue(path)
-
-    def discard(self, path: Path) -> None:
-        """Drop a removed checkpoint from the queue; constant time, from any thread."""
-        if self._uploader is not None:
-            self._uploader.discard(path)
-
-    def metrics(self) -> dict[str, float]:
-        return {} if self._uploader is None else self._uploader.metrics()
+    uploader: Uploader | None = None
 
     @contextlib.contextmanager
     def uploading(
@@ -96,18 +84,18 @@ class Mirror:
             yield
             return
         checkpoint = self._config.checkpoint
-        self._uploader = Uploader(
+        self.uploader = Uploader(
             self.uri, directory, self._ownership, self._found, base_step=step, log=log,
             keep=lambda steps: steps_to_keep(steps, checkpoint, losses),
         )  # fmt: skip
-        self._enqueue_current(self._uploader, directory, step)
+        self._enqueue_current(self.uploader, directory, step)
         try:
             yield
         except VoroxError as error:
-            status = self._uploader.wait(self._seconds_to_wait(stop))
+            status = self.uploader.wait(self._seconds_to_wait(stop))
             error.saved = f"{error.saved}; {status}" if error.saved else status
             raise
-        status = self._uploader.wait(self._seconds_to_wait(stop))
+        status = self.uploader.wait(self._seconds_to_wait(stop))
         log.event("mirror_settled", status[0].upper() + status[1:], level="warning" if "NOT" in status else "info")
 
     def _seconds_to_wait(self, stop: Stop) -> float:
@@ -122,8 +110,8 @@ class Mirror:
             uploader.enqueue(path)
 
     def close(self) -> None:
-        if self._uploader is not None:
-            self._uploader.close(CLOSE_SECONDS)
+        if self.uploader is not None:
+            self.uploader.close(CLOSE_SECONDS)
         if self._ownership is not None:
             self._ownership.release(CLOSE_SECONDS)
 

@@ -8,7 +8,7 @@ import pytest
 
 from small_configurations import configuration
 from vorox.core.config.schema_fields import leaf_keys
-from vorox.training.slow_causes import slow_cause
+from vorox.runtime.throughput import slow_cause
 
 
 def cause(data: float = 0.0, save: float = 0.0, evaluation: float = 0.0, **settings: Any) -> str | None:

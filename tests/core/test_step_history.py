@@ -12,7 +12,7 @@ import pytest
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import DataError
-from vorox.training.step_history import BUFFERED_LINES, StepHistory, last_record, read_history
+from vorox.core.json_lines import BUFFERED_LINES, StepHistory, last_record, read_history
 
 
 def write(path: Path, resume_step: int, steps: range, note: str) -> None:
