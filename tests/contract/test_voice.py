@@ -71,6 +71,10 @@ PHRASES = (
     r"\bwritten down\b|\bnoted down\b",
     r"\bleft (?:over|behind)\b",
     r"\bfrom then on\b|\bfrom here on\b|\bfrom now on\b",
+    r"\b(?:is|are) (?:therefore )?(?:that|those) of\b",
+    r"\b(?:models?|architectures?) of transformers\b",
+    r"\bno case\b|\btold apart\b|\bis begun\b",
+    r"\bgo(?:es)? on\b",
     r"\bin vain\b|\bfor good\b|\bat once\b",
 )
 RULED_OUT = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.IGNORECASE)
