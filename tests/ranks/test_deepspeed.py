@@ -92,13 +92,49 @@ print(12 * spec.num_parameters, copied[zero_parameters], copied[checkpoint])
 """
 
 
-def test_the_copy_for_a_checkpoint_is_made_once_and_by_host_copy() -> None:
-    """Parameters and two moments; ``host_copy`` has its own test that the system gets the memory back."""
+ENVIRONMENT = """
+import gc
+import os
+import numpy as np
+from conformance.engines import POSITIONS, VOCAB, batch, torch_config
+from vorox import backends
+from vorox.core.distributed_context import DistributedContext
+from vorox.models.decoder_spec import decoder_spec
+
+before = dict(os.environ)
+config = torch_config(parallel={"kind": "deepspeed", "zero_stage": 3})
+spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+tokens = np.zeros((8, POSITIONS + 1), np.int32)
+create = backends.load("torch").create
+first, second = (create(config, spec, DistributedContext()) for _ in range(2))
+first.train_step(batch(tokens), lr=0.01, weight_decay=0.1).fetch()
+del first
+gc.collect()
+assert second.train_step(batch(tokens), lr=0.01, weight_decay=0.1).fetch().finite  # DeepSpeed reads LOCAL_RANK
+del second
+gc.collect()
+names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR")
+print([name for name in names if before.get(name) != os.environ.get(name)])
+"""
+
+
+def python(program: str) -> str:
+    """The last line that a program says, in a process of its own that no launcher started."""
+    given = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-c", COPIES], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
-        timeout=PATIENCE_SECONDS,
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        timeout=PATIENCE_SECONDS, env=given,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    state, by_zero, again = map(int, done.stdout.split()[-3:])
+    return done.stdout.splitlines()[-1]
+
+
+def test_an_engine_that_is_freed_leaves_the_environment_as_it_was() -> None:
+    assert python(ENVIRONMENT) == "[]"
+
+
+def test_the_copy_for_a_checkpoint_is_made_once_and_by_host_copy() -> None:
+    """Parameters and two moments; ``host_copy`` has its own test that the system gets the memory back."""
+    state, by_zero, again = map(int, python(COPIES).split())
     assert by_zero == state
     assert again == 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from vorox.backends.torch_engine.host_copy import host_copy
 from vorox.backends.torch_engine.parallel.deepspeed_config import deepspeed_config, has_output
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parameters import Buffers
+from vorox.core.distributed_context import LOCAL_RANK, LOCAL_WORLD_SIZE
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
 from vorox.core.schema import RunConfig
@@ -52,7 +54,8 @@ class ZeroParameters(ShardedParameters):
         self._deepspeed = _load(device)
         logging.getLogger("DeepSpeed").setLevel(logging.INFO if has_output(self.zero_config) else logging.WARNING)
         self.gradient_divisor = ranks.world_size
-        _connect(device)
+        _VARIABLES.set_for(self, device)
+        _connect()
         for one in self._sharded:
             self.modules[one.name] = self._new_parameter(self.modules[one.name].shape, dtype)
         self.engine: Any = None
@@ -205,6 +208,7 @@ def _load(device: torch.device) -> Any:
     Raises:
         ConfigError: It is not installed.
     """
+    before = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed
@@ -213,6 +217,8 @@ def _load(device: torch.device) -> Any:
         raise ConfigError(
             f"DeepSpeed cannot be imported: {error}", where="parallel.kind", hint=install_command("deepspeed")
         ) from error
+    finally:
+        _restore("DS_ACCELERATOR", before)
     if device.type == "cpu":
         # A kernel that only inference uses, which DeepSpeed would compile for a minute at the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -221,12 +227,43 @@ def _load(device: torch.device) -> Any:
     return deepspeed
 
 
-def _connect(device: torch.device) -> None:
-    """Create the process group of a run of one process and the variables of torchrun, which DeepSpeed needs."""
-    if device.type == "cuda":
-        os.environ["LOCAL_RANK"] = str(device.index)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+class _LocalVariables:
+    """The variables of torchrun that DeepSpeed reads in every step: set as long as an object exists that needs them."""
+
+    def __init__(self) -> None:
+        self._num_users, self._before = 0, dict[str, str | None]()
+
+    def set_for(self, user: object, device: torch.device) -> None:
+        """Set the variables until the last user has been freed. On a CPU, those of a launcher stay."""
+        if not self._num_users:
+            self._before = {name: os.environ.get(name) for name in (LOCAL_RANK, LOCAL_WORLD_SIZE)}
+            if device.type == "cuda":
+                os.environ[LOCAL_RANK] = str(device.index)
+            os.environ.setdefault(LOCAL_RANK, "0")
+            os.environ.setdefault(LOCAL_WORLD_SIZE, "1")
+        self._num_users += 1
+        weakref.finalize(user, self._release)
+
+    def _release(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
+            for name, value in self._before.items():
+                _restore(name, value)
+
+
+_VARIABLES = _LocalVariables()
+
+
+def _restore(name: str, value: str | None) -> None:
+    """Set an environment variable to an earlier value; ``None``: it was not set."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _connect() -> None:
+    """Create the process group of a run of one process."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=cast("Any", dist).HashStore(), rank=0, world_size=1)
