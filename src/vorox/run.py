@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from vorox import backends
 from vorox.core.batch import Progress
 from vorox.core.disk_errors import translate_machine_errors
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import Tap, attach_taps
+from vorox.core.engine import Engine, Tap, attach_taps
 from vorox.core.errors import ConfigError
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
@@ -248,9 +250,20 @@ def make_workload(
     load_teacher(config, spec, corpus.tokenizer, engine)
     device_facts = {name: engine.environment().get(name) for name in ("device_kind", "dtype", "determinism")}
     compare_ranks(dist, "devices", device_facts, "all ranks need the same kind of device")
-    if engine.environment().get("device_kind") == "cpu":
-        check_host_memory(spec, config, psutil.virtual_memory().total)
+    _check_host_memory(config, spec, engine, dist)
     return Workload(config, corpus, spec, engine, log, dist)
+
+
+def _check_host_memory(config: RunConfig, spec: ModelSpec, engine: Engine, dist: DistributedContext) -> None:
+    """Check that the ranks of each host fit into its memory, if they train on the CPU. A collective."""
+    facts, host = engine.environment(), socket.gethostname()
+    if facts.get("device_kind") == "cpu":
+        ranks_by_host = dist.agree("hosts", host, Counter)
+        num_devices = int(facts.get("num_devices", 1))
+        num_local_devices = num_devices * ranks_by_host[host] // dist.world_size
+        check_host_memory(
+            spec, config, psutil.virtual_memory().total, num_devices=num_devices, num_local_devices=num_local_devices
+        )
 
 
 def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: Path | None = None) -> ModelSpec:

@@ -262,3 +262,19 @@ def test_a_model_beyond_the_host_is_refused_with_no_other_remedy() -> None:
     spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
     with pytest.raises(DoesNotFitError, match=r"model\.num_layers"):
         check_host_memory(spec, config, estimate_memory(spec, config).optimizer_bytes)
+
+
+def test_devices_of_one_host_share_its_memory() -> None:
+    """Each holds what one alone does, but for the copy for a checkpoint, which one replica makes."""
+    settings = ["train.micro_batch_sequences=1", "train.global_batch_sequences=4"]
+    config = load_config("quickstart", settings)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=256)
+    alone = estimate_memory(spec, config, "cpu")
+    needed_bytes = 4 * alone.total_bytes + alone.snapshot_bytes
+    check_host_memory(spec, config, needed_bytes, num_devices=4, num_local_devices=4)
+    check_host_memory(spec, config, alone.total_bytes_on("cpu"), num_devices=4)
+    with pytest.raises(DoesNotFitError, match="on each of 4 devices") as refused:
+        check_host_memory(spec, config, needed_bytes - 1, num_devices=4, num_local_devices=4)
+    assert "parallel.fsdp_size=4" in refused.value.hint
+    sharded = load_config("quickstart", [*settings, "parallel.fsdp_size=4"])
+    check_host_memory(spec, sharded, needed_bytes - 1, num_devices=4, num_local_devices=4)

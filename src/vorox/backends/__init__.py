@@ -174,7 +174,7 @@ def check_memory_estimate(config: RunConfig) -> None:
     if config.backend not in _DEVICES:
         raise ConfigError(
             f"The compiler of backend={config.backend} plans the memory of a step itself", where="backend",
-            hint=f"set backend={' or '.join(_DEVICES)}",
+            hint=f"set backend={' or '.join(_DEVICES)}, or find out with `vorox plan CONFIG --compile` what fits",
         )  # fmt: skip
 
 

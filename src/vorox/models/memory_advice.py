@@ -192,18 +192,34 @@ def hint_of(found: Sequence[Alternative]) -> str:
     return named if len(found) >= _MAX_NAMED else f"{named}; no other change that saves memory fits"
 
 
-def check_host_memory(spec: ModelSpec, config: RunConfig, available_bytes: int) -> None:
-    """Check before step 1 that a run on the CPU fits into the machine's memory.
+def check_host_memory(
+    spec: ModelSpec, config: RunConfig, available_bytes: int, *, num_devices: int = 1, num_local_devices: int = 1
+) -> None:
+    """Check before step 1 that the devices of a run on one host fit into its memory, if they are its CPU.
+
+    Every device has the memory of a step of its own; the copy for a checkpoint is made by one replica.
+
+    Args:
+        spec: The model.
+        config: The run.
+        available_bytes: Memory of the host.
+        num_devices: Devices of the run.
+        num_local_devices: Those on this host, which share its memory: its ranks, or all devices of its processes.
 
     Raises:
-        DoesNotFitError: It does not; the hint names settings that fit.
+        DoesNotFitError: They do not; the hint names settings that fit.
     """
-    needed_bytes = estimate_memory(spec, config, "cpu").total_bytes_on("cpu")
+    devices = Devices(num_devices, available_bytes // num_local_devices, is_cpu=True, has_bf16=False)
+    resolved = on_devices(config, num_devices)
+    memory = devices.memory(resolved, spec)[0]
+    num_copies = min(num_local_devices, max(1, num_devices // resolved.parallel.data_parallel_size_on(num_devices)))
+    needed_bytes = num_local_devices * memory.total_bytes + num_copies * memory.snapshot_bytes
     if needed_bytes > available_bytes:
-        fitting = settings_that_fit(config, spec, Devices(1, available_bytes, is_cpu=True, has_bf16=False))
-        tokens = config.train.micro_batch_rows * config.data.sequence_length_tokens
+        fitting = settings_that_fit(config, spec, devices)
+        tokens = resolved.train.micro_batch_rows * config.data.sequence_length_tokens
+        each = f" on each of {num_local_devices:,} devices" if num_local_devices > 1 else ""
         raise DoesNotFitError(
-            f"A micro-batch of {tokens:,} tokens takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
+            f"A micro-batch of {tokens:,} tokens{each} takes about {needed_bytes / 2**30:,.1f} GiB; this machine has "
             f"{available_bytes / 2**30:,.1f} GiB",
             where="memory",
             hint=hint_of(fitting) if fitting else "lower model.num_layers or model.hidden_size",
