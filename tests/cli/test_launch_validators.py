@@ -87,92 +87,106 @@ def test_ray_accepts_the_command_that_submits_a_driver(place: Path) -> None:
         assert option in said
 
 
-class SlurmCluster:
-    """SLURM's own controller and two nodes on this machine, without authentication, under a folder."""
+class SlurmController:
+    """SLURM's own controller of two machines that it could rent, each with four GPUs, without authentication."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.processes = directory, list[subprocess.Popen[bytes]]()
         self.environment = {"SLURM_CONF": str(directory / "slurm.conf")}
-        plugins = Path(str(program("slurmctld"))).resolve().parents[1] / "lib/x86_64-linux-gnu/slurm-wlm"
-        host, ports = socket.gethostname(), free_ports(3)
+        controller = str(program("slurmctld"))
+        plugins = Path(controller).resolve().parents[1] / "lib/x86_64-linux-gnu/slurm-wlm"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         lines = [
-            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
-            "AuthType=auth/none", "CredType=cred/none", f"SlurmctldPort={ports[0]}", "MpiDefault=none",
-            f"StateSaveLocation={directory}", f"SlurmctldPidFile={directory}/ctld.pid",
-            f"SlurmdPidFile={directory}/d-%n.pid", f"SlurmdSpoolDir={directory}/spool-%n",
-            "ProctrackType=proctrack/pgid", "TaskPlugin=task/none", "SchedulerType=sched/builtin",
-            "SelectType=select/cons_tres", "SelectTypeParameters=CR_CPU", "SlurmdParameters=config_overrides",
-            "ReturnToService=2", "JobRequeue=1", *([f"PluginDir={plugins}"] if plugins.is_dir() else []),
-            *(
-                f"NodeName=n{index} CPUs=16 RealMemory=100 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[index]}"
-                for index in (1, 2)
-            ),
+            "ClusterName=test", f"SlurmctldHost={socket.gethostname()}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
+            "AuthType=auth/none", "CredType=cred/none", f"SlurmctldPort={port}", "MpiDefault=none",
+            f"StateSaveLocation={directory}", f"SlurmctldPidFile={directory}/ctld.pid", "ProctrackType=proctrack/pgid",
+            "TaskPlugin=task/none", "SchedulerType=sched/builtin", "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_CPU", "JobRequeue=1", *([f"PluginDir={plugins}"] if plugins.is_dir() else []),
+            "GresTypes=gpu", "SuspendProgram=/bin/true", "ResumeProgram=/bin/true", "SuspendTime=600",
+            "NodeName=n[1-2] CPUs=16 RealMemory=100 Gres=gpu:4 State=CLOUD",
             "PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP",
         ]  # fmt: skip
         (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
-        (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        for index in (1, 2):
-            (directory / f"spool-n{index}").mkdir()
-        self._start("slurmctld", "-D")
-        for index in (1, 2):
-            self._start("slurmd", "-D", "-N", f"n{index}")
-
-    def _start(self, name: str, *options: str) -> None:
-        command = [str(program(name)), *options, "-f", self.environment["SLURM_CONF"]]
-        with (self.directory / f"{name}.out").open("ab") as out:
-            process = subprocess.Popen(
-                command, env={**os.environ, **self.environment}, stdout=out, stderr=out, cwd=self.directory
-            )
-        self.processes.append(process)
+        with (directory / "slurmctld.out").open("wb") as out:
+            self._process = subprocess.Popen(
+                [controller, "-D", "-f", self.environment["SLURM_CONF"]], env={**os.environ, **self.environment},
+                stdout=out, stderr=out, cwd=directory,
+            )  # fmt: skip
 
     def run(self, name: str, *words: str) -> tuple[int, str]:
         return run(str(program(name)), *words, seconds=60, **self.environment)
 
     def close(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            process.wait(timeout=30)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+        self._process.terminate()
+        self._process.wait(timeout=30)
 
 
 @pytest.fixture
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmController]:
     if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons without authentication need root")
-    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+        pytest.skip("SLURM's controller without authentication needs root")
+    controller = SlurmController(tmp_path_factory.mktemp("slurm"))
     try:
-        wait_until(lambda: cluster.run("sinfo", "--noheader", "--format=%t %D")[1].strip() == "idle 2", seconds=30)
-        yield cluster
+        wait_until(lambda: controller.run("sinfo", "--noheader", "--format=%R")[1].strip() == "main")
+        yield controller
     finally:
-        cluster.close()
+        controller.close()
 
 
-@needs("slurmctld", "slurmd", "sbatch", "sinfo")
+@needs("slurmctld", "sbatch", "sinfo")
 @pytest.mark.slow
-def test_the_controller_of_slurm_would_start_a_job(place: Path, slurm: SlurmCluster) -> None:
-    """A dry run of sbatch: every option is one of SLURM's, and the request fits a cluster of two nodes."""
-    words = ("slurm", "tiny.yaml", "--nodes", "2", "--cpus", "1", "--shared", str(place / "shared"), "--time", "30")
-    script = write("job.sh", *words, "--partition", "main", "runtime.device=cpu")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_controller_of_slurm_would_start_a_job(place: Path, slurm: SlurmController, device: str) -> None:
+    """A dry run of sbatch: every option is one of SLURM's, and the request fits two nodes with four GPUs each."""
+    words = ("slurm", "tiny.yaml", "--nodes", "2", "--devices", "4", "--cpus", "1", "--shared", str(place / "shared"))
+    script = write("job.sh", *words, "--time", "30", "--partition", "main", f"runtime.device={device}")
     code, said = slurm.run("sbatch", "--test-only", str(script))
     assert code == 0, said
     assert "on nodes n[1-2]" in said
     text = script.read_text()
-    for right, wrong in (
-        ("--nodes=2", "--nodes=3"),
-        ("--requeue", "--requeu-it"),
-        ("--signal=TERM@", "--signal=WHAT@"),
-    ):
+    wrong = {"--nodes=2": "--nodes=3", "--requeue": "--requeu-it", "--signal=TERM@": "--signal=WHAT@"}
+    if device == "cuda":
+        wrong["--gpus-per-node=4"] = "--gpus-per-node=5"
+    for right, fault in wrong.items():
         assert right in text
-        script.write_text(text.replace(right, wrong))
-        assert slurm.run("sbatch", "--test-only", str(script))[0] != 0, wrong
+        script.write_text(text.replace(right, fault))
+        assert slurm.run("sbatch", "--test-only", str(script))[0] != 0, fault
+
+
+VALIDATE = """
+import sys
+import sky
+task = sky.Task.from_yaml(sys.argv[1])
+task.update_secrets({"HF_TOKEN": "value"})
+(resources,) = task.resources
+print(task.num_nodes, resources.accelerators, resources.use_spot, resources.job_recovery, task.volumes)
+"""
+
+
+@needs("sky", "unshare")
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_skypilot_reads_a_task_as_it_was_meant(place: Path, device: str) -> None:
+    """Its own parser and schema, without a network."""
+    words = ("skypilot", "tiny.yaml", "--nodes", "2", "--devices", "8", "--volume", "runs", "--spot")
+    more = ("--accelerator", "H100", "--secret", "HF_TOKEN", "--setup", "true", f"runtime.device={device}")
+    task = write("task.yaml", *words, *more)
+    python = str(Path(str(program("sky"))).with_name("python"))
+
+    def read(file: Path) -> tuple[int, str]:
+        command = (str(program("unshare")), "--net", "--map-root-user", python, "-c", VALIDATE, str(file))
+        given = {"HOME": str(place), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "HF_TOKEN": "value"}
+        return run(*command, seconds=PATIENCE_SECONDS, **given)
+
+    code, said = read(task)
+    assert code == 0, said
+    expected = "{'H100': 8}" if device == "cuda" else "None"
+    assert said.splitlines()[-1].startswith(f"2 {expected} True "), said
+    text = task.read_text()
+    wrong = {"num_nodes: 2": "num_nodes: two", "use_spot: true": "use_spots: true", "volumes:": "volume:"}
+    wrong["max_restarts_on_errors: 3"] = "max_restarts_on_errors: many"
+    for right, fault in wrong.items():
+        assert right in text
+        task.write_text(text.replace(right, fault))
+        code, said = read(task)
+        assert code != 0, f"{fault} passed: {said}"
