@@ -62,8 +62,13 @@ def pair(runs: Runs) -> Path:
 
 
 @contextmanager
-def started(runs: Runs, nodes: TwoNodes, name: str, **variables: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The same command on both machines, until the block ends."""
+def started(
+    runs: Runs, nodes: TwoNodes, name: str, fault: str = "", **variables: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The same command on both machines, until the block ends; ``fault`` is a folder beside this file with a patch."""
+    if fault:
+        path = [str(Path(__file__).with_name(fault)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(path)
     with ExitStack() as stack:
         commands: list[subprocess.Popen[str]] = []
         for index in (0, 1):
@@ -117,22 +122,27 @@ class Held:
         return json.loads((self.run / "failure.json").read_bytes())["what"]
 
 
+def wait_for_step_9(runs: Runs, name: str, commands: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait until both ranks are in it."""
+
+    def are_in_step_9() -> bool:
+        for command in commands:
+            assert command.poll() is None, command.communicate()
+        layout = RunLayout(runs.find(name))
+        beats = [read_beat(layout.heartbeat(rank)) for rank in (0, 1)]
+        return all(beat is not None and (beat.step, beat.phase) == (9, "step") for beat in beats)
+
+    wait_until(are_in_step_9, TRAIN_SECONDS)
+
+
 @contextmanager
 def held(runs: Runs, nodes: TwoNodes, name: str) -> Iterator[Held]:
     """A run of the two machines up to step 9."""
     hold = runs.directory / f"hold-{name}"
     hold.touch()
     variables = {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": "backend=torch"}
-    with started(runs, nodes, name, **variables, PYTHONPATH=str(Path(__file__).with_name("held"))) as commands:
-
-        def is_held() -> bool:
-            for command in commands:
-                assert command.poll() is None, command.communicate()
-            layout = RunLayout(runs.find(name))
-            beats = [read_beat(layout.heartbeat(rank)) for rank in (0, 1)]
-            return all(beat is not None and (beat.step, beat.phase) == (9, "step") for beat in beats)
-
-        wait_until(is_held, TRAIN_SECONDS)
+    with started(runs, nodes, name, "held", **variables) as commands:
+        wait_for_step_9(runs, name, commands)
         wait_until((runs.find(name) / "checkpoints/step-00000008/MANIFEST.json").exists, TRAIN_SECONDS)
         yield Held(commands, runs.find(name), hold)
 
@@ -197,8 +207,7 @@ def test_a_slow_machine_is_waited_for(runs: Runs, pair: Path, nodes: TwoNodes) -
 
 
 def test_a_rank_that_computes_slowly_is_named_and_nothing_differs(runs: Runs, pair: Path, nodes: TwoNodes) -> None:
-    slow = str(Path(__file__).with_name("slow"))
-    with started(runs, nodes, "straggler", PYTHONPATH=slow) as commands:
+    with started(runs, nodes, "straggler", "slow") as commands:
         end(commands, (0, 0), TRAIN_SECONDS)
     run = runs.find("straggler")
     found = [event for event in read_lines(RunLayout(run).events) if event["kind"] == "straggler"]
@@ -213,9 +222,9 @@ def test_a_rank_that_computes_slowly_is_named_and_nothing_differs(runs: Runs, pa
 
 
 def test_different_collectives_are_a_stall(runs: Runs, pair: Path, nodes: TwoNodes) -> None:
-    diverging = str(Path(__file__).with_name("diverging"))
-    with started(runs, nodes, "diverging", PYTHONPATH=diverging) as commands:
-        said = end(commands, (6, 6), TRAIN_SECONDS + END_SECONDS)
+    with started(runs, nodes, "diverging", "diverging") as commands:
+        wait_for_step_9(runs, "diverging", commands)
+        said = end(commands, (6, 6), END_SECONDS)
     assert all("has not finished forward and backward pass of step 9" in text for text in said)
     failure = json.loads(RunLayout(runs.find("diverging")).failure.read_bytes())
     assert "train_step" in failure["traceback"], "the stack of a rank that waits"
