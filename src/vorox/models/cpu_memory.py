@@ -18,8 +18,6 @@ from vorox.models.spec import ModelSpec
 _FP32_BYTES = 4
 _PROCESS_BYTES = 48 << 20
 """Libraries that are loaded late, threads, batches that are read."""
-_STACKS = 5
-"""Copies of the matrices of one shape while Muon orthogonalises them: two inputs, two Gram matrices, the result."""
 
 
 def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
@@ -28,9 +26,8 @@ def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
     largest = max((row.num_elements for row in spec.parameters if len(row.shape) > 1), default=0)
     if not spec.has_whole_logits:
         largest = max(largest, spec.vocab_size * spec.hidden_size)
-    elements = 2 * largest + max(
-        0, _muon_elements(spec, config) - largest
-    )  # a product, and its place in the chunk before
+    # A product, and its place in the chunk before. Muon's update may take one of them.
+    elements = 2 * largest + max(0, muon_elements(spec, config) + _muon_holes(spec, config) - largest)
     if isinstance(spec, DecoderSpec):
         elements += positions * _block_elements(spec, recomputes=config.train.activation_checkpointing == "block")
         length, copies = config.data.sequence_length_tokens, window_copy_elements(spec)
@@ -59,15 +56,38 @@ def _block_elements(spec: DecoderSpec, *, recomputes: bool) -> int:
     return rotated + (4 if spec.is_gated else 2) * spec.intermediate_size
 
 
-def _muon_elements(spec: ModelSpec, config: RunConfig) -> int:
-    """Return elements of Muon's update: directions, new momentum, and copies of the matrices of one shape."""
-    if config.optimizer.name != "muon":
-        return 0
-    shapes = [row.shape for row in spec.parameters if row.kind == "matrix"]
-    if config.optimizer.in_backward:  # one parameter of the modules at a time: at most two of these
-        shapes = 2 * [max(shapes, key=prod, default=())]
+def muon_elements(spec: ModelSpec, config: RunConfig) -> int:
+    """Return elements of Muon's update: directions and new momentum, or directions and what one shape's matrices take.
+
+    Of every matrix of a shape, there are a stacked direction, the normalised one and its product, and two Gram matrices
+    of its smaller dimension.
+    """
+    shapes = _muon_shapes(spec, config)
+    by_shape = Counter[tuple[int, ...]]()
+    for shape in shapes:
+        by_shape[shape] += 3 * prod(shape) + 2 * min(shape, default=0) ** 2
+    total = sum(map(prod, shapes))
+    return max(2 * total, total + max(by_shape.values(), default=0))
+
+
+def _muon_holes(spec: ModelSpec, config: RunConfig) -> int:
+    """Return elements that Muon's update leaves free, and that its later tensors do not fill.
+
+    These are the place of the new momentum, and one of a product: glibc aligns a tensor inside a larger chunk, so a new
+    product does not fit into the place of the one before.
+    """
+    shapes = _muon_shapes(spec, config)
     by_shape = Counter[tuple[int, ...]]()
     for shape in shapes:
         by_shape[shape] += prod(shape)
-    total = sum(map(prod, shapes))
-    return max(3 * total, 2 * total + _STACKS * max(by_shape.values(), default=0))
+    return sum(by_shape.values()) + max(by_shape.values(), default=0)
+
+
+def _muon_shapes(spec: ModelSpec, config: RunConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that Muon updates together."""
+    if config.optimizer.name != "muon":
+        return []
+    shapes = [row.shape for row in spec.parameters if row.kind == "matrix"]
+    if config.optimizer.in_backward:  # one parameter of the modules at a time: at most two of these
+        shapes = 2 * [max(shapes, key=prod, default=())]
+    return shapes

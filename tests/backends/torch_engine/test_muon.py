@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from backends.torch_engine.small_models import GPT2, LR, batch_of, make, random_rows
+from backends.torch_engine.small_models import GPT2, LLAMA, LR, batch_of, make, random_rows
 from vorox.backends.torch_engine import muon
+from vorox.models.cpu_memory import muon_elements
 from vorox.models.optimizer_groups import ORTHOGONAL
 
 pytestmark = pytest.mark.torch
@@ -91,3 +97,45 @@ def test_learns() -> None:
     engine, given = make(optimizer__name="muon", optimizer__muon_lr=0.02), batch_of(random_rows(4))
     losses = [engine.train_step(given, lr=LR, weight_decay=0.1).fetch().loss for _ in range(30)]
     assert losses[-1] < losses[0] - 1.0
+
+
+class NewTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, as long as they exist; ``peak`` is the largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._seen = weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._seen.update(one.untyped_storage() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        result = func(*args, **kwargs)
+        for storage in (one.untyped_storage() for one in tree_leaves(result) if isinstance(one, Tensor)):
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    def _free(self, num_bytes: int) -> None:
+        self.bytes -= num_bytes
+
+
+@pytest.mark.parametrize(
+    "model",
+    [GPT2 | {"num_heads": 2}, LLAMA | {"intermediate_size": 640}, LLAMA | {"num_kv_heads": 1, "num_layers": 12}],
+    ids=["square", "wide", "many"],
+)
+def test_an_update_takes_the_memory_that_the_plan_expects(model: dict[str, Any]) -> None:
+    """The oracle counts the tensors of an update while they exist, without the products' own working memory."""
+    engine = make({"hidden_size": 64, "num_layers": 3, "num_heads": 4, **model}, optimizer__name="muon")
+    engine.train_step(batch_of(random_rows(4)), lr=LR, weight_decay=0.1)
+    buffers = engine.parameters.gradients[ORTHOGONAL], engine.optimizer.momentum[ORTHOGONAL]
+    one = torch.ones(())
+    with torch.no_grad(), NewTensors() as found:
+        muon.update(
+            engine.parameters, ORTHOGONAL, *buffers, one, one > 0, lr=LR, weight_decay=0.1, momentum=0.9
+        )  # fmt: skip
+    assert found.peak == pytest.approx(4 * muon_elements(engine._spec, engine._config), rel=0.02)

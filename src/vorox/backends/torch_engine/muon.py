@@ -38,22 +38,33 @@ def update(
 
     Sharded directions are gathered: every rank orthogonalises whole matrices and updates its own part.
     """
-    directions: list[Tensor] = []
-    for gradient, buffer in zip(gradients, momentum_buffers, strict=True):
-        scaled = gradient / divisor
-        new_momentum = buffer.lerp(scaled, 1 - momentum)
-        directions.append(scaled.lerp_(new_momentum, momentum))
-        buffer.copy_(torch.where(finite, new_momentum, buffer))
+    directions = [
+        _direction(gradient / divisor, buffer, finite, momentum)
+        for gradient, buffer in zip(gradients, momentum_buffers, strict=True)
+    ]
     by_shape: dict[tuple[int, ...], list[tuple[Piece, Tensor]]] = {}
     pieces = parameters.pieces({group: parameters.values[group]})
     for piece, (_, direction) in zip(pieces, parameters.whole({group: directions}), strict=True):
         by_shape.setdefault(tuple(direction.shape), []).append((piece, direction))
-    for (rows, columns), pairs in sorted(by_shape.items()):
-        orthogonal_GOI = orthogonalise(torch.stack([direction for _, direction in pairs]))
-        rate = lr * math.sqrt(max(1.0, rows / columns))
-        for (piece, _), orthogonal in zip(pairs, orthogonal_GOI.unbind(), strict=True):
-            changed = piece.view.mul(1 - lr * weight_decay).sub_(orthogonal[piece.place], alpha=rate)
-            piece.view.copy_(torch.where(finite, changed, piece.view))
+    for _, pairs in sorted(by_shape.items()):
+        _update_matrices(pairs, finite, lr=lr, weight_decay=weight_decay)
+
+
+def _direction(scaled: Tensor, buffer: Tensor, finite: Tensor, momentum: float) -> Tensor:
+    """Update the momentum of a scaled gradient, and return Nesterov's direction in place of the gradient."""
+    new_momentum = buffer.lerp(scaled, 1 - momentum)
+    torch.where(finite, new_momentum, buffer, out=buffer)
+    return scaled.lerp_(new_momentum, momentum)
+
+
+def _update_matrices(pairs: Sequence[tuple[Piece, Tensor]], finite: Tensor, *, lr: float, weight_decay: float) -> None:
+    """Update matrices of one shape by their orthogonalised directions."""
+    rows, columns = pairs[0][1].shape
+    orthogonal_GOI = orthogonalise(torch.stack([direction for _, direction in pairs]))
+    rate = lr * math.sqrt(max(1.0, rows / columns))
+    for (piece, _), orthogonal in zip(pairs, orthogonal_GOI.unbind(), strict=True):
+        changed = piece.view.mul(1 - lr * weight_decay).sub_(orthogonal[piece.place], alpha=rate)
+        piece.view.copy_(torch.where(finite, changed, piece.view))
 
 
 def orthogonalise(matrices_GOI: Tensor) -> Tensor:
