@@ -83,7 +83,7 @@ function recordedVerdicts(ids, verdicts) {
   const without = ids.filter((id) => !verdicts.some((one) => one.id === id));
   return card("Replay and parity of each run",
     dataTable([
-      { title: "Run", cell: (one) => h("b", null, one.id), className: "all row-title break" },
+      { title: "Run", cell: (one) => h("b", null, one.id), className: "all row-title" },
       { title: "Check", cell: (one) => one.kind },
       { title: "Result", cell: (one) => h("span", { class: one.passed ? "pill valid" : "pill failed" }, one.passed ? "passed" : "differs") },
       { title: "Verdict", cell: (one) => one.text, className: "message all" },
