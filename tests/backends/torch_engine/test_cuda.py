@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.torch_engine.small_models import GPT2, LLAMA, LR, QWEN3, batch_of, make, random_rows, train
+from backends.torch_engine.small_models import GPT2, LLAMA, LR, QWEN3, batch_of, make, random_rows, randomise, train
+from packed_rows import loss_of_documents, packed
 
 pytestmark = [
     pytest.mark.torch,
@@ -71,6 +72,23 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.fetch().finite
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="before Ampere")
+@pytest.mark.parametrize("windows", [{}, {"sliding_window_tokens": 4}], ids=["full", "windows"])
+def test_documents_by_the_variable_length_kernel(windows: dict[str, Any]) -> None:
+    """The losses of the numpy decoder on each document alone, and of a run with dense masks."""
+    model = LLAMA | {"num_kv_heads": 2} | windows
+    losses: list[list[float]] = []
+    for recorded in ("varlen", "mask"):
+        engine = make(model, runtime__device="cuda", precision__dtype="bf16")
+        assert engine.environment()["document_attention"] == "varlen"
+        if recorded == "mask":
+            engine.adopt_environment({"engine": "torch"})
+        expected = loss_of_documents(engine._spec, randomise(engine), packed())
+        losses.append([engine.train_step(packed(step), lr=LR, weight_decay=0.1).fetch().loss for step in range(5)])
+        assert losses[-1][0] == pytest.approx(expected, rel=0.02)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_a_nonfinite_step_touches_nothing() -> None:

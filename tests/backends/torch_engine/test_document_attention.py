@@ -49,7 +49,7 @@ def test_equals_a_dense_mask(window: int | None, kv_heads: int) -> None:
     shape = (*ROWS.shape, WIDTH)
     inputs = [random(2, heads, *shape[1:], seed=seed) for seed, heads in enumerate((HEADS, kv_heads, kv_heads))]
     direction = random(2, HEADS, *shape[1:], seed=9)
-    mask = attention.sliced_mask(ROWS, ROWS.shape, window)
+    mask = attention.separated_mask(ROWS, ROWS.shape, window)
     assert mask is not None
     assert mask.dense is None
     for given, width in ((mask, None), (mask.sliding or mask, window)):
@@ -63,8 +63,8 @@ def test_equals_a_dense_mask(window: int | None, kv_heads: int) -> None:
 def test_rows_of_one_document_are_plainly_causal() -> None:
     segments = np.array([[1, 1, 1, 0], [1, 1, 1, 1]], np.int32)
     for given in (segments, None):
-        assert attention.sliced_mask(given, (2, 4), None) is attention.CAUSAL
-        mask = attention.sliced_mask(given, (2, 4), 3)
+        assert attention.separated_mask(given, (2, 4), None) is attention.CAUSAL
+        mask = attention.separated_mask(given, (2, 4), 3)
         assert mask is not None
         assert mask.is_causal
         assert mask.sliding is not None
@@ -73,7 +73,7 @@ def test_rows_of_one_document_are_plainly_causal() -> None:
 
 def test_a_document_in_two_parts_needs_a_dense_mask() -> None:
     assert find_lengths(np.array([[1, 2, 1]], np.int32)) is None
-    assert attention.sliced_mask(np.array([[1, 2, 1]], np.int32), (1, 3), None) is None
+    assert attention.separated_mask(np.array([[1, 2, 1]], np.int32), (1, 3), None) is None
 
 
 class AllocatedBytes(TorchDispatchMode):
@@ -102,7 +102,7 @@ def allocated_bytes(length: int, window: int | None) -> int:
     segments = np.repeat(np.arange(1, length // 512 + 1, dtype=np.int32), 512)[None]
     leaves = [random(1, 1, length, 4, seed=seed).float().requires_grad_() for seed in range(3)]
     with AllocatedBytes() as allocated:
-        mask = attention.sliced_mask(segments, segments.shape, window)
+        mask = attention.separated_mask(segments, segments.shape, window)
         assert mask is not None
         attention.sdpa(leaves[0], leaves[1], leaves[2], mask.sliding or mask, 0.0).sum().backward()
     return allocated.total()

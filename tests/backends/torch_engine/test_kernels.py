@@ -36,7 +36,7 @@ def test_products_of_gradients_follow_the_record(monkeypatch: pytest.MonkeyPatch
     multiply, called = kernels.products(chosen), list[str]()
     monkeypatch.setattr(multiply, "_onednn", lambda *_: called.append("onednn") or torch.zeros(200, 200))
     for recorded in ({}, {"gradient_products": "blas"}, {"matrix_products": "onednn"}):
-        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products)
+        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products, "slices")
         multiply.add_to(torch.zeros(200, 200), random(200, 200), random(200, 200))
         called.append("-")
     assert called == ["onednn", "-", "-", "onednn", "-"]

@@ -2,7 +2,7 @@
 
 ``sdpa`` is PyTorch's fused kernel, ``reference`` the plain formula. A dense mask is made only where the causal flag is
 not enough: for rows of several documents, for sliding windows shorter than the row, and for several new tokens behind a
-key/value cache. On the CPU, training computes the first two as causal slices instead (``document_attention.py``).
+key/value cache. Training computes the first two without a mask where it can (``document_attention.py``).
 
 Shape legend: B rows, T query positions, S key positions, N query heads, K key/value heads, H head width, X any heads.
 """
@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vorox.backends.torch_engine.device_copy import to_device
-from vorox.backends.torch_engine.document_attention import DocumentSlices, attend_slices, find_lengths
+from vorox.backends.torch_engine.document_attention import (
+    DocumentOffsets,
+    DocumentSlices,
+    attend_slices,
+    attend_varlen,
+    find_lengths,
+)
 from vorox.backends.torch_engine.parallel.ring_mask import RingMask
 from vorox.core.batch import Int32Array
 from vorox.core.extensions import load_function
@@ -35,14 +41,14 @@ class AttentionMask:
         dense: ``[B or 1, 1, T, S]``, true where a query may attend to a key; ``None`` for all keys or a causal mask.
         is_causal: Whether the mask is causal and nothing else.
         sliding: The mask of layers with a sliding window; ``None`` if it is the same.
-        slices: The documents, for ``sdpa``, instead of a dense mask.
+        documents: The documents, for ``sdpa``, instead of a dense mask.
         ring: Documents and window, for ring attention, instead of a dense mask.
     """
 
     dense: Tensor | None
     is_causal: bool
     sliding: AttentionMask | None = None
-    slices: DocumentSlices | None = None
+    documents: DocumentSlices | DocumentOffsets | None = None
     ring: RingMask | None = None
 
 
@@ -80,21 +86,45 @@ def _has_one_document(segment_ids_BT: Int32Array) -> bool:
     return bool(((segment_ids_BT == segment_ids_BT[:, :1]) | (segment_ids_BT == 0)).all())
 
 
-def sliced_mask(
-    segment_ids_BT: Int32Array | None, shape_BT: tuple[int, ...], window_tokens: int | None
+def separated_mask(
+    segment_ids_BT: Int32Array | None,
+    shape_BT: tuple[int, ...],
+    window_tokens: int | None,
+    device: torch.device | None = None,
+    *,
+    always_mask: bool = False,
 ) -> AttentionMask | None:
-    """Return what ``document_mask`` and ``add_window`` return, as slices; ``None`` if a document is not contiguous."""
+    """Return what ``document_mask`` and ``add_window`` return, without a dense mask.
+
+    Args:
+        segment_ids_BT: Document of each position, 0 for padding.
+        shape_BT: Rows and positions.
+        window_tokens: Positions that a position attends to in sliding layers, itself included.
+        device: For offsets on this device; ``None``: for slices.
+        always_mask: Separate documents even where ``CAUSAL`` is enough, and sliding layers where no document is longer
+            than the window, so that a compiled graph sees one kind of mask.
+
+    Returns:
+        The mask; ``None`` if a document is not contiguous.
+    """
     num_rows, num_positions = shape_BT
     lengths: tuple[int, ...] | None = (num_positions,) * num_rows
-    mask = CAUSAL
+    has_documents = False
     if segment_ids_BT is not None and not _has_one_document(segment_ids_BT):
-        lengths = find_lengths(segment_ids_BT)
+        has_documents, lengths = True, find_lengths(segment_ids_BT)
         if lengths is None:
             return None
-        mask = AttentionMask(None, False, slices=DocumentSlices(lengths))
-    if window_tokens is None or max(lengths) <= window_tokens:
+    has_window = window_tokens is not None and (always_mask or max(lengths) > window_tokens)
+    separates = has_documents or (always_mask and segment_ids_BT is not None)
+    if not separates and not has_window:
+        return CAUSAL
+    documents = DocumentSlices(lengths)
+    if device is not None:
+        documents = DocumentOffsets.of_lengths(lengths, num_positions, device)
+    mask = AttentionMask(None, False, documents=documents) if separates else CAUSAL
+    if not has_window:
         return mask
-    return replace(mask, sliding=AttentionMask(None, False, slices=DocumentSlices(lengths, window_tokens)))
+    return replace(mask, sliding=replace(FULL, documents=replace(documents, window_tokens=window_tokens)))
 
 
 def ring_mask(segments_BT: Int32Array | None, window_tokens: int | None, device: torch.device) -> AttentionMask:
@@ -131,7 +161,7 @@ def add_window(
         device: Device of the mask.
     """
     num_keys = num_past + num_new
-    is_complete = mask.slices is not None or mask.ring is not None or mask.sliding is not None
+    is_complete = mask.documents is not None or mask.ring is not None or mask.sliding is not None
     if window_tokens is None or num_keys <= window_tokens or is_complete:
         return mask
     query_T1 = torch.arange(num_past, num_keys, device=device)[:, None]
@@ -165,9 +195,12 @@ def sdpa(
     query_BNTH: Tensor, key_BKSH: Tensor, value_BKSH: Tensor, attention_mask: AttentionMask, dropout: float
 ) -> Tensor:
     """Compute attention with PyTorch's fused kernel."""
-    if attention_mask.slices is not None:
+    documents = attention_mask.documents
+    if documents is not None:
         assert dropout == 0
-        return attend_slices(query_BNTH, key_BKSH, value_BKSH, attention_mask.slices)
+        if isinstance(documents, DocumentOffsets):
+            return attend_varlen(query_BNTH, key_BKSH, value_BKSH, documents)
+        return attend_slices(query_BNTH, key_BKSH, value_BKSH, documents)
     is_grouped = query_BNTH.shape[1] != key_BKSH.shape[1]
     is_flash = query_BNTH.is_cuda and attention_mask.dense is None and query_BNTH.dtype != torch.float32
     if is_grouped and not is_flash and query_BNTH.device.type != "cpu":

@@ -19,6 +19,7 @@ from vorox.backends.torch_engine.decoder import KeyValueCache, PrefixDecoder, To
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.document_attention import DocumentAttention
 from vorox.backends.torch_engine.dpo_loss import (
     PairSums,
     answer_log_probs,
@@ -91,11 +92,12 @@ class DecoderNetwork:
         return is_noisy or self._spec.dropout_fraction > 0 or self._spec.block is not None
 
     @property
-    def _is_sliced(self) -> bool:
-        """Whether documents and windows are causal slices instead of dense masks."""
+    def _separation(self) -> DocumentAttention:
+        """How documents and windows are separated; slices cannot be compiled, since their number changes."""
         is_fused = self._config.model.attention_kernel in {"auto", "sdpa"} and self._spec.block is None
-        is_plain = not self._compute.compiled and self._spec.dropout_fraction == 0
-        return is_fused and is_plain and self._compute.choices.document_attention == "slices"
+        chosen = self._compute.choices.document_attention
+        is_possible = is_fused and self._spec.dropout_fraction == 0
+        return chosen if is_possible and not (chosen == "slices" and self._compute.compiled) else "mask"
 
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
         """Yield initial weights; those of user blocks are the values of their modules."""
@@ -280,10 +282,13 @@ class DecoderNetwork:
         tokens_BT, here = batch.tokens_ABT[index], self._positions
         window_tokens, device = self._spec.sliding_window_tokens, self._compute.device
         mask = None if here is None else here.mask(segments_BT, window_tokens, device)
-        if mask is None and self._is_sliced:
-            mask = attention.sliced_mask(segments_BT, tokens_BT.shape, window_tokens)
+        always_mask = is_training and self._compute.compiled
+        if mask is None and self._separation != "mask":
+            target = device if self._separation == "varlen" else None
+            mask = attention.separated_mask(
+                segments_BT, tokens_BT.shape, window_tokens, target, always_mask=always_mask
+            )
         if mask is None:
-            always_mask = is_training and self._compute.compiled
             mask = attention.document_mask(segments_BT, device, always_mask=always_mask)
         if here is not None:
             positions_BT = here.select_positions(positions_BT, tokens_BT.shape[1])

@@ -11,17 +11,19 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 
-from vorox.backends.torch_engine import attention, barriers
+from vorox.backends.torch_engine import barriers
+from vorox.backends.torch_engine.attention import ATTENTION
+from vorox.backends.torch_engine.document_attention import DocumentAttention, available_attention
+from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices
 from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
@@ -30,43 +32,8 @@ from vorox.core.schema import RunConfig
 from vorox.models.memory_advice import Devices, MemoryBudget
 from vorox.models.spec import ModelSpec
 
-Products = Literal["blas", "onednn"]
-DocumentAttention = Literal["mask", "slices"]
-GradientSums = Literal["whole", "buckets"]
-DocumentStates = Literal["rows", "resets"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
-
-
-@dataclass(slots=True)
-class Choices:
-    """Choices that affect bits, and that a resume or a replay takes over from the record of its run.
-
-    Attributes:
-        gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
-        document_attention: How the native decoder separates the documents of packed rows on the CPU.
-        gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
-        document_states: How Mamba layers in transformers separate them: each document as a row of its own, or states
-            that start at zero in every document.
-    """
-
-    gradient_products: Products = "blas"
-    document_attention: DocumentAttention = "mask"
-    gradient_sums: GradientSums = "buckets"
-    document_states: DocumentStates = "rows"
-
-    def adopt(self, recorded: Mapping[str, object], products: Products) -> None:
-        """Compute as a recorded run of this engine did.
-
-        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
-        row where Mamba layers in transformers now reset their states.
-        """
-        if recorded.get("engine") != "torch":
-            return
-        self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
-        self.document_attention = "slices" if recorded.get("document_attention") == "slices" else "mask"
-        self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
-        self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +47,7 @@ class Compute:
         num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library for fp32 matrix products of an uncompiled model on the CPU.
+        document_attention: How this device separates documents best.
         choices: Choices that a resume takes over from its run.
     """
 
@@ -89,7 +57,8 @@ class Compute:
     num_threads: int
     compiled: bool
     products: Products
-    choices: Choices = field(default_factory=Choices)
+    document_attention: DocumentAttention = "mask"
+    choices: RecordedChoices = field(default_factory=RecordedChoices)
 
     @property
     def is_direct(self) -> bool:
@@ -130,6 +99,7 @@ def prepare(config: RunConfig) -> Compute:
         barriers.watch(num_threads)
     _set_float32_products(config.precision.matmul, device)
     _set_determinism(determinism, device, compiled=config.runtime.compile)
+    attention = available_attention(device, dtype)
     return Compute(
         device=device,
         dtype=dtype,
@@ -137,14 +107,15 @@ def prepare(config: RunConfig) -> Compute:
         num_threads=num_threads,
         compiled=config.runtime.compile,
         products=_select_products(device),
-        choices=Choices(document_attention="slices" if device.type == "cpu" else "mask", document_states="resets"),
+        document_attention=attention,
+        choices=RecordedChoices(document_attention=attention, document_states="resets"),
     )
 
 
 def _check_supported(config: RunConfig) -> None:
     """Refuse settings that only other engines support."""
     others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("model.attention_kernel", config.model.attention_kernel, tuple(attention.ATTENTION)),
+        ("model.attention_kernel", config.model.attention_kernel, tuple(ATTENTION)),
         ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block", "dots")),
         ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
         ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
@@ -321,12 +292,7 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
         }
         if compute.products != compute.choices.gradient_products:
             facts["gradient_products"] = compute.choices.gradient_products
-        if compute.choices.document_attention == "slices":
-            facts["document_attention"] = "slices"
-    if compute.choices.gradient_sums == "buckets":
-        facts["gradient_sums"] = "buckets"
-    if compute.choices.document_states == "resets":
-        facts["document_states"] = "resets"
+    facts |= compute.choices.facts()
     if compute.device.type == "cuda":
         facts |= {
             "cuda": torch.version.cuda or "",

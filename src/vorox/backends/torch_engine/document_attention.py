@@ -1,25 +1,31 @@
-"""Attention within the documents of packed rows, as causal slices without a dense mask.
+"""Attention within the documents of packed rows without a dense mask, so that memory grows linearly with T.
 
-Memory grows linearly with T. For the CPU, where PyTorch has no kernel for document masks with a backward pass. Every
-document is one call of the fused causal kernel; in layers with a sliding window, a longer document is one call per
-window of queries, which sees two windows of keys. Dropout needs the dense mask, because the fused kernel of the CPU has
-none.
+- ``varlen``: one call of FlashAttention's variable-length kernel (Dao, arXiv 2307.08691), on GPUs in half precision.
+- ``slices``: for the CPU, which has no kernel for document masks with a backward pass. Every document is one call of
+  the fused causal kernel; in layers with a sliding window, a longer document is one call per window of queries, which
+  sees two windows of keys.
 
-Shape legend: B rows, T positions, M = B x T, N query heads, K key/value heads, H head width, L positions of a document,
-W positions of a window.
+Neither has dropout; that needs the dense mask.
+
+Shape legend: B rows, T positions, M = B x T, N query heads, K key/value heads, X any heads, H head width, L positions
+of a document, W positions of a window, D documents.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vorox.backends.torch_engine.device_copy import to_device
 from vorox.core.batch import Int32Array
+
+DocumentAttention = Literal["mask", "slices", "varlen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,49 @@ class DocumentSlices:
     window_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentOffsets:
+    """The documents of a micro-batch, for the variable-length kernel.
+
+    Attributes:
+        offsets: int32 ``[D + 1]`` on the device: the first of the M positions of each document, and M.
+        max_tokens: At least the length of the longest document.
+        window_tokens: Positions that a position attends to, itself included; ``None``: all earlier ones.
+    """
+
+    offsets: Tensor
+    max_tokens: int
+    window_tokens: int | None = None
+
+    @staticmethod
+    def of_lengths(lengths: tuple[int, ...], max_tokens: int, device: torch.device) -> DocumentOffsets:
+        """Return the offsets, filled with empty documents to a power of two, so that compiled graphs see few shapes."""
+        num_documents = max(16, 1 << (len(lengths) - 1).bit_length())
+        offsets = np.full(num_documents + 1, sum(lengths), np.int32)
+        offsets[: len(lengths) + 1] = [0, *itertools.accumulate(lengths)]
+        return DocumentOffsets(to_device(offsets, device), max_tokens)
+
+
+def available_attention(device: torch.device, dtype: torch.dtype) -> DocumentAttention:
+    """Return how a device separates documents best: what its kernels support."""
+    if device.type == "cpu":
+        return "slices"
+    return "varlen" if device.type == "cuda" and _has_varlen(device, dtype) else "mask"
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs here, forward and backward: that depends on GPU, precision and version of PyTorch."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    x_1N8H = torch.zeros(1, 2, 8, 64, dtype=dtype, device=device, requires_grad=True)
+    documents = DocumentOffsets.of_lengths((3, 5), 8, device)
+    try:
+        attend_varlen(x_1N8H, x_1N8H[:, :1], x_1N8H[:, :1], documents).sum().backward()
+    except (ImportError, TypeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def find_lengths(segment_ids_BT: Int32Array) -> tuple[int, ...] | None:
     """Return the lengths of the documents of all rows; ``None`` if a document is not contiguous."""
     lengths: list[int] = []
@@ -44,6 +93,24 @@ def find_lengths(segment_ids_BT: Int32Array) -> tuple[int, ...] | None:
             return None
         lengths += [end - start for start, end in itertools.pairwise(edges)]
     return tuple(lengths)
+
+
+def attend_varlen(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents: DocumentOffsets) -> Tensor:
+    """Return causal attention within documents, ``[B, N, T, H]``, in the precision of the values."""
+    from torch.nn.attention.varlen import varlen_attn  # missing in versions before it
+
+    num_rows, num_heads, num_positions, head_dim = query_BNTH.shape
+
+    def joined(x_BXTH: Tensor) -> Tensor:
+        return x_BXTH.to(value_BKTH.dtype).transpose(1, 2).flatten(0, 1)  # rotated queries are fp32 under autocast
+
+    offsets, longest, window = documents.offsets, documents.max_tokens, documents.window_tokens
+    mixed_MNH = varlen_attn(
+        joined(query_BNTH), joined(key_BKTH), joined(value_BKTH), offsets, offsets, longest, longest,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=num_heads != key_BKTH.shape[1],
+    )  # fmt: skip
+    assert isinstance(mixed_MNH, Tensor)
+    return mixed_MNH.view(num_rows, num_positions, num_heads, head_dim).transpose(1, 2)
 
 
 def attend_slices(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, slices: DocumentSlices) -> Tensor:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from vorox.backends.torch_engine.devices import Choices, Compute
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.extensions import load_function
 
 ONEDNN_MIN_WORK = 1 << 20
@@ -38,8 +39,8 @@ class Products:
         choices: The library of products that add to a gradient.
     """
 
-    def __init__(self, *, use_onednn: bool, choices: Choices | None = None) -> None:
-        self.is_onednn, self._choices = use_onednn, choices or Choices()
+    def __init__(self, *, use_onednn: bool, choices: RecordedChoices | None = None) -> None:
+        self.is_onednn, self._choices = use_onednn, choices or RecordedChoices()
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
 
     def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from vorox.backends.torch_engine.devices import Choices
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters, register_gradient_hooks
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
@@ -69,10 +69,10 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: FlatParameters, start_sum: StartSum, bucket_bytes: int, choices: Choices | None = None
+        self, parameters: FlatParameters, start_sum: StartSum, bucket_bytes: int, choices: RecordedChoices | None = None
     ) -> None:
         self.buckets = cut(parameters, bucket_bytes)
-        self._start_sum, self._choices = start_sum, choices or Choices()
+        self._start_sum, self._choices = start_sum, choices or RecordedChoices()
         self._is_open, self._is_logged = False, False
         self._missing: list[set[str]] = []
         self._works: list[Work] = []
@@ -138,7 +138,7 @@ def cut(parameters: FlatParameters, bucket_bytes: int) -> tuple[Bucket, ...]:
     return tuple(sorted(buckets, key=lambda bucket: -places[bucket.names[0]]))
 
 
-def create(config: RunConfig, parameters: Parameters, ranks: Ranks, choices: Choices) -> GradientBuckets | None:
+def create(config: RunConfig, parameters: Parameters, ranks: Ranks, choices: RecordedChoices) -> GradientBuckets | None:
     """Return the buckets of replicas of whole models; ``None`` if the configuration or the layout has none."""
     is_whole = ranks.num_shards == 1 and ranks.context_parallel_size == 1 and ranks.data_parallel_size > 1
     size = config.parallel.gradient_bucket_bytes

@@ -1,0 +1,53 @@
+"""Choices of the torch engine that affect bits: a resume or a replay takes them over from the record of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from vorox.backends.torch_engine.document_attention import DocumentAttention
+
+Products = Literal["blas", "onednn"]
+GradientSums = Literal["whole", "buckets"]
+DocumentStates = Literal["rows", "resets"]
+
+
+@dataclass(slots=True)
+class RecordedChoices:
+    """What this version chooses for new runs, or what a recorded run had.
+
+    Attributes:
+        gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
+        document_attention: How the native decoder separates the documents of packed rows.
+        gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
+        document_states: How Mamba layers of transformers separate them: each document as a row of its own, or states
+            that start at zero in every document.
+    """
+
+    gradient_products: Products = "blas"
+    document_attention: DocumentAttention = "mask"
+    gradient_sums: GradientSums = "buckets"
+    document_states: DocumentStates = "rows"
+
+    def adopt(self, recorded: Mapping[str, object], products: Products, attention: DocumentAttention) -> None:
+        """Compute as a recorded run of this engine did.
+
+        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
+        row where Mamba layers of transformers now reset their states. ``attention`` is what this device has.
+        """
+        if recorded.get("engine") != "torch":
+            return
+        self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
+        self.document_attention = attention if recorded.get("document_attention") == attention else "mask"
+        self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
+        self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
+
+    def facts(self) -> dict[str, str]:
+        """Return what the record of a run has of these, but the products; what it had before them is left out."""
+        chosen: dict[str, tuple[str, str]] = {
+            "document_attention": (self.document_attention, "mask"),
+            "gradient_sums": (self.gradient_sums, "whole"),
+            "document_states": (self.document_states, "rows"),
+        }
+        return {name: choice for name, (choice, earlier) in chosen.items() if choice != earlier}
