@@ -1,4 +1,6 @@
-"""Attention within the documents of packed rows without a dense mask, so that memory grows linearly with T.
+"""Attention within the documents of packed rows without a dense mask.
+
+Memory grows linearly with T.
 
 - ``varlen``: one call of FlashAttention's variable-length kernel (Dao, arXiv 2307.08691), on GPUs in half precision.
 - ``slices``: for the CPU, which has no kernel for document masks with a backward pass. Every document is one call of

@@ -1,4 +1,4 @@
-"""Choices of the torch engine that affect bits: a resume or a replay takes them over from the record of its run."""
+"""Choices that affect bits; a resume or a replay takes them over from the record of its run."""
 
 from __future__ import annotations
 

@@ -203,8 +203,9 @@ def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
 class _RangeReader(io.RawIOBase):
     """Sequential reader of the bytes ``[start, end)``, which fetches a few ranges ahead.
 
-    The first fetch is small, because many readers need only a few bytes. Without a known end, fetches grow with what
-    was read, so that unused read-ahead stays a small fraction of it.
+    The first fetch is small, because many readers need only a few bytes, and a second one takes the rest of a file that
+    fits into one request. In longer files, without a known end, fetches grow with what was read, so that unused
+    read-ahead stays a small fraction of it.
     """
 
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> None:
@@ -221,10 +222,10 @@ class _RangeReader(io.RawIOBase):
         return True
 
     def _next_fetch_bytes(self) -> int:
-        limit = self._budget.policy.request_bytes
-        if self._requested_byte == self._start_byte or not self._has_end:
-            return min(limit, max(_FIRST_FETCH_BYTES, (self._requested_byte - self._start_byte) // _OPEN_ENDED_DIVISOR))
-        return limit
+        limit, num_read_bytes = self._budget.policy.request_bytes, self._requested_byte - self._start_byte
+        if num_read_bytes and (self._has_end or self._end_byte - self._start_byte <= limit):
+            return limit
+        return min(limit, max(_FIRST_FETCH_BYTES, num_read_bytes // _OPEN_ENDED_DIVISOR))
 
     def _fetch_ahead(self, num_fetches: int) -> None:
         budget = current_budget(self._budget)  # a reader may outlive the unit of work that opened it
