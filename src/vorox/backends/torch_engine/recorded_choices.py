@@ -21,7 +21,7 @@ class RecordedChoices:
         gradient_products: Library of the products that add to the gradients of weights, in the fp32 CPU kernels.
         document_attention: How the native decoder separates the documents of packed rows.
         gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
-        document_states: How Mamba layers of transformers separate them: each document as a row of its own, or states
+        document_states: How Mamba layers in transformers separate them: each document as a row of its own, or states
             that start at zero in every document.
     """
 
@@ -34,7 +34,7 @@ class RecordedChoices:
         """Compute as a recorded run of this engine did.
 
         Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
-        row where Mamba layers of transformers now reset their states. ``attention`` is what this device has.
+        row where Mamba layers in transformers now reset their states. ``attention`` is what this device has.
         """
         if recorded.get("engine") != "torch":
             return

@@ -43,6 +43,7 @@ _FETCHES_AHEAD = 2
 _MIN_RANDOM_READ_BYTES = 1 << 20
 _FIRST_FETCH_BYTES = 1 << 18
 _OPEN_ENDED_DIVISOR = 8
+_SHORT_BYTES = 1 << 22
 _CACHE_BYTES = 64 << 20
 _SMALL_FILE_BYTES = 1 << 20
 
@@ -203,9 +204,9 @@ def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
 class _RangeReader(io.RawIOBase):
     """Sequential reader of the bytes ``[start, end)``, which fetches a few ranges ahead.
 
-    The first fetch is small, because many readers need only a few bytes, and a second one takes the rest of a file that
-    fits into one request. In longer files, without a known end, fetches grow with what was read, so that unused
-    read-ahead stays a small fraction of it.
+    The first fetch is small, because many readers need only a few bytes, and a second one takes the rest of a file of up
+    to 4 MiB. In longer files, without a known end, fetches grow with what was read, so that unused read-ahead stays a
+    small fraction of it.
     """
 
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> None:
@@ -223,7 +224,7 @@ class _RangeReader(io.RawIOBase):
 
     def _next_fetch_bytes(self) -> int:
         limit, num_read_bytes = self._budget.policy.request_bytes, self._requested_byte - self._start_byte
-        if num_read_bytes and (self._has_end or self._end_byte - self._start_byte <= limit):
+        if num_read_bytes and (self._has_end or self._end_byte - self._start_byte <= _SHORT_BYTES):
             return limit
         return min(limit, max(_FIRST_FETCH_BYTES, num_read_bytes // _OPEN_ENDED_DIVISOR))
 
