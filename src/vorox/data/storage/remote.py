@@ -204,9 +204,9 @@ def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
 class _RangeReader(io.RawIOBase):
     """Sequential reader of the bytes ``[start, end)``, which fetches a few ranges ahead.
 
-    The first fetch is small, because many readers need only a few bytes, and a second one takes the rest of a file of up
-    to 4 MiB. In longer files, without a known end, fetches grow with what was read, so that unused read-ahead stays a
-    small fraction of it.
+    The first fetch is small, because many readers need only a few bytes, and a second one takes the rest of a file of
+    up to 4 MiB. In longer files, without a known end, fetches grow with what was read, so that unused read-ahead stays
+    a small fraction of it.
     """
 
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> None:
