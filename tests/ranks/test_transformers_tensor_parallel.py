@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ranks.divided_decoders import cases_of
 from ranks.layouts import check_layouts, save_one_device
 from ranks.processes import Runs, entries, lines, losses, stored_arrays
 
@@ -57,13 +58,15 @@ def assert_same_run(run: Path, alone: Path) -> None:
     ("layouts", "count"),
     [
         (["1,1,2:transformers qwen3+transformers llama"], 2),
+        (["1,1,2:transformers gemma3_text"], 2),
         (["2,1,2:transformers qwen3", "1,2,2:transformers qwen3"], 4),
+        (["2,1,2:transformers gemma3_text", "1,2,2:transformers gemma3_text"], 4),
     ],
-    ids=["alone", "with replicas, and with FSDP2"],
+    ids=["alone", "Gemma 3 alone", "with replicas, and with FSDP2", "Gemma 3 with replicas, and with FSDP2"],
 )
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""
-    check_layouts(save_one_device(tmp_path, "transformers qwen3"), layouts, count, tmp_path)
+    check_layouts(save_one_device(tmp_path, cases_of(layouts[0])[0]), layouts, count, tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
