@@ -56,6 +56,16 @@ def test_a_stage_that_does_not_divide_on_all_ranks_is_refused(runs: Runs) -> Non
     assert "12 rows per step do not divide into micro-batches of 2 on each of 4 ranks" in said
 
 
+def test_ranks_change_within_and_at_the_stages(runs: Runs, exact: Path) -> None:
+    """Four ranks until a stage begins, one process into the next stage, two ranks to the end; then a replay on one."""
+    run, _ = runs.train("elastic", [*EXACT, "train.num_steps=4", "--nproc", "4"])
+    for count, steps in [(1, 9), (2, 12)]:
+        runs.vorox(["train", "--resume", str(run), f"train.num_steps={steps}", "--nproc", str(count)])
+    assert entries(run) == entries(exact)
+    assert fingerprint(run) == fingerprint(exact)
+    assert "bit-exact, 12 steps" in runs.vorox(["replay", str(run)])
+
+
 def test_rollbacks_across_stages_are_those_of_one_process(runs: Runs) -> None:
     settings = [*EXACT, *ROLLBACKS, "train.spike_rollback_steps=3", "train.micro_batch_sequences=2"]
     oracle, _ = runs.train("rollbacks", settings)

@@ -124,8 +124,9 @@ def test_another_base_is_refused_and_nothing_is_written(place: Path, capsys: pyt
         ["generate", "mine", "-p", "the"],
         ["export", "mine", "--to", "hf"],
     ):
-        assert main(command) != 0
+        assert main(command) == 5
         assert "dapter for another base" in capsys.readouterr().err, command
+    assert not list((run / "export").glob("*"))
     assert (run / "chain.jsonl").read_bytes() == before
     shutil.rmtree("base")
     shutil.move("first", "base")
