@@ -213,9 +213,9 @@ def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda bat
 def replicated_bits(engine: Any) -> str:
     """A hash of the parameters that every rank has: with context parallelism all; of a pipeline a tied embedding."""
     if engine._ranks.pipeline_parallel_size > 1:
-        if not engine._spec.tie_embeddings:
+        if engine.parameters.tied is None:
             return ""
-        tied = dict(engine.parameters._inner.whole(engine.parameters.values))["embedding.weight"]
+        tied = dict(engine.parameters._inner.whole(engine.parameters.values))[engine.parameters.tied]
         return hashlib.sha256(tied.detach().numpy().tobytes()).hexdigest()
     shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
     found = hashlib.sha256()

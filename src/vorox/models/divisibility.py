@@ -12,7 +12,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface_spec import PIPELINE_MODELS, HuggingFaceSpec
 from vorox.models.spec import ModelSpec
 
 _TENSOR_SIZE = "parallel.tensor_parallel_size"
@@ -24,8 +24,11 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: A dimension is not divisible, there are too few layers, or a setting is not supported.
     """
-    if config.parallel.pipeline_parallel_size > 1 and (fault := layers_fault(config, spec.num_layers)):
-        raise ConfigError(fault, where=PIPELINE_SIZE)
+    if config.parallel.pipeline_parallel_size > 1:
+        if isinstance(spec, HuggingFaceSpec):
+            _check_pipeline(spec)
+        if fault := layers_fault(config, spec.num_layers):
+            raise ConfigError(fault, where=PIPELINE_SIZE)
     if config.parallel.context_parallel_kind == "ulysses":
         _check_positions(config.parallel.context_parallel_size, spec)
     size = config.parallel.tensor_parallel_size
@@ -67,6 +70,27 @@ def _check_positions(size: int, spec: ModelSpec) -> None:
         )  # fmt: skip
 
 
+def _check_pipeline(spec: HuggingFaceSpec) -> None:
+    """Check that a pipeline can divide a model of transformers."""
+    what = "" if spec.label in PIPELINE_MODELS else f"the {spec.label} model"
+    if found := next(_dropout(spec), None):
+        what = f"{found[0]} = {found[1]}"
+    if what:
+        raise ConfigError(
+            f"A pipeline does not support {what}", where=PIPELINE_SIZE,
+            hint=f"it needs {', '.join(sorted(PIPELINE_MODELS))}, without dropout in config.json; otherwise use "
+            "data_parallel_size and fsdp_size",
+        )  # fmt: skip
+
+
+def _dropout(spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a ``config.json`` that switch dropout on."""
+    for name, value in _values(spec.config):
+        is_used = "drop" in name and not name.startswith(("summary", "classifier"))  # those have other heads
+        if is_used and isinstance(value, int | float) and value > 0:
+            yield f"{name} of config.json", value
+
+
 def _check_heads(size: int, spec: HuggingFaceSpec) -> None:
     """Check the heads of a transformers model; the engine checks the shapes of its layers."""
     for name, value in _values(spec.config):
@@ -92,10 +116,7 @@ def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, obje
     if isinstance(spec, HuggingFaceSpec):
         if config.parallel.sequence_parallel:
             yield "parallel.sequence_parallel, model.kind", f"true, {config.model.kind}"
-        for name, value in _values(spec.config):
-            is_used = "drop" in name and not name.startswith(("summary", "classifier"))  # those have other heads
-            if is_used and isinstance(value, int | float) and value > 0:
-                yield f"{name} of config.json", value
+        yield from _dropout(spec)
     elif not isinstance(spec, DecoderSpec):
         yield "model.kind", config.model.kind
     others: tuple[tuple[str, object, Callable[[object], bool]], ...] = (

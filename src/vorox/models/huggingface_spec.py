@@ -15,6 +15,10 @@ VOLATILE_KEYS = frozenset({"_name_or_path", "transformers_version", "dtype", "to
 """Keys of ``config.json`` that do not describe the network."""
 IMAGE_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Architectures that read images beside text (``model.image_processor``)."""
+PIPELINE_MODELS = frozenset(
+    {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
+)
+"""Architectures that a pipeline divides: an embedding, blocks, a norm and a head, and nothing beside them."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.schema import RunConfig
 from vorox.models.cpu_memory import cpu_workspace
-from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.experts import split_expert
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
@@ -157,7 +156,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
     parallel, train, length = config.parallel, config.train, config.data.sequence_length_tokens
     size, per_device = parallel.pipeline_parallel_size, parallel.pipeline_stages_per_device
     stages = stages_of_device(spec.num_layers, size, per_device, index)
-    table = parameters_of(spec, stages, tied=isinstance(spec, DecoderSpec) and spec.tie_embeddings)
+    table = parameters_of(spec, stages)
     share = sum(row.num_elements for row in table) / spec.num_parameters
     count = parallel.num_micro_batches(train.micro_batch_rows, batch_sizes_of(config).largest, parallel.num_row_parts)
     kept = min(count, size - index)  # micro-batches, or passes through one stage

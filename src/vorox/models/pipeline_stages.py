@@ -54,23 +54,30 @@ def _stage(num_layers: int, count: int, index: int) -> Stage:
     return Stage(index, count, range(first, first + each + (index < more)))
 
 
-def parameters_of(spec: ModelSpec, stages: Sequence[Stage], *, tied: bool) -> tuple[ParameterSpec, ...]:
+def tied_embedding(spec: ModelSpec) -> str | None:
+    """Return the name of the embedding that is also the head; ``None`` if the model has a head of its own."""
+    if any(row.kind == "head" for row in spec.parameters):
+        return None
+    return next((row.name for row in spec.parameters if row.kind == "embedding"), None)  # those of positions are later
+
+
+def parameters_of(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParameterSpec, ...]:
     """Return the parameters that stages need, in table order.
 
     Args:
-        spec: A decoder.
+        spec: A decoder. The names of its blocks' parameters contain the number of the block.
         stages: The stages of a device.
-        tied: Whether the head is the embedding.
     """
     layers = {layer for stage in stages for layer in stage.layers}
     has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    tied = tied_embedding(spec)
 
-    def is_here(name: str) -> bool:
-        part, _, rest = name.partition(".")
-        if part == "blocks":
-            return int(rest.partition(".")[0]) in layers
-        if part == "embedding":
-            return has_first or (has_last and tied)
-        return has_first if part == "position_embedding" else has_last
+    def is_here(row: ParameterSpec) -> bool:
+        layer = next((int(word) for word in row.name.split(".") if word.isdigit()), None)
+        if layer is not None:
+            return layer in layers
+        if row.kind == "embedding":
+            return has_first or (has_last and row.name == tied)
+        return has_last
 
-    return tuple(parameter for parameter in spec.parameters if is_here(parameter.name))
+    return tuple(row for row in spec.parameters if is_here(row))

@@ -35,7 +35,8 @@ from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
-from vorox.backends.torch_engine.parallel import gradient_buckets, gradient_sums, pipeline_network
+from vorox.backends.torch_engine.parallel import gradient_buckets, gradient_sums, pipeline_schedule
+from vorox.backends.torch_engine.parallel.huggingface_pipeline import HuggingFacePipeline
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
@@ -83,7 +84,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     budget.check_state()
     layout = ranks(config, dist, compute.device)
     gradient_sums.check(config, layout)
-    pipeline_network.check(config, layout)
+    pipeline_schedule.check(config, layout)
     with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute, layout)
 
@@ -158,7 +159,7 @@ class TorchEngine:
     ) -> dict[int, LossSums | PairSums]:
         """Run forward and backward of all micro-batches; return their loss sums by index."""
         num_passes, sums = len(batch.tokens_ABT), dict[int, LossSums | PairSums]()
-        if isinstance(self._network, PipelineNetwork):
+        if isinstance(self._network, (PipelineNetwork, HuggingFacePipeline)):
             for _ in gradient_sums.accumulate(self.parameters, self._ranks, 1):
                 sums |= self._network.train_all(
                     batch, scale=self.parameters.gradient_divisor / count, loss_scale=self._loss_scale,
@@ -388,13 +389,12 @@ class TorchEngine:
 
 
 def _network(config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks) -> Network:
+    has_stages = ranks.pipeline_parallel_size > 1
     if isinstance(spec, AdapterSpec):
         return AdapterNetwork(config, spec, compute, ranks)
     if isinstance(spec, HuggingFaceSpec):
-        return HuggingFaceNetwork(config, spec, compute, ranks)
+        return (HuggingFacePipeline if has_stages else HuggingFaceNetwork)(config, spec, compute, ranks)
     if isinstance(spec, UserSpec):
         return UserNetwork(config, spec, compute, ranks)
     assert isinstance(spec, DecoderSpec)
-    if ranks.pipeline_parallel_size > 1:
-        return PipelineNetwork(config, spec, compute, ranks)
-    return DecoderNetwork(config, spec, compute, ranks)
+    return (PipelineNetwork if has_stages else DecoderNetwork)(config, spec, compute, ranks)

@@ -58,13 +58,7 @@ class HuggingFaceNetwork(ModuleNetwork):
         return super().separates_documents and self.resets_states == bool(self._mixers)
 
     def _recompute_blocks(self) -> None:
-        if not self.module.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"{type(self.module).__name__} does not support activation checkpointing",
-                where="train.activation_checkpointing", hint="set it to none",
-            )  # fmt: skip
-        enable = getattr(self.module, "activation_checkpointing_enable", None)  # named differently before 5.23
-        (enable or self.module.gradient_checkpointing_enable)({"use_reentrant": False})
+        recompute_blocks(self.module)
 
     @cached_property
     def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,3 +131,18 @@ class HuggingFaceNetwork(ModuleNetwork):
     def pretrained_weights(self, directory: Path) -> Iterator[NamedArray]:
         """Yield the weights of a transformers directory."""
         return huggingface_model.pretrained_weights(self._spec, directory)
+
+
+def recompute_blocks(model: Any) -> None:
+    """Save only the inputs of the blocks of a model of transformers.
+
+    Raises:
+        ConfigError: The model does not support it.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} does not support activation checkpointing",
+            where="train.activation_checkpointing", hint="set it to none",
+        )  # fmt: skip
+    enable = getattr(model, "activation_checkpointing_enable", None)  # named differently before 5.23
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

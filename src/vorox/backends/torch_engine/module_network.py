@@ -365,7 +365,8 @@ class ModuleNetwork(ABC):
         values = self.parameters.values
         generator = torch.Generator(next(iter(values.values()))[0].device).manual_seed(0)
         for number, piece in enumerate(self.parameters.pieces(values)):
-            if self._ranks.tensor_parallel_size > 1:  # replicated parameters are equal, also behind unequal shares
+            if self._ranks.tensor_parallel_size > 1 or self._ranks.pipeline_parallel_size > 1:
+                # Replicated parameters and tied embeddings are equal, also behind unequal shares.
                 generator.manual_seed(number)
             if piece.view.ndim < 2:
                 piece.view.uniform_(0.5, 1.5, generator=generator)

@@ -11,7 +11,7 @@ from vorox.core.schema import RunConfig
 
 SIZE = "parallel.pipeline_parallel_size"
 _REFUSED = (
-    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
+    "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
     "parallel.tensor_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
     "train.distillation.logits", "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
@@ -26,6 +26,18 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
         config,
         SIZE,
         _REFUSED,
+        Refusal(
+            config.model.kind not in {"decoder", "huggingface"},
+            "model.kind",
+            config.model.kind,
+            "model.kind=decoder or huggingface",
+        ),
+        Refusal(
+            config.model.kind == "huggingface" and parallel.pipeline_schedule == "zero_bubble",
+            "model.kind",
+            config.model.kind,
+            "parallel.pipeline_schedule=1f1b or interleaved",
+        ),
         Refusal(
             parallel.fsdp_size > 1 and parallel.pipeline_schedule == "zero_bubble",
             "parallel.fsdp_size",

@@ -13,21 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.model import Decoder
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Parameters, Piece
-from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.optimizer_groups import Group
-from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device
-
-TIED = "embedding.weight"
+from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device, tied_embedding
+from vorox.models.spec import ModelSpec
 
 
 class PipelineParameters:
     """See ``Parameters``.
 
     Args:
-        spec: The whole decoder.
+        spec: The whole model.
         groups: The optimizer group of every parameter.
         ranks: The layout.
         per_device: Stages of each rank.
@@ -35,20 +32,22 @@ class PipelineParameters:
 
     Attributes:
         stages: The stages of this rank.
+        tied: Name of the embedding that is also the head, if any.
     """
 
     gradient_divisor = 1
 
     def __init__(
-        self, spec: DecoderSpec, groups: Mapping[str, Group], ranks: Ranks, per_device: int, device: torch.device
+        self, spec: ModelSpec, groups: Mapping[str, Group], ranks: Ranks, per_device: int, device: torch.device
     ) -> None:
         assert ranks.pipeline_group is not None
         self._spec, self._group_of, self._pipeline = spec, groups, ranks.pipeline_group
         self._index, self._size, self._device = ranks.pipeline_index, ranks.pipeline_parallel_size, device
+        self.tied = tied_embedding(spec)
         tables: list[set[str]] = []
         for index in range(self._size):
             stages = stages_of_device(spec.num_layers, self._size, per_device, index)
-            table = parameters_of(spec, stages, tied=spec.tie_embeddings)
+            table = parameters_of(spec, stages)
             tables.append({parameter.name for parameter in table})
             if index == self._index:
                 self.stages: tuple[Stage, ...] = stages
@@ -63,11 +62,12 @@ class PipelineParameters:
             for parameter in spec.parameters
         }
 
-    def shard(self, decoders: Sequence[Decoder], dtype: torch.dtype, *, reshard: bool) -> None:
-        """Shard the stages of this rank by FSDP2, if several ranks have them; see ``ShardedParameters``."""
+    def shard(
+        self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module], dtype: torch.dtype, *, reshard: bool
+    ) -> None:
+        """Shard the stages of this rank and their blocks by FSDP2, if several ranks have them."""
         if isinstance(self._inner, ShardedParameters):
-            blocks = [block for decoder in decoders for block in decoder.blocks]
-            self._inner.shard(nn.ModuleList(decoders), blocks, dtype, reshard=reshard, roots=decoders)
+            self._inner.shard(nn.ModuleList(modules), blocks, dtype, reshard=reshard, roots=modules)
 
     @property
     def local(self) -> Parameters:
@@ -92,7 +92,7 @@ class PipelineParameters:
     @property
     def _has_copy(self) -> bool:
         """Whether this rank's head is the embedding of another rank."""
-        return self._spec.tie_embeddings and self._index == self._size - 1
+        return self.tied is not None and self._index == self._size - 1
 
     def store(self, values: Buffers) -> None:
         self._inner.store(values)
@@ -111,11 +111,11 @@ class PipelineParameters:
 
     def finish_gradients(self) -> None:
         """Add the gradients of the embedding as an input and as a tied head."""
-        if not self._spec.tie_embeddings or self._group_of[TIED].is_frozen:
+        if self.tied is None or self._group_of[self.tied].is_frozen:
             return
         if self._index not in (0, self._size - 1):
             return
-        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == TIED)
+        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == self.tied)
         if not gradient.numel():  # FSDP has fewer rows than ranks
             return
         if self._index == 0:
