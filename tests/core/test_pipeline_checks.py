@@ -25,45 +25,28 @@ def named_keys(config: RunConfig) -> set[str]:
 
 def test_a_pipeline_that_fits_has_no_problem() -> None:
     assert "parallel.pipeline_parallel_size" not in named_keys(config_of())
-    for schedule in ("interleaved", "zero_bubble"):
+    for schedule in ("1f1b", "interleaved", "zero_bubble"):
         assert "parallel.pipeline_parallel_size" not in named_keys(config_of(parallel__pipeline_schedule=schedule))
-    sharded = config_of(train__micro_batch_sequences=1, parallel__fsdp_size=2)
-    assert "parallel.pipeline_parallel_size" not in named_keys(sharded)
+        sharded = config_of(train__micro_batch_sequences=1, parallel__fsdp_size=2, parallel__pipeline_schedule=schedule)
+        assert "parallel.pipeline_parallel_size" not in named_keys(sharded)
+    assert "parallel.pipeline_parallel_size" not in named_keys(config_of({"kind": "huggingface", "name_or_path": "x"}))
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(parallel__fsdp_size=2, parallel__pipeline_schedule="zero_bubble"),
         config_of(parallel__tensor_parallel_size=2),
         config_of(runtime__compile=True), config_of(optimizer__name="adamw_8bit"),
         config_of(train__forward_backward="step.py:run"), config_of(runtime__determinism="bitwise-any-world"),
-        config_of({"dropout_fraction": 0.1}), config_of({"block": "block.py:Block"}), config_of({"num_experts": 4}),
+        config_of({"kind": "model.py:build"}), config_of({"dropout_fraction": 0.1}),
+        config_of({"block": "block.py:Block"}), config_of({"num_experts": 4}),
     ],
-    ids=["zero bubble with fsdp", "tensor", "compile", "8-bit", "step", "any world", "dropout", "block", "experts"],
+    ids=["tensor", "compile", "8-bit", "step", "any world", "user model", "dropout", "block", "experts"],
 )  # fmt: skip
 def test_what_a_pipeline_does_not_support_is_refused(config: RunConfig) -> None:
     assert "parallel.pipeline_parallel_size" in named_keys(config)
     alone = config.parallel.model_copy(update={"pipeline_parallel_size": 1})
     assert "parallel.pipeline_parallel_size" not in named_keys(config.model_copy(update={"parallel": alone}))
-
-
-def test_the_refusal_of_zero_bubble_with_fsdp_names_what_goes() -> None:
-    refused = config_of(parallel__fsdp_size=2, parallel__pipeline_schedule="zero_bubble")
-    (text,) = [problem.what for problem in find_problems(refused) if "parallel.fsdp_size" in problem.keys]
-    assert text.endswith(
-        "needs parallel.pipeline_schedule=1f1b or interleaved, or replicas (parallel.data_parallel_size)"
-    )
-    for fitting in (
-        {"parallel__fsdp_size": 2, "parallel__pipeline_schedule": "1f1b", "train__micro_batch_sequences": 1},
-        {"parallel__fsdp_size": 2, "parallel__pipeline_schedule": "interleaved", "train__micro_batch_sequences": 1},
-        {
-            "parallel__data_parallel_size": 2,
-            "parallel__pipeline_schedule": "zero_bubble",
-            "train__micro_batch_sequences": 1,
-        },
-    ):
-        assert "parallel.pipeline_parallel_size" not in named_keys(config_of(**fitting))
 
 
 def test_too_many_stages_for_the_layers_are_refused() -> None:

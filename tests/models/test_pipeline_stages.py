@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from small_configurations import POSITIONS, VOCAB, configuration
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.divisibility import check_divisible
+from vorox.models.huggingface_spec import HuggingFaceSpec
 from vorox.models.memory_estimate import estimate_memory
-from vorox.models.pipeline_stages import parameters_of, stages_of_device
+from vorox.models.module_spec import Row
+from vorox.models.pipeline_stages import parameters_of, stages_of_device, tied_embedding
+from vorox.models.spec import Kind
 
 
 def config_of(schedule: str = "1f1b", size: int = 2) -> tuple[RunConfig, DecoderSpec]:
@@ -48,6 +54,46 @@ def test_the_embedding_is_on_the_first_and_with_a_tied_head_on_the_last_device()
     untied = replace(spec, tie_embeddings=False)
     own_head = {row.name for row in parameters_of(untied, stages_of_device(5, 2, 1, 1))}
     assert own_head == last - {"embedding.weight"} | {"head.weight"}
+
+
+def transformers_spec(model_type: str = "gpt2", **values: object) -> HuggingFaceSpec:
+    """A table with the names of GPT-2: a tied embedding, positions, four blocks, the final norm."""
+    rows = [("transformer.wte.weight", "embedding"), ("transformer.wpe.weight", "embedding")]
+    rows += [(f"transformer.h.{layer}.mlp.c_fc.weight", "tensor") for layer in range(4)]
+    rows.append(("transformer.ln_f.weight", "norm"))
+    table = tuple(Row(name, (4, 4), cast("Kind", kind), decay=True, trainable=True) for name, kind in rows)
+    return HuggingFaceSpec({"model_type": model_type, **values}, table, 4, 4, 4, 64)
+
+
+def test_parameters_of_a_model_of_transformers_are_found_by_number_and_role() -> None:
+    spec = transformers_spec()
+    first, last = ([row.name for row in parameters_of(spec, stages_of_device(4, 2, 1, index))] for index in (0, 1))
+    assert tied_embedding(spec) == "transformer.wte.weight"
+    blocks = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in range(4)]
+    assert first == ["transformer.wte.weight", "transformer.wpe.weight", *blocks[:2]]
+    assert last == ["transformer.wte.weight", *blocks[2:], "transformer.ln_f.weight"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (transformers_spec(), ""),
+        (transformers_spec("mamba"), "the mamba model"),
+        (transformers_spec("mixtral"), "the mixtral model"),
+        (transformers_spec(resid_pdrop=0.1), "resid_pdrop of config.json = 0.1"),
+    ],
+    ids=["supported", "mamba", "experts", "dropout"],
+)
+def test_a_model_of_transformers_that_a_pipeline_cannot_divide_is_refused(spec: HuggingFaceSpec, what: str) -> None:
+    config = configuration(
+        {"kind": "huggingface", "name_or_path": "x"}, parallel__pipeline_parallel_size=2, train__micro_batch_sequences=2
+    )
+    if not what:
+        check_divisible(config, spec)
+        return
+    with pytest.raises(ConfigError, match=f"A pipeline does not support {what}") as caught:
+        check_divisible(config, spec)
+    assert "gpt2, llama, mistral, olmo2, phi3, qwen2, qwen3" in str(caught.value.hint)
 
 
 def test_memory_is_that_of_the_device_that_needs_most() -> None:

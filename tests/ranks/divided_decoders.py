@@ -28,9 +28,19 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.models.decoder_spec import decoder_spec
+from vorox.models.huggingface_spec import PIPELINE_MODELS
 from vorox.models.spec import ModelSpec
 
 STEPS = 20
+UNTIED = {"llama", "mistral", "phi3", "olmo2"}
+SCHEDULES = {"gemma3_text": "interleaved", "llama": "zero_bubble", "gpt2": "zero_bubble"}
+FIVE_LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    },
+    "llama": {"num_hidden_layers": 5},
+    "gpt2": {"num_hidden_layers": 5, "n_layer": 5},
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "llama": {
         "model": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False},
@@ -66,9 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"transformers {name}": {
             "model": {"kind": "huggingface", "name_or_path": name, "pretrained": False}, "data__document_mask": True,
-            "train__activation_checkpointing": recompute,
+            "train__activation_checkpointing": "block" if name in {"gemma3_text", "gpt2", "llama"} else "none",
+            **({"parallel__pipeline_schedule": SCHEDULES[name]} if name in SCHEDULES else {}),
         }
-        for name, recompute in (("qwen3", "none"), ("llama", "block"), ("gemma3_text", "block"))
+        for name in sorted(PIPELINE_MODELS)
     },
     "multi-query": {
         "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,
@@ -87,7 +98,7 @@ def cases_of(layout: str) -> list[str]:
     by_layout = {
         "1,1,2": ["llama", "gemma3", "gpt2"], "1,2,2": ["gemma3"], "1,1,2,1,1,1": ["gemma3", "gpt2"],
         "1,1,1,2": ["llama", "gemma3", "documents", "zero bubble"], "2,1,1,2": ["documents"],
-        "1,2,1,2": ["gemma3", "documents"], "1,2,1": [],
+        "1,2,1,2": ["gemma3", "documents", "zero bubble"], "1,2,1": [],
         "1,1,1,1,2": ["gemma3", "noise"], "1,1,1,1,4": ["multi-query"], "2,1,1,1,2": ["noise"],
         "1,2,1,1,2": ["gemma3"],
         "1,1,1,1,2,0,1,1": ["gemma3", "documents", "three heads"], "1,1,1,1,4,0,1,1": ["multi-query", "three heads"],
@@ -161,7 +172,8 @@ def spec_of(config: RunConfig) -> ModelSpec:
     from vorox.backends.torch_engine.huggingface_settings import resolve
 
     name = str(config.model.name_or_path)
-    own = {**SHARED, **TRANSFORMERS_MODELS[name], "vocab_size": VOCAB, "tie_word_embeddings": name != "llama"}
+    own = {**SHARED, **TRANSFORMERS_MODELS[name], "vocab_size": VOCAB, "tie_word_embeddings": name not in UNTIED}
+    own |= FIVE_LAYERS.get(name, {})
     if name == "gemma3_text":  # norms behind its layers: steps of LR turn smaller weights about, and rounding grows
         own["initializer_range"] = 0.15
     values = transformers.AutoConfig.for_model(name, **own).to_json_string()

@@ -34,6 +34,8 @@ from vorox.core.staged_directory import verify_directory
 SEED = secrets.randbelow(1 << 30)
 EXPERTS_SEED = 7
 """Rounding may move a token to another expert where two have nearly equal scores; with these rows, none does."""
+GROWING = {"transformers gemma3_text"}
+"""Cases with AdamW in which rounding grows as with Muon: five layers, each with six norms."""
 
 
 @cache
@@ -43,8 +45,8 @@ def on_one_device(case: str, seed: int) -> dict[str, Any]:
 
 @cache
 def values_tolerance(case: str, seed: int) -> float:
-    """The relative tolerance of losses and norms; with Muon at least 20 times the difference of one process."""
-    if CASES[case].get("optimizer__name") != "muon":
+    """The relative tolerance of losses and norms; where rounding grows, 20 times the difference of one process."""
+    if CASES[case].get("optimizer__name") != "muon" and case not in GROWING:
         return 1e-5
     expected = np.array(on_one_device(case, seed)["values"])
     engine = engine_of(config_of(case), DistributedContext())

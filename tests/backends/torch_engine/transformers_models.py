@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {},
+    "gemma": {},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 8},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 8},
     "phi3": {"resid_pdrop": 0.0},

@@ -21,29 +21,10 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the settings that a pipeline does not support, and sizes that do not fit it."""
     if config.parallel.pipeline_parallel_size == 1:
         return
-    parallel = config.parallel
+    kind = config.model.kind
+    is_refused = kind not in {"decoder", "huggingface"}
     yield from unsupported(
-        config,
-        SIZE,
-        _REFUSED,
-        Refusal(
-            config.model.kind not in {"decoder", "huggingface"},
-            "model.kind",
-            config.model.kind,
-            "model.kind=decoder or huggingface",
-        ),
-        Refusal(
-            config.model.kind == "huggingface" and parallel.pipeline_schedule == "zero_bubble",
-            "model.kind",
-            config.model.kind,
-            "parallel.pipeline_schedule=1f1b or interleaved",
-        ),
-        Refusal(
-            parallel.fsdp_size > 1 and parallel.pipeline_schedule == "zero_bubble",
-            "parallel.fsdp_size",
-            parallel.fsdp_size,
-            "parallel.pipeline_schedule=1f1b or interleaved, or replicas (parallel.data_parallel_size)",
-        ),
+        config, SIZE, _REFUSED, Refusal(is_refused, "model.kind", kind, "model.kind=decoder or huggingface")
     )
     fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
     if fault:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork, recompute_blocks
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
+from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
 from vorox.core.batch import Batch
@@ -114,10 +116,14 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         models = list(self._models.values())
         blocks = [block for model in models for block in model.blocks]
         placed.shard(models, blocks, self._compute.dtype, reshard=config.parallel.reshard_after_forward)
+        deferred = None
+        if config.parallel.pipeline_schedule == "zero_bubble":
+            deferred = DeferredGradients(kernels.products(self._compute), self._ranks)
+            deferred.attach(blocks)
         self._runner = StageRunner(
             config, self._ranks, device, self._stages,
             stream_shape=lambda num_rows, num_positions: (num_rows, num_positions, spec.hidden_size),
-            train=self._train_stage,
+            train=self._train_stage, take_weight_gradients=None if deferred is None else deferred.take,
         )  # fmt: skip
 
     def _recompute_blocks(self) -> None:

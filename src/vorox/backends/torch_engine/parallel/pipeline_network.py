@@ -39,15 +39,15 @@ class PipelineNetwork(DecoderNetwork):
         chosen = kernels.plain(compute)
         if ranks.fsdp_size == 1:
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
-        deferred = None
-        if config.parallel.pipeline_schedule == "zero_bubble":
-            deferred = DeferredGradients(kernels.products(compute))
-            chosen = deferred.defer(chosen)
         attend = attention.attention_kernel(config.model.attention_kernel)
         parts = Parts(spec, placed.modules, chosen, attend, self.taps, compute.device)
         decoders = [Decoder(parts, stage) for stage in placed.stages]
         blocks = [block for decoder in decoders for block in decoder.blocks]
         placed.shard(decoders, blocks, compute.dtype, reshard=config.parallel.reshard_after_forward)
+        deferred = None
+        if config.parallel.pipeline_schedule == "zero_bubble":
+            deferred = DeferredGradients(kernels.products(compute), ranks)
+            deferred.attach(blocks)
         self._decoders = {stage.index: decoder for stage, decoder in zip(placed.stages, decoders, strict=True)}
         self._layers = {layer for stage in placed.stages for layer in stage.layers}
         self._runner = StageRunner(
