@@ -34,8 +34,6 @@ from vorox.core.staged_directory import verify_directory
 SEED = secrets.randbelow(1 << 30)
 EXPERTS_SEED = 7
 """Rounding may move a token to another expert where two have nearly equal scores; with these rows, none does."""
-GROWING = {"transformers gemma3_text"}
-"""Cases with AdamW in which rounding grows as with Muon: five layers, each with six norms."""
 
 
 @cache
@@ -44,14 +42,19 @@ def on_one_device(case: str, seed: int) -> dict[str, Any]:
 
 
 @cache
-def values_tolerance(case: str, seed: int) -> float:
-    """The relative tolerance of losses and norms; where rounding grows, 20 times the difference of one process."""
-    if CASES[case].get("optimizer__name") != "muon" and case not in GROWING:
-        return 1e-5
+def tolerances(case: str, seed: int) -> tuple[float, float]:
+    """The relative tolerances of losses and norms: 1e-5, or 20 times the difference of one process.
+
+    The latter where rounding grows: with Muon, and in the gradient norms of models of transformers.
+    """
+    is_muon = CASES[case].get("optimizer__name") == "muon"
+    if not is_muon and not case.startswith("transformers"):
+        return 1e-5, 1e-5
     expected = np.array(on_one_device(case, seed)["values"])
     engine = engine_of(config_of(case), DistributedContext())
     found = np.array(train(engine, seed, reversed_micro_batches)["values"])
-    return max(1e-5, 20 * np.abs(found / expected - 1).max())
+    measured = max(1e-5, 20 * np.abs(found / expected - 1).max())
+    return measured if is_muon else 1e-5, measured
 
 
 def save_one_device(folder: Path, case: str = "gemma3") -> Path:
@@ -83,7 +86,7 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
             assert len({str(found["bits"]) for found in ranks}) == 1, "replicated parameters have the same bits"
             for rank, found in enumerate(ranks):
                 where = f"seed {seed}, {layout}, {case}, rank {rank}"
-                check_case(found, on_one_device(case, seed), start, where, values_tolerance(case, seed))
+                check_case(found, on_one_device(case, seed), start, where, tolerances(case, seed))
         saved = folder / f"saved-{layout}"
         verify_directory(saved)
         found_state = stored_arrays(saved)
@@ -96,9 +99,15 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
 
 
 def check_case(
-    found: dict[str, np.ndarray], expected: dict[str, Any], start: dict[str, np.ndarray], where: str, tolerance: float
+    found: dict[str, np.ndarray],
+    expected: dict[str, Any],
+    start: dict[str, np.ndarray],
+    where: str,
+    tolerance: tuple[float, float],
 ) -> None:
-    np.testing.assert_allclose(found["values"], expected["values"], rtol=tolerance, err_msg=where)
+    losses_and_norms = np.array(expected["values"])
+    np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=tolerance[0], err_msg=where)
+    np.testing.assert_allclose(found["values"], losses_and_norms, rtol=max(tolerance), err_msg=where)
     # The mean of an activation is a sum of terms that cancel.
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-5, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)

@@ -1,9 +1,9 @@
 """Models of transformers in the stages of a pipeline: the numbers of one process on every rank, for random packed rows.
 
-Tolerances are those of ``layouts.py``: losses and norms of 20 steps agree within 1e-5 (relative), gradients of the
-first step within 1e-5 of their largest element, weights within a hundredth of the distance that training moves them. A
-checkpoint is whole: another layout continues with it, element by element. Embeddings are tied and untied, blocks are
-recomputed or not, and one model has five layers of two kinds in four interleaved stages.
+Tolerances are those of ``layouts.py``: losses of 20 steps agree within 1e-5 (relative), gradients of the first step
+within 1e-5 of their largest element, weights within a hundredth of the distance that training moves them. A checkpoint
+is whole: another layout continues with it, element by element. Embeddings are tied and untied, blocks are recomputed or
+not; three models have five layers in four stages, interleaved (with layers of two kinds) or with a zero-bubble schedule.
 """
 
 from __future__ import annotations
