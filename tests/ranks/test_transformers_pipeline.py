@@ -3,7 +3,7 @@
 Tolerances are those of ``layouts.py``: losses of 20 steps agree within 1e-5 (relative), gradients of the first step
 within 1e-5 of their largest element, weights within a hundredth of the distance that training moves them. A checkpoint
 is whole: another layout continues with it, element by element. Embeddings are tied and untied, blocks are recomputed or
-not; three models have five layers in four stages, interleaved (with layers of two kinds) or with a zero-bubble schedule.
+not; three models have five layers in four stages, interleaved (layers of two kinds) or with a zero-bubble schedule.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class DeferredGradients:
         """Make the linear layers of blocks queue the gradients of their parameters, which FSDP2 has sharded already."""
         for layer in (layer for block in blocks for layer in block.modules()):
             if isinstance(layer, Linear | nn.Linear):
-                layer.forward = partial(self._forward, layer, cast("nn.Parameter", layer.weight), layer.bias)
+                weight, bias = cast("nn.Parameter", layer.weight), layer.bias
+                cast("Any", layer).forward = partial(self._forward, layer, weight, bias)
 
     def _forward(self, layer: Any, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor) -> Tensor:
         """Return the outputs of a layer; ``weight`` and ``bias`` are its own, which FSDP2 replaces by gathered ones."""
@@ -83,7 +84,7 @@ class DeferredGradients:
         assert self._ranks.mesh is not None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        local, size = parameter.grad.to_local(), self._ranks.fsdp_size
+        local, size = cast("Any", parameter.grad).to_local(), self._ranks.fsdp_size
         rows_per_rank = -(-len(gradient) // size)
         whole = torch.zeros(size * rows_per_rank, *gradient.shape[1:], device=gradient.device)
         whole[: len(gradient)] = gradient

@@ -10,6 +10,7 @@ Shape legend: B rows, T positions, D width, V vocabulary.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         for model in self._models.values():
             recompute_blocks(model.model)
 
-    @property
+    @cached_property
     def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         return True
 
@@ -169,8 +170,9 @@ class HuggingFacePipeline(HuggingFaceNetwork):
 
     def _last_stage(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor | None:
         """Return logits on the rank of the last stage, without gradients."""
+        num_rows, num_positions = tokens_BT.shape
         found = self._runner.forward(
-            tokens_BT, *tokens_BT.shape, lambda stage, x: self._run_stage(stage, x, positions_BT)
+            tokens_BT, num_rows, num_positions, lambda stage, x: self._run_stage(stage, x, positions_BT)
         )
         self.parameters.release()
         return found
