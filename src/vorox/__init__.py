@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vorox.api.compression import load_quantized
     from vorox.api.configuration import load_config
     from vorox.api.dataset import dataset
     from vorox.api.model import Model, create_model, load_model
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Model", "Run", "Tap", "VoroxError", "__version__", "create_model", "dataset", "load_config", "load_model",
-    "open_run", "train",
+    "load_quantized", "open_run", "train",
 ]  # fmt: skip
 
 _MODULES = {
@@ -32,6 +33,7 @@ _MODULES = {
     "dataset": "vorox.api.dataset",
     "load_config": "vorox.api.configuration",
     "load_model": "vorox.api.model",
+    "load_quantized": "vorox.api.compression",
     "open_run": "vorox.api.runs",
     "train": "vorox.api.training",
 }

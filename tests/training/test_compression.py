@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 import tiny_runs
 import vorox
+from rounding import bf16, round_int4
 from vorox.cli import main
 from vorox.core.errors import ConfigError
 from vorox.core.json_lines import read_lines
@@ -179,6 +180,53 @@ def test_transformers_loads_what_was_quantised(
     assert transformers.AutoTokenizer.from_pretrained(target).vocab_size > 200
 
 
+@pytest.mark.hf
+@pytest.mark.slow
+def test_four_bits_on_a_cpu(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file against rounding in float64, and the model against transformers with the rounded weights, in bf16."""
+    pytest.importorskip("torchao")
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    target, exported = tmp_path / "small", tmp_path / "exported"
+    assert main(["compress", str(run), "--quantize", "int4", "--to", str(target)]) == 0
+    assert f'vorox.load_quantized("{target}")' in capsys.readouterr().out
+    assert main(["export", str(run), "--to", "hf", "--output", str(exported)]) == 0
+    before, stored = (
+        load_file(exported / "model.safetensors"),
+        safetensors_torch.load_file(target / "model.safetensors"),
+    )
+    state = {name: torch.from_numpy(array) for name, array in before.items()}
+    num_rounded = 0
+    for name, array in matrices(before).items():
+        module = name.removesuffix(".weight")
+        if array.shape[1] % 32:
+            np.testing.assert_array_equal(stored[name].float().numpy(), bf16(array))
+            continue
+        packed = stored[f"{module}._weight_qdata"].numpy()
+        scale, zero = (stored[f"{module}._weight_{key}"].double().numpy().T for key in ("scale", "zero_point"))
+        assert packed.shape == (array.shape[0], array.shape[1] // 2), "two weights per byte"
+        values = np.stack([(packed & 15).astype(np.int8), (packed >> 4) & 15], -1).reshape(array.shape).astype(np.int8)
+        groups = np.where(values > 7, values - 16, values).reshape(len(array), -1, 32)
+        found = (groups * scale[..., None] + zero[..., None]).reshape(array.shape)
+        np.testing.assert_allclose(found, round_int4(array), atol=1e-6)
+        state[name], num_rounded = torch.from_numpy(found).float(), num_rounded + 1
+    assert num_rounded >= 10
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    plain.load_state_dict(state, strict=False)
+    model = vorox.load_quantized(target)
+    tokens = torch.from_numpy(np.random.default_rng().integers(0, 256, (3, 15), np.int64))
+    with torch.inference_mode():
+        theirs, ours = plain(tokens).logits.numpy(), model(tokens).logits.float().numpy()
+    assert np.abs(ours - theirs).max() < 0.03 * np.abs(theirs).max()
+    report_ = report(target)
+    assert report_["after"]["size_bytes"] == (target / "model.safetensors").stat().st_size
+    assert report_["after"]["size_bytes"] < 0.4 * report_["before"]["size_bytes"]
+    assert 0 < abs(report_["after"]["loss"] - report_["before"]["loss"]) < 0.2
+    layer = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto").model.layers[1].self_attn.q_proj
+    assert type(layer.weight).__name__ == "Int4Tensor", "transformers reads the form of CUDA"
+
+
 def test_what_cannot_be_compressed_is_refused(
     run: Path, pruned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,8 +240,12 @@ def test_what_cannot_be_compressed_is_refused(
     import torch
 
     if not torch.cuda.is_available():
-        assert "int4 needs a CUDA device" in refusal("--quantize", "int4", "--to", str(tmp_path / "x"))
+        message = refusal("--quantize", "int4", "--device", "cuda", "--to", str(tmp_path / "x"))
+        assert "int4 on CUDA needs a GPU and the kernels of mslk" in message
+        assert "--device cpu" in message
     assert not (tmp_path / "x").exists()
+    with pytest.raises(ConfigError, match="no quantised model"):
+        vorox.load_quantized(pruned)
 
 
 @pytest.mark.parametrize(

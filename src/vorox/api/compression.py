@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -26,7 +27,7 @@ from vorox.core.batch import Batch
 from vorox.core.engine import Engine, EvalValues, NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.run_context import recorded_config
-from vorox.core.schema import RunConfig
+from vorox.core.schema import QuantizationScheme, RunConfig
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.corpus import prepare
 from vorox.data.tokenizers.store import load_run_tokenizer
@@ -42,7 +43,6 @@ from vorox.training.dataloading import validation_set
 from vorox.training.evaluation.evaluate import evaluate
 from vorox.training.export.checkpoint import export
 
-Scheme = Literal["int8-weight-only", "int8-dynamic", "int4"]
 REPORT_NAME = "compression.json"
 FORMAT = "vorox-compression/1"
 _PROMPT_TOKENS, _DECODED_TOKENS = 8, 64
@@ -107,7 +107,7 @@ def compress(
     target: Path,
     *,
     pruning: Pruning | None,
-    quantization: Scheme | None,
+    quantization: QuantizationScheme | None,
     step: int | None,
     root: str,
     device: str | None,
@@ -142,7 +142,7 @@ def compress(
     if pruning is not None:
         check_pruning(spec, pruning)
     if quantization is not None:
-        _quantizer().check_quantization(quantization)
+        _quantizer().check_quantization(quantization, _device(config, quantization))
     make_directory(target.absolute().parent)
     with closing(_ValidationSet(config, source.path)) as validation:
         task = _Task(target, config, source, spec, pruning, validation)
@@ -198,13 +198,13 @@ class _Task:
         self._write_pruned(self.target, {REPORT_NAME: pretty_json(done.to_json())})
         return done
 
-    def quantize(self, scheme: Scheme) -> Compression:
+    def quantize(self, scheme: QuantizationScheme) -> Compression:
         """Measure both models in transformers, and write the quantised one."""
         module = _quantizer()
-        on_cuda = scheme == "int4" or self.config.runtime.device.startswith("cuda")
+        device = _device(self.config, scheme)
         with _temporary_directory(self.target) as scratch:
             plain = export(self.source.path, scratch, check=False).path
-            before = self._measure(module.TransformersModel(plain, on_cuda=on_cuda), _size(plain))
+            before = self._measure(module.TransformersModel(plain, device), _size(plain))
             if self.pruning is not None:
                 shutil.rmtree(plain)
                 self._write_pruned(plain, {})
@@ -212,7 +212,7 @@ class _Task:
                 module.quantize(plain, directory.path, scheme)
                 for path in sorted(plain.glob("*token*")):
                     shutil.copy(path, directory.path / path.name)
-                after = self._measure(module.TransformersModel(directory.path, on_cuda=on_cuda), _size(directory.path))
+                after = self._measure(module.TransformersModel(directory.path, device), _size(directory.path))
                 done = self._finish(scheme, before, after)
                 directory.adopt("")
                 directory.write(REPORT_NAME, pretty_json(done.to_json()))
@@ -230,9 +230,44 @@ class _Task:
         tensors = stored_entries(self.spec), to_stored(self.spec, self._pruned())
         write_derived(self.source, target, self.spec, tensors, {PRUNED: str(self.pruning)}, files)
 
-    def _finish(self, scheme: Scheme | None, before: Measurement, after: Measurement) -> Compression:
+    def _finish(self, scheme: QuantizationScheme | None, before: Measurement, after: Measurement) -> Compression:
         pruned = None if self.pruning is None else str(self.pruning)
         return Compression(self.target, self.source.step, pruned, scheme, before, after)
+
+
+def load_quantized(path: str | Path, *, device: Literal["cpu", "cuda"] = "cpu") -> Any:
+    """Load a model that ``vorox compress --quantize`` wrote, with a kernel for the device.
+
+    transformers alone loads it as well, but runs 4-bit weights on CUDA only.
+
+    Args:
+        path: The directory.
+        device: Where the model runs.
+
+    Returns:
+        The model of transformers, in evaluation mode.
+
+    Raises:
+        ConfigError: The directory has no such model, torchao or transformers is missing, or the device has no kernel.
+    """
+    directory = Path(path)
+    try:
+        scheme = json.loads((directory / REPORT_NAME).read_bytes())["quantize"]
+    except (OSError, ValueError, KeyError):
+        scheme = None
+    if scheme is None:
+        raise ConfigError(
+            f"{directory} is no quantised model", where=REPORT_NAME, hint="write one with vorox compress --quantize"
+        )
+    _quantizer().check_quantization(scheme, device)
+    return _quantizer().load_quantized(directory, device)
+
+
+def _device(config: RunConfig, scheme: QuantizationScheme) -> str:
+    """Return where a quantised model is measured: CUDA if the run names it, or if it has a faster kernel there."""
+    chosen = config.runtime.device
+    is_faster = chosen == "auto" and scheme == "int4" and _quantizer().has_cuda_int4()
+    return "cuda" if chosen == "cuda" or is_faster else "cpu"
 
 
 def _find(

@@ -21,7 +21,7 @@ def compress(
         Literal["int8-weight-only", "int8-dynamic", "int4"] | None,
         typer.Option(
             "--quantize",
-            help="Linear layers of the blocks in 8 bits, weights only or with 8-bit activations; or in 4 bits (CUDA). "
+            help="Linear layers of the blocks in 8 bits, weights only or with 8-bit activations; or in 4 bits. "
             "Writes a directory that transformers loads.",
         ),
     ] = None,
@@ -55,7 +55,9 @@ def compress(
     rows = [_row("before", done.before), _row("after", done.after)]
     print_table(["", "LOSS", "BITS/BYTE", "SIZE", "TOKENS/S"], rows, right="LOSS BITS/BYTE SIZE TOKENS/S")
     typer.echo(f"{done.path}: step {done.step:,}, {', '.join(filter(None, (done.prune, done.quantize)))}")
-    if done.quantize:
+    if done.quantize == "int4":
+        typer.echo(f'Load it with: vorox.load_quantized("{done.path}")')
+    elif done.quantize:
         typer.echo(f'Load it with: transformers.AutoModelForCausalLM.from_pretrained("{done.path}", dtype="auto")')
     else:
         typer.echo(f"Fine-tune it with: vorox train --from-weights {done.path} train.keep_zeros=true")

@@ -139,7 +139,8 @@ def spec_from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
     """
     family: Family | None = next((name for name in ARCHITECTURES if name == config.get("model_type")), None)
     if family is None:
-        refuse("model_type", config.get("model_type"), f"known are {', '.join(ARCHITECTURES)}")
+        known = ", ".join(ARCHITECTURES)
+        refuse("model_type", config.get("model_type"), f"known are {known}; others train with model.kind=huggingface")
     architecture = ARCHITECTURES[family]
     for key, accepted in {**_ONLY_EVERYWHERE, **architecture.only}.items():
         if key in config and config[key] not in accepted:

@@ -28,6 +28,7 @@ from vorox.backends.torch_engine.dpo_loss import (
     targets_to_device,
 )
 from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
+from vorox.backends.torch_engine.fake_quantization import quantize_kernels
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
@@ -124,6 +125,7 @@ class DecoderNetwork:
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
+        chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
         model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
         if isinstance(inner, ShardedParameters):
             reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.decoder import PrefixDecoder
 from vorox.backends.torch_engine.device_copy import to_device
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.fake_quantization import quantize_modules
 from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.loss import Labels
@@ -23,6 +26,7 @@ from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
+from vorox.core.schema import RunConfig
 from vorox.models.huggingface_spec import IMAGE_MODELS, HuggingFaceSpec
 
 ATTENTION = {"auto": None, "sdpa": "sdpa", "reference": "eager"}
@@ -34,6 +38,11 @@ class HuggingFaceNetwork(ModuleNetwork):
 
     setting = "model.name_or_path"
     _spec: HuggingFaceSpec
+
+    def __init__(self, config: RunConfig, spec: HuggingFaceSpec, compute: Compute, ranks: Ranks) -> None:
+        super().__init__(config, spec, compute, ranks)
+        # After the probe of documents, whose tolerance rounded inputs would exceed.
+        quantize_modules(self.module, config.train.quantization_aware)
 
     def _build(self) -> nn.Module:
         module = huggingface_model.build(self._spec.config, attention=ATTENTION[self._config.model.attention_kernel])

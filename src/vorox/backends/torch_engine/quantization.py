@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine import int4_linear
+from vorox.backends.torch_engine.affine_quantization import GROUP_INPUTS
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.document_rows import group_documents
 from vorox.backends.torch_engine.inputs import labels_to_device
@@ -59,22 +61,29 @@ def quiet_torchao() -> Generator[None]:
             remove()
 
 
-def check_quantization(scheme: str) -> None:
-    """Check that this machine can quantise by a scheme.
+def check_quantization(scheme: str, device: str) -> None:
+    """Check that this machine can quantise by a scheme, and compute with it.
+
+    Args:
+        scheme: How to quantise.
+        device: Where the quantised model runs: ``cpu`` or ``cuda``.
 
     Raises:
-        ConfigError: torchao or transformers is missing, or 4 bits have no kernels here.
+        ConfigError: torchao or transformers is missing, or 4 bits have no kernel for the device.
     """
     missing = [name for name in ("torchao", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"Quantising needs {missing[0]}", where=_KEY, hint=install_command("compress"))
-    if scheme == "int4" and not torch.cuda.is_available():
+    if scheme == "int4" and device == "cuda" and not has_cuda_int4():
         raise ConfigError(
-            "int4 needs a CUDA device: torchao has stable 4-bit kernels for no other", where=_KEY,
-            hint="use int8-weight-only or int8-dynamic",
+            "int4 on CUDA needs a GPU and the kernels of mslk", where=_KEY,
+            hint="pip install mslk, or run it with PyTorch's kernel on the CPU: --device cpu",
         )  # fmt: skip
-    if scheme == "int4" and importlib.util.find_spec("mslk") is None:
-        raise ConfigError("int4 needs the kernels of mslk", where=_KEY, hint="pip install mslk")
+
+
+def has_cuda_int4() -> bool:
+    """Whether this machine has a CUDA device and the kernels for products with 4-bit weights."""
+    return torch.cuda.is_available() and importlib.util.find_spec("mslk") is not None
 
 
 def quantize(source: Path, target: Path, scheme: str) -> None:
@@ -95,20 +104,43 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
         settings: Mapping[str, Callable[[], Any]] = {
             "int8-weight-only": quantization.Int8WeightOnlyConfig,
             "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
-            "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
+            "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=GROUP_INPUTS),
         }
+        torchao_config = transformers.TorchAoConfig(settings[scheme]())
         with _quiet_transformers(transformers):
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(source), quantization_config=transformers.TorchAoConfig(settings[scheme]()),
-                dtype="bfloat16" if scheme == "int4" else "float32", local_files_only=True,
-                device_map="cuda" if scheme == "int4" else None,
+                str(source), quantization_config=None if scheme == "int4" else torchao_config, dtype="float32",
+                local_files_only=True,
             )  # fmt: skip
+            if scheme == "int4":  # torchao's own needs mslk, and thus CUDA
+                int4_linear.quantize_linears(model)
+                model.hf_quantizer = transformers.quantizers.AutoHfQuantizer.from_config(torchao_config)
+                model.config.quantization_config = torchao_config
             if not any(_is_quantized(child) for child in model.modules()):
                 raise ConfigError(
                     f"{type(model).__name__} has no linear layer that torchao quantises", where=_KEY,
-                    hint="GPT-2 stores transposed matrices; train a family with linear layers, such as llama",
+                    hint=_needs(scheme),
                 )  # fmt: skip
             model.save_pretrained(str(target))
+
+
+def _needs(scheme: str) -> str:
+    groups = f" whose inputs are a multiple of {GROUP_INPUTS}" if scheme == "int4" else ""
+    return f"GPT-2 stores transposed matrices; train a family with linear layers{groups}, such as llama"
+
+
+def load_quantized(directory: Path, device: str) -> Any:
+    """Load a quantised model with transformers; on a CPU, 4-bit weights get PyTorch's kernel."""
+    with quiet_torchao():
+        import transformers
+
+        with _quiet_transformers(transformers):
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                str(directory), dtype="auto", local_files_only=True, device_map=device
+            )
+        if device == "cpu":
+            int4_linear.use_cpu_kernel(model)
+    return model.eval()
 
 
 def _is_quantized(module: nn.Module) -> bool:
@@ -121,19 +153,12 @@ class TransformersModel:
 
     Args:
         directory: The model.
-        on_cuda: Whether it runs on the CUDA device.
+        device: Where it runs: ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, directory: Path, *, on_cuda: bool) -> None:
-        self._device = torch.device("cuda" if on_cuda else "cpu")
-        with quiet_torchao():
-            import transformers
-
-            with _quiet_transformers(transformers):
-                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                    str(directory), dtype="auto", local_files_only=True, device_map=str(self._device)
-                )
-        self._model = model.eval()
+    def __init__(self, directory: Path, device: str) -> None:
+        self._device = torch.device(device)
+        self._model = load_quantized(directory, device)
         self._loss = LogitsLoss(LossConfig(), count_correct=True)
 
     @torch.inference_mode()

@@ -41,7 +41,8 @@ class Teacher:
     """
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, weights: Iterable[NamedArray]) -> None:
-        config = config.model_copy(update={"optimizer": OptimizerConfig()})
+        train = config.train.model_copy(update={"quantization_aware": None})
+        config = config.model_copy(update={"optimizer": OptimizerConfig(), "train": train})
         self._network = DecoderNetwork(config, spec, compute, Ranks())
         self._loss = self._network.loss
         parameters = self._network.parameters

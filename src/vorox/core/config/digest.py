@@ -89,6 +89,7 @@ DIGEST_OMITS_DEFAULT = (
     "optimizer.layer_lr_decay",
     "optimizer.in_backward",
     "train.keep_zeros",
+    "train.quantization_aware",
     "train.batch_stages",
     "train.distillation",
     "train.embedding_noise",

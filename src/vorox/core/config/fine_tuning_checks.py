@@ -10,9 +10,11 @@ from vorox.core.schema import RunConfig
 
 
 def fine_tuning_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the contradictions of ``train.keep_zeros`` and ``train.embedding_noise``."""
+    """Yield the contradictions of ``keep_zeros``, ``embedding_noise`` and ``quantization_aware``."""
     if config.train.embedding_noise is not None:
         yield from _embedding_noise_problems(config)
+    if config.train.quantization_aware is not None:
+        yield from _quantization_problems(config)
     if not config.train.keep_zeros:
         return
     if config.adapter.kind != "none":
@@ -38,3 +40,27 @@ def _embedding_noise_problems(config: RunConfig) -> Iterator[Problem]:
     for key, holds, remedy in needed:
         if not holds:
             yield Problem(f"train.embedding_noise needs {remedy}", keys=("train.embedding_noise", key))
+
+
+def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
+    model, parallel = config.model, config.parallel
+    needed = (
+        ("model.kind", not is_extension(model.kind), "a decoder or a model of transformers"),
+        *(
+            (f"model.{key}", getattr(model, key) is None, f"model.{key}=null: vorox compress does not quantise it")
+            for key in ("block", "mlp", "layer_pattern", "num_experts")
+        ),
+        ("model.vision.num_layers", not model.vision.num_layers, "a model without an image encoder"),
+        ("loss.name", config.loss.name != "dpo", "another loss: the reference would be rounded as well"),
+        ("adapter.kind", config.adapter.kind == "none", "adapter.kind=none"),
+        ("parallel.kind", parallel.kind == "native", "parallel.kind=native"),
+        *(
+            (f"parallel.{key}", getattr(parallel, key) == 1, f"parallel.{key}=1; replicas and FSDP2 are supported")
+            for key in (
+                "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
+            )
+        ),
+    )  # fmt: skip
+    for key, holds, remedy in needed:
+        if not holds:
+            yield Problem(f"train.quantization_aware needs {remedy}", keys=("train.quantization_aware", key))

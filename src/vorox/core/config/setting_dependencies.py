@@ -53,9 +53,10 @@ _FIELDS = ("jsonl", "csv", "parquet", "arrow", "mds")
 _CHATS = ("jsonl", "csv", "parquet", "arrow")
 _TOKENS = ("bin", "mds")
 _TORCH = (
-    "model.vision.num_layers", "train.distillation.teacher", "train.distillation.logits", "optimizer.in_backward",
-    "parallel.pipeline_parallel_size", "parallel.context_parallel_size", "parallel.sequence_parallel",
-    "parallel.expert_parallel_size", "parallel.gradient_bucket_bytes", "parallel.fsdp_offload",
+    "model.vision.num_layers", "train.distillation.teacher", "train.distillation.logits", "train.quantization_aware",
+    "optimizer.in_backward", "parallel.pipeline_parallel_size", "parallel.context_parallel_size",
+    "parallel.sequence_parallel", "parallel.expert_parallel_size", "parallel.gradient_bucket_bytes",
+    "parallel.fsdp_offload",
 )  # fmt: skip
 _FILE_FORMAT = "a format other than python_stdlib"
 

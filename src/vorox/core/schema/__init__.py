@@ -17,7 +17,14 @@ from vorox.core.schema.optimizer import LossConfig, OptimizerConfig, ScheduleCon
 from vorox.core.schema.runtime import ParallelConfig, PrecisionConfig, RunSection, RuntimeConfig
 from vorox.core.schema.section import Section
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.core.schema.train import CheckpointConfig, CheckpointFormat, EvalConfig, LogConfig, TrainConfig
+from vorox.core.schema.train import (
+    CheckpointConfig,
+    CheckpointFormat,
+    EvalConfig,
+    LogConfig,
+    QuantizationScheme,
+    TrainConfig,
+)
 
 __all__ = [
     "AdapterConfig",
@@ -32,6 +39,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "QuantizationScheme",
     "RunConfig",
     "RunSection",
     "RuntimeConfig",

@@ -9,6 +9,9 @@ from pydantic import Field
 from vorox.core.schema.distillation import DistillationConfig
 from vorox.core.schema.section import ImportPath, Section
 
+QuantizationScheme = Literal["int8-weight-only", "int8-dynamic", "int4"]
+"""How ``vorox compress`` quantises, and what quantisation-aware training prepares for."""
+
 
 class BatchStageConfig(Section):
     """One stage of a schedule of the batch size."""
@@ -85,6 +88,12 @@ class TrainConfig(Section):
         default=False,
         description="Fine-tune pruned weights: an element of a matrix in the blocks that is zero stays zero in every "
         "step. Needs initial weights (train.from_weights or model.name_or_path) with zeros.",
+    )
+    quantization_aware: QuantizationScheme | None = Field(
+        default=None,
+        description="torch: quantisation-aware training. The linear layers of the blocks compute with weights, and "
+        "with int8-dynamic also with inputs, that are rounded as vorox compress --quantize does; gradients pass "
+        "straight through. None: full precision.",
     )
     distillation: DistillationConfig = Field(
         default_factory=DistillationConfig, description="Learn from the predictions of a trained model."

@@ -1,0 +1,112 @@
+"""Quantisation-aware training: linear layers that compute with rounded numbers (``train.quantization_aware``).
+
+The forward pass rounds the weights of the linear layers in the blocks, and under ``int8-dynamic`` their inputs, as
+``vorox compress --quantize`` of the same name does. The backward pass takes rounding for the identity (the
+straight-through estimator of Bengio et al., 2013), so the parameters stay in full precision, and all of them get a
+gradient. Nothing is stored between steps.
+
+Shape legend: M positions, D inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from vorox.backends.torch_engine.affine_quantization import round_int4, round_int8
+from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.int4_linear import block_linears
+from vorox.backends.torch_engine.kernels import Kernels, plain
+from vorox.core.errors import ConfigError
+from vorox.core.schema import QuantizationScheme
+
+
+class _Int8Rows(Function):
+    """``round_int8``, straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor) -> Tensor:  # noqa: ARG004 - PyTorch's shape
+        return round_int8(x_RI)
+
+    @staticmethod
+    def backward(ctx: Any, d_x_RI: Tensor) -> Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_x_RI
+
+
+class _Int4Groups(Function):
+    """``round_int4``, straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_OI: Tensor) -> Tensor:  # noqa: ARG004 - PyTorch's shape
+        return round_int4(weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, d_weight_OI: Tensor) -> Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_weight_OI
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class FakeQuantization:
+    """How a scheme rounds, straight through in the backward pass.
+
+    Attributes:
+        weight: Of a linear layer, ``[O, D]``.
+        inputs: Of a linear layer, ``[M, D]`` or ``[B, T, D]``.
+    """
+
+    weight: Callable[[Tensor], Tensor]
+    inputs: Callable[[Tensor], Tensor]
+
+
+_SCHEMES: dict[QuantizationScheme, FakeQuantization] = {
+    "int8-weight-only": FakeQuantization(_Int8Rows.apply, _identity),
+    "int8-dynamic": FakeQuantization(_Int8Rows.apply, _Int8Rows.apply),
+    "int4": FakeQuantization(_Int4Groups.apply, _identity),
+}
+
+
+def quantize_kernels(kernels: Kernels, compute: Compute, scheme: QuantizationScheme | None) -> Kernels:
+    """Return kernels whose linear layers compute with rounded numbers; ``None``: the same kernels.
+
+    Their products use autograd: direct kernels would multiply the gradient by the unrounded weights.
+    """
+    if scheme is None:
+        return kernels
+    fake, linear = _SCHEMES[scheme], plain(compute).linear
+
+    def quantized_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
+        return linear(fake.inputs(x_MD), cast("nn.Parameter", fake.weight(weight_OD)), bias_O)
+
+    return replace(kernels, linear=quantized_linear)
+
+
+def quantize_modules(model: Any, scheme: QuantizationScheme | None) -> None:
+    """Let the linear layers of a model of transformers compute with rounded numbers; its head does not.
+
+    Raises:
+        ConfigError: It has no linear layer that ``vorox compress`` quantises.
+    """
+    if scheme is None:
+        return
+    layers = block_linears(model)
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} has no linear layer to quantise", where="train.quantization_aware",
+            hint="GPT-2 stores transposed matrices; train a family with linear layers, such as llama",
+        )  # fmt: skip
+    for layer in layers.values():
+        layer.forward = partial(_forward, _SCHEMES[scheme], layer)
+
+
+def _forward(fake: FakeQuantization, layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(fake.inputs(x), fake.weight(layer.weight), layer.bias)
