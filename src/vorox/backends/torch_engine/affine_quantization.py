@@ -63,4 +63,4 @@ def dequantize_int4(matrix: Int4Matrix) -> Tensor:
 
 def round_int4(weight_OI: Tensor) -> Tensor:
     """Return a matrix with its elements rounded to 4 bits, in the given dtype."""
-    return dequantize_int4(quantize_int4(weight_OI)).to(weight_OI.dtype) if has_int4_groups(weight_OI) else weight_OI
+    return dequantize_int4(quantize_int4(weight_OI)).to(weight_OI.dtype)

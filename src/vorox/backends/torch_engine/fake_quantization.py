@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
-from vorox.backends.torch_engine.affine_quantization import round_int4, round_int8
+from vorox.backends.torch_engine.affine_quantization import has_int4_groups, round_int4, round_int8
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels, plain
@@ -27,28 +27,23 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import QuantizationScheme
 
 
-class _Int8Rows(Function):
-    """``round_int8``, straight through."""
+def _straight_through(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a rounding whose gradient is the identity, as an op that the compiler does not trace into.
 
-    @staticmethod
-    def forward(ctx: Any, x_RI: Tensor) -> Tensor:  # noqa: ARG004 - PyTorch's shape
-        return round_int8(x_RI)
+    A compiler that fused it would keep bf16 scales in fp32, and so train for other numbers than those of compression.
+    """
+    op = torch.library.custom_op(f"vorox::{name}", function, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(torch.empty_like)
+    op.register_autograd(lambda _, d_x: d_x)
+    return op
 
-    @staticmethod
-    def backward(ctx: Any, d_x_RI: Tensor) -> Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_x_RI
+
+_round_rows = _straight_through("round_int8", round_int8)
+_round_groups = _straight_through("round_int4", round_int4)
 
 
-class _Int4Groups(Function):
-    """``round_int4``, straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_OI: Tensor) -> Tensor:  # noqa: ARG004 - PyTorch's shape
-        return round_int4(weight_OI)
-
-    @staticmethod
-    def backward(ctx: Any, d_weight_OI: Tensor) -> Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_weight_OI
+def _round_weight_int4(weight_OI: Tensor) -> Tensor:
+    return _round_groups(weight_OI) if has_int4_groups(weight_OI) else weight_OI
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -69,9 +64,9 @@ class FakeQuantization:
 
 
 _SCHEMES: dict[QuantizationScheme, FakeQuantization] = {
-    "int8-weight-only": FakeQuantization(_Int8Rows.apply, _identity),
-    "int8-dynamic": FakeQuantization(_Int8Rows.apply, _Int8Rows.apply),
-    "int4": FakeQuantization(_Int4Groups.apply, _identity),
+    "int8-weight-only": FakeQuantization(_round_rows, _identity),
+    "int8-dynamic": FakeQuantization(_round_rows, _round_rows),
+    "int4": FakeQuantization(_round_weight_int4, _identity),
 }
 
 
