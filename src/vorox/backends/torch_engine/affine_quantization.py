@@ -1,4 +1,4 @@
-"""Round matrices to 8 or 4 bits: the arithmetic that ``vorox compress`` and quantisation-aware training share.
+"""Round matrices to 8 or 4 bits, for ``vorox compress`` and quantisation-aware training.
 
 *int8* is torchao's ``Int8Tensor``: symmetric, a scale per row. *int4* is torchao's ``Int4Tensor`` for bf16 activations:
 a scale and a zero point per group of 32 inputs, both in bf16.

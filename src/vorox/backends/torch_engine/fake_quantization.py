@@ -1,4 +1,4 @@
-"""Quantisation-aware training: linear layers that compute with rounded numbers (``train.quantization_aware``).
+"""Quantisation-aware training: linear layers that compute with rounded numbers.
 
 The forward pass rounds the weights of the linear layers in the blocks, and under ``int8-dynamic`` their inputs, as
 ``vorox compress --quantize`` of the same name does. The backward pass takes rounding for the identity (the
