@@ -181,8 +181,9 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
         ("adapter.kind=lora", "adapter.kind=none"),
         ("loss.name=dpo", "another loss"),
         ("parallel.kind=deepspeed", "parallel.kind=native"),
-        ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1; replicas and FSDP2"),
-        ("parallel.pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1; replicas and FSDP2"),
+        ("parallel.fsdp_size=2", "parallel.fsdp_size=1; replicas"),
+        ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1; replicas"),
+        ("parallel.pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1; replicas"),
     ],
 )
 def test_what_it_does_not_support_is_refused(override: str, message: str) -> None:

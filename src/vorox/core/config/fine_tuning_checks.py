@@ -55,9 +55,10 @@ def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
         ("adapter.kind", config.adapter.kind == "none", "adapter.kind=none"),
         ("parallel.kind", parallel.kind == "native", "parallel.kind=native"),
         *(
-            (f"parallel.{key}", getattr(parallel, key) == 1, f"parallel.{key}=1; replicas and FSDP2 are supported")
+            (f"parallel.{key}", getattr(parallel, key) == 1, f"parallel.{key}=1; replicas are supported")
             for key in (
-                "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
+                "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
+                "expert_parallel_size",
             )
         ),
     )  # fmt: skip
