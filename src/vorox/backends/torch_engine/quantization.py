@@ -100,6 +100,7 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
     with quiet_torchao():
         import transformers
         from torchao import quantization
+        from transformers.quantizers import AutoHfQuantizer
 
         settings: Mapping[str, Callable[[], Any]] = {
             "int8-weight-only": quantization.Int8WeightOnlyConfig,
@@ -114,7 +115,7 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
             )  # fmt: skip
             if scheme == "int4":  # torchao's own needs mslk, and thus CUDA
                 int4_linear.quantize_linears(model)
-                model.hf_quantizer = transformers.quantizers.AutoHfQuantizer.from_config(torchao_config)
+                model.hf_quantizer = AutoHfQuantizer.from_config(torchao_config)
                 model.config.quantization_config = torchao_config
             if not any(_is_quantized(child) for child in model.modules()):
                 raise ConfigError(
