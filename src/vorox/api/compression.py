@@ -245,7 +245,7 @@ def load_quantized(path: str | Path, *, device: Literal["cpu", "cuda"] = "cpu") 
         device: Where the model runs.
 
     Returns:
-        The model of transformers, in evaluation mode.
+        The transformers model, in evaluation mode.
 
     Raises:
         ConfigError: The directory has no such model, torchao or transformers is missing, or the device has no kernel.

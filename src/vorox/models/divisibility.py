@@ -71,7 +71,7 @@ def _check_positions(size: int, spec: ModelSpec) -> None:
 
 
 def _check_pipeline(spec: HuggingFaceSpec) -> None:
-    """Check that a pipeline can divide a model of transformers."""
+    """Check that a pipeline can divide a transformers model."""
     what = "" if spec.label in PIPELINE_MODELS else f"the {spec.label} model"
     if found := next(_dropout(spec), None):
         what = f"{found[0]} = {found[1]}"

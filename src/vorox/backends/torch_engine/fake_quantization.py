@@ -86,7 +86,7 @@ def quantize_kernels(kernels: Kernels, compute: Compute, scheme: QuantizationSch
 
 
 def quantize_modules(model: Any, scheme: QuantizationScheme | None) -> None:
-    """Let the linear layers of a model of transformers compute with rounded numbers; its head does not.
+    """Let the linear layers of a transformers model compute with rounded numbers; its head does not.
 
     Raises:
         ConfigError: It has no linear layer that ``vorox compress`` quantises.

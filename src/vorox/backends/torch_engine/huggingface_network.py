@@ -143,7 +143,7 @@ class HuggingFaceNetwork(ModuleNetwork):
 
 
 def recompute_blocks(model: Any) -> None:
-    """Save only the inputs of the blocks of a model of transformers.
+    """Save only the inputs of the blocks of a transformers model.
 
     Raises:
         ConfigError: The model does not support it.

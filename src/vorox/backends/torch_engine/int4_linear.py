@@ -22,7 +22,7 @@ _OUTPUT_MULTIPLE = 16
 
 
 def block_linears(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model of transformers, by name; its head is none of them."""
+    """Return the linear layers of a transformers model, by name; its head is none of them."""
     head = model.get_output_embeddings()
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
 

@@ -100,7 +100,7 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
     with quiet_torchao():
         import transformers
         from torchao import quantization
-        from transformers.quantizers import AutoHfQuantizer
+        from transformers.quantizers.auto import AutoHfQuantizer
 
         settings: Mapping[str, Callable[[], Any]] = {
             "int8-weight-only": quantization.Int8WeightOnlyConfig,

@@ -45,7 +45,7 @@ def _embedding_noise_problems(config: RunConfig) -> Iterator[Problem]:
 def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     needed = (
-        ("model.kind", not is_extension(model.kind), "a decoder or a model of transformers"),
+        ("model.kind", not is_extension(model.kind), "a decoder or a transformers model"),
         *(
             (f"model.{key}", getattr(model, key) is None, f"model.{key}=null: vorox compress does not quantise it")
             for key in ("block", "mlp", "layer_pattern", "num_experts")

@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     pipeline_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="PyTorch, the native decoder and models of transformers: processes that each hold some of the "
+        description="PyTorch, the native decoder and transformers models: processes that each hold some of the "
         "blocks; the micro-batches of a step pass through them in turn.",
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
