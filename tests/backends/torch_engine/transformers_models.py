@@ -42,6 +42,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "mixtral": _EXPERTS,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+        "decoder_sparse_step": 1,
+    },
     "gpt_oss": {**_EXPERTS, "sliding_window": 8},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 4},
