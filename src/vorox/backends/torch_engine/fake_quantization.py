@@ -103,5 +103,5 @@ def quantize_modules(model: Any, scheme: QuantizationScheme | None) -> None:
         layer.forward = partial(_forward, _SCHEMES[scheme], layer)
 
 
-def _forward(fake: FakeQuantization, layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - the name of PyTorch
+def _forward(fake: FakeQuantization, layer: nn.Linear, input: Tensor) -> Tensor:
     return F.linear(fake.inputs(input), fake.weight(layer.weight), layer.bias)

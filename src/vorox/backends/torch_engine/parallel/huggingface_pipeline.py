@@ -1,9 +1,9 @@
 """A transformers model as a pipeline: this rank computes its stages (implements ``network.py``).
 
 A stage is the whole model of ``config.json`` in which the blocks of other stages return their input and have no
-parameters. So blocks keep their indices, by which models choose masks and rotary frequencies, and transformers' own code
-runs a stage. Stages after the first one get the residual stream as ``inputs_embeds``; position ids and
-with them the masks of documents are computed from the rows of the micro-batch, which all ranks read.
+parameters. So blocks keep their indices, by which models choose masks and rotary frequencies, and transformers' own
+code runs a stage. Stages after the first one get the residual stream as ``inputs_embeds``; position ids and with them
+the masks of documents are computed from the rows of the micro-batch, which all ranks read.
 
 Shape legend: B rows, T positions, D width, V vocabulary.
 """
