@@ -1,6 +1,6 @@
 """Builds and streams from an object store: one version of Vorox against another, whole programs in turn.
 
-    streaming.py --checkout PATH [--python PATH] [--rounds 5] [--megabytes 64] [--latency-milliseconds 0 30]
+    store_reads.py --checkout PATH [--python PATH] [--rounds 5] [--megabytes 64] [--latency-milliseconds 0 30]
 
 Writes jsonl files to a local S3 (moto, in a process of its own, behind a proxy that answers every request that much
 later), then runs `vorox data build` and 40 streamed steps of a small model with the source trees of ``--checkout`` and
