@@ -175,7 +175,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
     ("override", "message"),
     [
         ("backend=jax", "backend torch"),
-        ("model.kind=my.module:Model", "a decoder or a model of transformers"),
+        ("model.kind=my.module:Model", "a decoder or a transformers model"),
         ("model.num_experts=4", "model.num_experts=null"),
         ("model.layer_pattern=M-", "model.layer_pattern=null"),
         ("adapter.kind=lora", "adapter.kind=none"),
