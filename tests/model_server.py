@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
+from eventually import wait_until
 from vorox.api.model import find_model
 from vorox.serving.server import OpenAIServer
 from vorox.web.listener import listen
@@ -26,6 +27,7 @@ def model_server(run: Path) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
+        wait_until(lambda: server.started)  # the socket refuses connections before
         yield f"{access.url()}v1"
     finally:
         server.should_exit = True

@@ -74,7 +74,7 @@ PHRASES = (
     r"\b(?:is|are) (?:therefore )?(?:that|those) of\b",
     r"\b(?:models?|architectures?) of transformers\b",
     r"\bno case\b|\btold apart\b|\bis begun\b",
-    r"\bgo(?:es)? on\b",
+    r"\bgo(?:es)? on\b(?! after \{counts)",  # a text that data plans record, byte for byte
     r"\bin vain\b|\bfor good\b|\bat once\b",
 )
 RULED_OUT = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES), re.IGNORECASE)

@@ -268,8 +268,8 @@ def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_p
     assert after[:60] == before
     assert Counter(source for source, *_ in after[60:]) == {0: 28, 1: 112}
     assert says(events) == [
-        "code: 70.0% -> 20.0%; continues after 42 rows, nothing repeats or is skipped",
-        "text: 30.0% -> 80.0%; continues after 18 rows, nothing repeats or is skipped",
+        "code: 70.0% -> 20.0%; goes on after 42 rows, nothing repeats or is skipped",
+        "text: 30.0% -> 80.0%; goes on after 18 rows, nothing repeats or is skipped",
     ]
     for source, rows in ((0, 100), (1, 30)):  # no row twice before its source's pass is over
         seen = [(epoch, unit, row) for s, epoch, unit, row in after if s == source]
@@ -289,7 +289,7 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
     plan.extend_to(140, [readers[0], None, web])
     plan.check([readers[0], None, web])
     assert says(events) == [
-        "code: 70.0% -> 50.0%; continues after 42 rows, nothing repeats or is skipped",
+        "code: 70.0% -> 50.0%; goes on after 42 rows, nothing repeats or is skipped",
         "text: 30.0% -> no longer drawn; 12 unread rows of pass 1 are skipped",
         "web: not drawn before -> 50.0%, from its first row",
     ]

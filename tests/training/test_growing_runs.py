@@ -324,8 +324,8 @@ def test_a_mixture_changed_at_resume_is_recorded_and_said(tmp_path: Path) -> Non
     assert any(after[step] != before[step] for step in (5, 6))
     said = events(directory, "mixture")
     assert said == [
-        "one: 50.0% -> 75.0%; continues after 8 rows, nothing repeats or is skipped",
-        "two: 50.0% -> 25.0%; continues after 8 rows, nothing repeats or is skipped",
+        "one: 50.0% -> 75.0%; goes on after 8 rows, nothing repeats or is skipped",
+        "two: 50.0% -> 25.0%; goes on after 8 rows, nothing repeats or is skipped",
     ]
     plan = DataPlan.open(directory / "plan.jsonl")
     assert [stage.start_position for stage in plan.stages] == [0, 16]

@@ -304,7 +304,7 @@ def _consequences(state: PlanState, stage: Stage, position: int) -> tuple[str, .
             messages.append(f"{name}: not drawn before -> {will}, {first}")
         elif new is not None and (was != will or before.row_pieces != stage.row_pieces):
             messages.append(
-                f"{name}: {was} -> {will}; continues after {counts[index]:,} rows, nothing repeats or is skipped"
+                f"{name}: {was} -> {will}; goes on after {counts[index]:,} rows, nothing repeats or is skipped"
             )
     if before.row_pieces != stage.row_pieces:
         messages.append(f"rows are split into {stage.row_pieces} pieces instead of {before.row_pieces}")
