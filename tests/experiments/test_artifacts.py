@@ -67,6 +67,23 @@ def test_a_finished_run(config: RunConfig) -> None:
     assert list_runs(Path(config.run.directory)) == [summary]
 
 
+def test_a_checkpoint_that_is_removed_meanwhile(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run removes old checkpoints while the dashboard measures it."""
+    with open_run(config) as run:
+        removed = add_checkpoint(run.directory, 20)
+        kept = add_checkpoint(run.directory, 40)
+    scan = os.scandir
+
+    def scan_without(folder: str) -> object:
+        if Path(folder) == removed:
+            raise FileNotFoundError(folder)
+        return scan(folder)
+
+    whole = inspect_run(run.directory).size_bytes
+    monkeypatch.setattr(os, "scandir", scan_without)
+    assert whole - inspect_run(run.directory).size_bytes == sum(path.stat().st_size for path in kept.iterdir())
+
+
 @pytest.mark.parametrize(
     ("error", "state"),
     [

@@ -8,6 +8,7 @@ never looks complete (checkpoints lose their manifest first, runs are first rena
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -177,13 +178,15 @@ def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | N
 def _measure(directory: Path) -> tuple[int, float]:
     """Return the size of a directory and the last change of any of its files but the lock, which a refusal rewrites."""
     lock, size_bytes, changed_at = RunLayout(directory).lock, 0, 0.0
-    for path in directory.rglob("*"):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue  # removed meanwhile
-        size_bytes += status.st_size if not path.is_dir() else 0
-        changed_at = max(changed_at, 0.0 if path == lock else status.st_mtime)
+    for parent, folders, files in os.walk(directory):  # skips folders that are removed meanwhile
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            try:
+                status = path.lstat()
+            except OSError:
+                continue  # removed meanwhile
+            size_bytes += status.st_size if name in files else 0
+            changed_at = max(changed_at, 0.0 if path == lock else status.st_mtime)
     return size_bytes, changed_at
 
 
