@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,15 @@ def test_what_is_missing_names_the_extra(
     with pytest.raises(ConfigError, match=f"needs {named}, which is not installed") as caught:
         backends.load(name)
     assert caught.value.hint == install_command(name)
+
+
+@pytest.mark.torch
+def test_the_torch_engine_loads_without_what_takes_a_second() -> None:
+    """Sharded tensors, the compiler and transformers are imported by the runs that need them."""
+    slow = ["torch.distributed.tensor", "torch._dynamo", "transformers", "deepspeed"]
+    code = f"import sys; from vorox import backends; backends.load('torch'); print([m for m in {slow} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == "[]\n"
 
 
 def test_a_broken_installation_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from vorox.backends.torch_engine import devices
 from vorox.backends.torch_engine.network import Network
@@ -101,7 +100,8 @@ def _new_bytes(tensors: Iterable[Tensor], device: torch.device, counted: set[int
     """Return the size of the storages that are not counted yet."""
     total = 0
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        to_local = getattr(tensor, "to_local", None)  # of a DTensor, whose module takes a second to import
+        local: Tensor = tensor if to_local is None else to_local()
         if local.device.type != device.type:
             continue
         storage = local.untyped_storage()
