@@ -272,7 +272,7 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
 
 @pytest.mark.torch
 def test_a_process_that_trains_updates_every_page(browser: Watched, runs: Path, url: str) -> None:
-    """Each open page changes while a run trains, and shows its state after it was asked to stop."""
+    """Every page updates live while a run trains, and shows the final state after the run is stopped."""
     tiny_runs.configuration(runs.parent)
     words = ["train", "tiny.yaml", "--name", "live", "--resume", "never", "train.num_steps=100000", "log.every_steps=1",
              "checkpoint.every_steps=20", "eval.every_steps=20", "eval.prompts=['the']", "eval.sample_tokens=4",

@@ -42,14 +42,11 @@ def gradients(attend: Callable[..., Tensor], inputs: list[Tensor], direction: Te
     return [mixed.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("window", [None, 3, 4, 7, 20])
-def test_equals_a_dense_mask(window: int | None, kv_heads: int) -> None:
-    """Values and all gradients; in layers with and without the window."""
+def check_equals_a_dense_mask(mask: attention.AttentionMask | None, window: int | None, kv_heads: int) -> None:
+    """Compare values and all gradients over ``ROWS``, in layers with and without the window, with float64."""
     shape = (*ROWS.shape, WIDTH)
     inputs = [random(2, heads, *shape[1:], seed=seed) for seed, heads in enumerate((HEADS, kv_heads, kv_heads))]
     direction = random(2, HEADS, *shape[1:], seed=9)
-    mask = attention.separated_mask(ROWS, ROWS.shape, window)
     assert mask is not None
     assert mask.dense is None
     for given, width in ((mask, None), (mask.sliding or mask, window)):
@@ -58,6 +55,12 @@ def test_equals_a_dense_mask(window: int | None, kv_heads: int) -> None:
         found = gradients(lambda *x, m=given: attention.sdpa(*x, m, 0.0), [x.float() for x in inputs], direction)
         for mine, oracle in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.double(), oracle, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("window", [None, 3, 4, 7, 20])
+def test_equals_a_dense_mask(window: int | None, kv_heads: int) -> None:
+    check_equals_a_dense_mask(attention.separated_mask(ROWS, ROWS.shape, window), window, kv_heads)
 
 
 def test_rows_of_one_document_are_plainly_causal() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from backends.torch_engine.small_models import LLAMA, LR, engine_of, make, randomise
-from backends.torch_engine.test_document_attention import HEADS, ROWS, WIDTH, gradients, random, visible
+from backends.torch_engine.test_document_attention import ROWS, check_equals_a_dense_mask
 from packed_rows import loss_of_documents, packed
 from small_configurations import configuration
 from vorox.backends.torch_engine import attention, devices, document_attention
@@ -84,20 +84,11 @@ def _chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [None, 3, 7, 20])
 @pytest.mark.parametrize("always_mask", [False, True])
 def test_equals_a_dense_mask(window: int | None, kv_heads: int, always_mask: bool) -> None:
-    """Values and all gradients; in layers with and without the window."""
-    shape = (*ROWS.shape, WIDTH)
-    inputs = [random(2, heads, *shape[1:], seed=seed) for seed, heads in enumerate((HEADS, kv_heads, kv_heads))]
-    direction = random(2, HEADS, *shape[1:], seed=9)
     mask = attention.separated_mask(ROWS, ROWS.shape, window, CPU, always_mask=always_mask)
     assert mask is not None
-    assert mask.dense is None
-    for given, width in ((mask, None), (mask.sliding or mask, window)):
+    for given in (mask, mask.sliding or mask):
         assert isinstance(given.documents, document_attention.DocumentOffsets)
-        dense = attention.AttentionMask(torch.from_numpy(visible(ROWS, width))[:, None], False)
-        expected = gradients(lambda *x, m=dense: attention.reference(*x, m, 0.0), inputs, direction)
-        found = gradients(lambda *x, m=given: attention.sdpa(*x, m, 0.0), [x.float() for x in inputs], direction)
-        for mine, oracle in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine.double(), oracle, rtol=1e-4, atol=1e-5)
+    check_equals_a_dense_mask(mask, window, kv_heads)
 
 
 def test_the_kinds_of_masks_of_a_compiled_graph() -> None:

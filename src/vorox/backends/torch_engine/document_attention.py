@@ -99,7 +99,7 @@ def find_lengths(segment_ids_BT: Int32Array) -> tuple[int, ...] | None:
 
 def attend_varlen(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents: DocumentOffsets) -> Tensor:
     """Return causal attention within documents, ``[B, N, T, H]``, in the precision of the values."""
-    from torch.nn.attention.varlen import varlen_attn  # missing in versions before it
+    from torch.nn.attention.varlen import varlen_attn  # older versions of PyTorch lack it
 
     num_rows, num_heads, num_positions, head_dim = query_BNTH.shape
 
