@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -189,6 +190,17 @@ def second_process(process: subprocess.Popen[str], runs: Runs, name: str) -> int
     is_second = b"\0RANK=1\0"
     (found,) = [int(child) for child in children if is_second in Path(f"/proc/{child}/environ").read_bytes()]
     return found
+
+
+def killed_and_resumed(runs: Runs, overrides: Sequence[str], hold: Path) -> Path:
+    """Kill the second of two processes of a run named killed once it has saved, start it again, and return the run."""
+    process = runs.start("killed", overrides, hold)
+    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
+    hold.unlink()
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 2, 75), errors
+    run, _ = runs.train("killed", overrides)
+    return run
 
 
 def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -6,13 +6,11 @@ The oracle is the same command with one process. Steps 1 to 4 have 8 rows, steps
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
 from ranks.test_torch_ranks import MODEL, ROLLBACKS, assert_identical
 from vorox.experiments.tracking import read_metrics
 
@@ -109,11 +107,6 @@ def test_a_pipeline_killed_after_a_change_of_the_batch_repeats_every_bit(runs: R
     stages = [*DEEP, "parallel.pipeline_parallel_size=2", "log.every_steps=1", "--nproc", "2"]
     pair, _ = runs.train("pair", stages)
     assert rows_of_steps(pair) == ROWS[:12]
-    process = runs.start("killed", stages, tmp_path / "hold")
-    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
-    (tmp_path / "hold").unlink()
-    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode not in (0, 2, 75), errors
-    run, _ = runs.train("killed", stages)
+    run = killed_and_resumed(runs, stages, tmp_path / "hold")
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)

@@ -7,14 +7,12 @@ the cases; four ranks share one key/value head. With ring attention, three heads
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from ranks.layouts import check_layouts, save_one_device
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
 from ranks.test_torch_ranks import MODEL
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -52,12 +50,7 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     shared = found.keys() & expected.keys()
     assert shared
     assert [found[step] for step in shared] == pytest.approx([expected[step] for step in shared], rel=1e-5)
-    process = runs.start("killed", positions, tmp_path / "hold")
-    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
-    (tmp_path / "hold").unlink()
-    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode not in (0, 2, 75), errors
-    run, _ = runs.train("killed", positions)
+    run = killed_and_resumed(runs, positions, tmp_path / "hold")
     assert any("num_devices = 2, context_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)

@@ -7,14 +7,12 @@ checkpointing, embedding noise and Muon are among the cases.
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from ranks.layouts import check_layouts, save_one_device
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, losses, second_process
+from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
 from ranks.test_torch_ranks import MODEL
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -37,12 +35,7 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     stages = ["parallel.pipeline_parallel_size=2", "--nproc", "2"]
     pair, _ = runs.train("pair", stages)
     assert losses(pair) == pytest.approx(losses(alone)[:12], rel=1e-5)
-    process = runs.start("killed", stages, tmp_path / "hold")
-    os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
-    (tmp_path / "hold").unlink()
-    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode not in (0, 2, 75), errors
-    run, _ = runs.train("killed", stages)
+    run = killed_and_resumed(runs, stages, tmp_path / "hold")
     assert any("num_devices = 2, pipeline_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
