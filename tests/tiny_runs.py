@@ -115,3 +115,25 @@ def kill() -> None:
 
 def events(directory: Path, kind: str) -> list[str]:
     return [event["message"] for event in read_lines(directory / "events.jsonl") if event["kind"] == kind]
+
+
+def whole_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, engine: type[Any], overrides: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results of a run, and of its twin that is killed in step 7 and resumed from its checkpoint of step 4."""
+    whole = result(run(configuration(folder / "whole", overrides)))
+    original = engine.train_step
+
+    def killed(self: Any, batch: Any, **arguments: Any) -> Any:
+        if batch.step == 6:
+            kill()
+        return original(self, batch, **arguments)
+
+    config = configuration(folder / "killed", overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "train_step", killed)
+        with pytest.raises(Killed):
+            run(config)
+    outcome = run(config)
+    assert outcome.start_step == 4
+    return whole, result(outcome)

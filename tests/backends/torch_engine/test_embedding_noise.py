@@ -107,22 +107,7 @@ def test_a_model_of_transformers_equals_a_plain_loop(tmp_path: Path) -> None:
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [f"train.embedding_noise={ALPHA}", "log.matmul_peak=false"]
-    whole = tiny_runs.result(tiny_runs.run(tiny_runs.configuration(tmp_path / "whole", overrides)))
-    original = TorchEngine.train_step
-
-    def killed(self: TorchEngine, batch: Any, **arguments: Any) -> Any:
-        if batch.step == 6:
-            tiny_runs.kill()
-        return original(self, batch, **arguments)
-
-    config = tiny_runs.configuration(tmp_path / "killed", overrides)
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "train_step", killed)
-        with pytest.raises(tiny_runs.Killed):
-            tiny_runs.run(config)
-    outcome = tiny_runs.run(config)
-    assert outcome.start_step == 4
-    resumed = tiny_runs.result(outcome)
+    whole, resumed = tiny_runs.whole_and_resumed(tmp_path, monkeypatch, TorchEngine, overrides)
     assert {key: resumed[key] for key in ("fingerprint", "chain", "eval_losses")} == {
         key: whole[key] for key in ("fingerprint", "chain", "eval_losses")
     }

@@ -149,22 +149,7 @@ def test_a_model_of_transformers_rounds_what_compress_quantises(scheme: str, nam
 
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["train.quantization_aware=int8-dynamic", "log.matmul_peak=false"]
-    whole = tiny_runs.result(tiny_runs.run(tiny_runs.configuration(tmp_path / "whole", overrides)))
-    original = TorchEngine.train_step
-
-    def killed(self: TorchEngine, batch: Any, **arguments: Any) -> Any:
-        if batch.step == 6:
-            tiny_runs.kill()
-        return original(self, batch, **arguments)
-
-    config = tiny_runs.configuration(tmp_path / "killed", overrides)
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "train_step", killed)
-        with pytest.raises(tiny_runs.Killed):
-            tiny_runs.run(config)
-    outcome = tiny_runs.run(config)
-    assert outcome.start_step == 4
-    resumed = tiny_runs.result(outcome)
+    whole, resumed = tiny_runs.whole_and_resumed(tmp_path, monkeypatch, TorchEngine, overrides)
     keys = ("fingerprint", "chain", "eval_losses")
     assert {key: resumed[key] for key in keys} == {key: whole[key] for key in keys}
     plain = tiny_runs.result(tiny_runs.run(tiny_runs.configuration(tmp_path / "plain", overrides[1:])))
