@@ -1,10 +1,10 @@
 """The oracle of every layout of ranks: on each rank the numbers of one process, and its state element by element.
 
-Sums over ranks are made in another order, so losses and norms of 20 steps agree to 1e-5 (relative), gradients of the
-first step to 1e-5 of their largest element, and weights to a hundredth of the distance that training moves them, plus
-1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is nearly singular: how much is measured
-with the rows of the test, in one process that adds the micro-batches of each step in reverse order. Parameters and
-optimizer state of checkpoints are equal element by element.
+Sums over ranks are made in another order, so losses and norms of 20 steps agree to 1e-5 (relative), statistics of
+activations to 1e-4, gradients of the first step to 1e-5 of their largest element, and weights to a hundredth of the
+distance that training moves them, plus 1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is
+nearly singular: how much is measured with the rows of the test, in one process that adds the micro-batches of each step
+in reverse order. Parameters and optimizer state of checkpoints are equal element by element.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ranks.divided_decoders import (
     state_case,
     train,
 )
-from ranks.processes import stored_arrays
-from ranks.test_sharded_checkpoints import on_ranks, recorded, save
+from ranks.processes import on_ranks, stored_arrays
+from ranks.test_sharded_checkpoints import recorded, save
 from small_configurations import LR, batch_of, random_rows
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.staged_directory import verify_directory
@@ -108,8 +108,8 @@ def check_case(
     losses_and_norms = np.array(expected["values"])
     np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=tolerance[0], err_msg=where)
     np.testing.assert_allclose(found["values"], losses_and_norms, rtol=max(tolerance), err_msg=where)
-    # The mean of an activation is a sum of terms that cancel.
-    np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-5, atol=1e-6, err_msg=where)
+    # The mean of an activation is a sum of terms that cancel, its maximum one element, where rounding does not average.
+    np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-4, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)
     for key in ("logits", "decoded"):
         np.testing.assert_allclose(found[key], expected[key], atol=2e-4, err_msg=f"{where}, {key}")

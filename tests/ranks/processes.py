@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +35,7 @@ from vorox.models.stored_spec import spec_from_json
 from vorox.training.replay_chain import ChainEntry, number, read_chain
 from warm_children import WarmChildren
 
+TESTS = Path(__file__).parents[1]
 PATIENCE_SECONDS = 600
 FIXED = {"OMP_NUM_THREADS": "1"}
 """Several threads would keep a process from being forked, and change bits."""
@@ -201,6 +203,38 @@ def killed_and_resumed(runs: Runs, overrides: Sequence[str], hold: Path) -> Path
     assert process.returncode not in (0, 2, 75), errors
     run, _ = runs.train("killed", overrides)
     return run
+
+
+def on_ranks(program: str, count: int, *words: object) -> str:
+    """Run a module on that many ranks; return what rank 0 prints. When one fails, the others are stopped."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    shared = environment() | {"VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(count)}
+    command = [sys.executable, "-m", program, *map(str, words)]
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * count)]
+        processes = [
+            subprocess.Popen(
+                command, cwd=TESTS, env=shared | {"VOROX_PROCESS_INDEX": str(rank)}, text=True,
+                stdout=outputs[rank], stderr=outputs[count + rank],
+            )
+            for rank in range(count)
+        ]  # fmt: skip
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end and not any(process.returncode for process in processes):
+            if all(process.poll() is not None for process in processes):
+                break
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+            process.wait()
+        for output in outputs:
+            output.seek(0)
+        said = [output.read() for output in outputs]
+    errors = [f"rank {rank}: {code}\n{said[count + rank][-3000:]}" for rank, code in enumerate(codes)]
+    assert codes == [0] * count, "\n".join(errors)
+    return said[0]
 
 
 def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:

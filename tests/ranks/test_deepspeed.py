@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, losses, second_process
-from ranks.test_sharded_checkpoints import on_ranks
+from ranks.processes import PATIENCE_SECONDS, Runs, entries, losses, on_ranks, second_process
 
 pytestmark = [
     pytest.mark.torch,

@@ -6,11 +6,7 @@ The oracle of layouts is a checkpoint of one device, which one process writes.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import numpy as np
 import pytest
 
 from conformance.engines import LR, POSITIONS, VOCAB, batch, jax_config, rows
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, fingerprint, lines, stored_arrays, train_with_kills
+from ranks.processes import Runs, entries, fingerprint, lines, on_ranks, stored_arrays, train_with_kills
 from ranks.resharding import config_of
 from ranks.test_torch_ranks import MODEL
 from servers.shelves import shelf
@@ -30,28 +26,6 @@ from vorox.models.decoder_spec import decoder_spec
 from vorox.training.checkpoints.store import step_directories, write_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-
-TESTS = Path(__file__).parents[1]
-
-
-def on_ranks(program: str, count: int, *words: object) -> str:
-    """Run a module on that many ranks; return what rank 0 prints."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", program, *map(str, words)]
-    shared = {**os.environ, "VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(count)}
-    processes = [
-        subprocess.Popen(
-            command, cwd=TESTS, env={**shared, "VOROX_PROCESS_INDEX": str(rank)}, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    results = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(
-        errors[-2000:] for _, errors in results
-    )
-    return results[0][0]
 
 
 def resharding(data: int, fsdp: int, *words: object) -> str:

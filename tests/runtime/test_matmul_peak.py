@@ -64,3 +64,18 @@ def test_a_large_product_is_measured_at_a_smaller_shape() -> None:
     assert MAX_ELEMENTS / 4 < most[0] <= MAX_ELEMENTS
     assert found.flops_per_second == pytest.approx(1e12)
     assert found.seconds_per_step == pytest.approx(2 * shape.flops / 1e12)
+
+
+def test_no_round_starts_after_enough_seconds() -> None:
+    now, calls = [0.0], [0]
+
+    def matmul(m: int, k: int, n: int) -> float:
+        calls[0] += 1
+        now[0] += 1.0
+        return 1.0
+
+    shapes = {MatmulShape(1, 1, 1): 1, MatmulShape(2, 2, 2): 1}
+    measure_matmul_peak(shapes, matmul, warmup_seconds=0.0, repeats=5, enough_seconds=5.0, clock=lambda: now[0])
+    assert calls[0] == 6, "one round of warm-up, and two timed ones: the third would start after 6 s"
+    measure_matmul_peak(shapes, matmul, warmup_seconds=0.0, repeats=5, enough_seconds=0.0, clock=lambda: now[0])
+    assert calls[0] == 6 + 4, "one is timed in any case"

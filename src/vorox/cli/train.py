@@ -108,10 +108,12 @@ def train(
 
 def _opens_menu(has_arguments: bool) -> bool:
     """Whether the menu opens by itself: no argument is given, a person can answer, and there is one process."""
+    if has_arguments:
+        return False  # before the menu is imported
     from vorox.cli.menu.start_menu import has_terminal
     from vorox.core.distributed_context import membership
 
-    return not has_arguments and has_terminal() and membership() is None
+    return has_terminal() and membership() is None
 
 
 def _ask(arguments: list[str], given: dict[str, str | int | None], *, is_alone: bool) -> Command:

@@ -7,6 +7,7 @@ comparison between machines than the data sheet, and it reflects throttled clock
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -86,6 +87,7 @@ def measure_matmul_peak(
     *,
     warmup_seconds: float = 3.0,
     repeats: int = MIN_REPEATS,
+    enough_seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MatmulPeak:
     """Time all shapes round-robin, so that they see the same clocks and load, and take medians.
@@ -98,6 +100,7 @@ def measure_matmul_peak(
             and returns the seconds, without allocation.
         warmup_seconds: Warm-up before timing.
         repeats: Timed rounds.
+        enough_seconds: No further round starts once warm-up and timing have taken as long; one is always timed.
         clock: A monotonic clock in seconds.
 
     Raises:
@@ -117,7 +120,9 @@ def measure_matmul_peak(
         if clock() - started >= warmup_seconds:
             break
     times: dict[MatmulShape, list[float]] = {shape: [] for shape in order}
-    for _ in range(repeats):
+    for index in range(repeats):
+        if index and clock() - started >= enough_seconds:
+            break
         for shape in order:
             times[shape].append(seconds_of(shape))
     medians = {shape: statistics.median(times[shape]) for shape in order}

@@ -36,8 +36,10 @@ from vorox.training.run_plan import dataset_size
 from vorox.training.startup import TrainingSetup
 from vorox.training.workload import Workload
 
-_MAX_MEASURED_POSITIONS = 1 << 15
+_MAX_MEASURED_POSITIONS, _MAX_MEASURED_POSITIONS_CPU = 1 << 15, 1 << 10
 """Larger products run at the same rate and would delay the first step."""
+_MEASURED_SECONDS = 0.25
+"""No further round of products is timed after this; a first one always is."""
 _LONG_STEP_SECONDS = 30
 """Longer steps are announced, because nothing is shown before the first one is finished."""
 _MAX_REMEASURED = 3
@@ -321,12 +323,15 @@ def _matmul_rate(workload: Workload) -> float:
     """Measure the matmul FLOP/s of all devices of the run, at the shapes of its model."""
     config, spec = workload.config, workload.spec
     weights = [row.shape for row in spec.parameters if row.kind == "matrix"] + [(spec.vocab_size, spec.hidden_size)]
-    positions = min(config.train.micro_batch_rows * config.data.sequence_length_tokens, _MAX_MEASURED_POSITIONS)
-    shapes = training_shapes([(shape[0], shape[1]) for shape in weights], positions)
-    measured = measure_matmul_peak(shapes, workload.engine.matmul_seconds, warmup_seconds=0.0, repeats=3)
+    facts = workload.engine.environment()
+    on_cpu = facts.get("device_kind") == "cpu"
+    most = _MAX_MEASURED_POSITIONS_CPU if on_cpu else _MAX_MEASURED_POSITIONS
+    positions = min(config.train.micro_batch_rows * config.data.sequence_length_tokens, most)
+    measured = measure_matmul_peak(
+        training_shapes([(shape[0], shape[1]) for shape in weights], positions), workload.engine.matmul_seconds,
+        warmup_seconds=0.0, repeats=3, enough_seconds=_MEASURED_SECONDS,
+    )  # fmt: skip
     workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")
     # One device is measured. CPU devices of one process share its cores.
-    facts = workload.engine.environment()
     num_devices = int(facts.get("num_devices", 1))
-    on_cpu = facts.get("device_kind") == "cpu"
     return measured.flops_per_second * (workload.distributed.world_size if on_cpu else num_devices)
