@@ -40,8 +40,10 @@ VOROX = "vorox"
 TEXT_CHARACTERS = 1_115_394  # as many as the text of nanoGPT's published demo has
 OWN_BUSINESS = re.compile(
     r"(OMP|MKL|KMP|GOMP|OPENBLAS|MALLOC|VOROX|XLA|TORCH|TOKENIZERS|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+    r"|PYTHONDONTWRITEBYTECODE$"
 )
-"""Variables that a program sets for itself: what this process has of them is not passed on."""
+"""Variables that a program sets for itself, or that would let one contender alone compile its modules at every start:
+what this process has of them is not passed on."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def measure_matmul_peak(
             and returns the seconds, without allocation.
         warmup_seconds: Warm-up before timing.
         repeats: Timed rounds.
-        enough_seconds: No further round starts once warm-up and timing have taken as long; one is always timed.
+        enough_seconds: No further round starts after that many seconds of warm-up and timing; one is always timed.
         clock: A monotonic clock in seconds.
 
     Raises:
