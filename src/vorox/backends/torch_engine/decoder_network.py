@@ -29,6 +29,7 @@ from vorox.backends.torch_engine.dpo_loss import (
 )
 from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.fake_quantization import quantize_kernels
+from vorox.backends.torch_engine.float8_linear import float8_kernels
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
@@ -126,6 +127,7 @@ class DecoderNetwork:
         else:
             inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
         chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
+        chosen = float8_kernels(chosen, compute, config.precision)
         model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
         if isinstance(inner, ShardedParameters):
             reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Iterator
@@ -28,7 +30,8 @@ from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
-from vorox.core.schema import RunConfig
+from vorox.core.installation import install_command
+from vorox.core.schema import PrecisionConfig, RunConfig
 from vorox.models.memory_advice import Devices, MemoryBudget
 from vorox.models.spec import ModelSpec
 
@@ -47,6 +50,7 @@ class Compute:
         num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library for fp32 matrix products of an uncompiled model on the CPU.
+        float8: Version of torchao, where linear layers multiply in 8-bit floats.
         document_attention: How this device separates documents best.
         choices: Choices that a resume takes over from its run.
     """
@@ -57,6 +61,7 @@ class Compute:
     num_threads: int
     compiled: bool
     products: Products
+    float8: str | None = None
     document_attention: DocumentAttention = "mask"
     choices: RecordedChoices = field(default_factory=RecordedChoices)
 
@@ -87,6 +92,7 @@ def prepare(config: RunConfig) -> Compute:
     _check_supported(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
+    float8 = _check_float8(config.precision, device)
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if device.type == "cpu" else "data"
@@ -107,6 +113,7 @@ def prepare(config: RunConfig) -> Compute:
         num_threads=num_threads,
         compiled=config.runtime.compile,
         products=_select_products(device),
+        float8=float8,
         document_attention=attention,
         choices=RecordedChoices(document_attention=attention, document_states="resets"),
     )
@@ -164,6 +171,24 @@ def _select_dtype(name: str, device: torch.device) -> torch.dtype:
             hint="choose fp32" + (" or fp16" if device.type == "cuda" else ""),
         )
     return DTYPES[name]
+
+
+def _check_float8(precision: PrecisionConfig, device: torch.device) -> str | None:
+    """Return the version of torchao, if linear layers multiply in 8-bit floats."""
+    key = "precision.float8"
+    if precision.float8 is None:
+        return None
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"{key} needs torchao", where=key, hint=install_command("compress"))
+    has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not has_float8 and not precision.float8_emulate:
+        raise ConfigError(
+            f"{key} needs a GPU of compute capability 8.9 or newer (Ada, Hopper); this device is "
+            f"{device_name(device) or device.type}",
+            where=key,
+            hint=f"remove {key}, or set precision.float8_emulate=true for the same rounding without the speed",
+        )
+    return importlib.metadata.version("torchao")
 
 
 def _set_float32_products(choice: str, device: torch.device) -> None:
@@ -292,6 +317,8 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
         }
         if compute.products != compute.choices.gradient_products:
             facts["gradient_products"] = compute.choices.gradient_products
+    if compute.float8 is not None:
+        facts["torchao"] = compute.float8
     facts |= compute.choices.facts()
     if compute.device.type == "cuda":
         facts |= {

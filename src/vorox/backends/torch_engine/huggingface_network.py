@@ -18,6 +18,7 @@ from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.fake_quantization import quantize_modules
+from vorox.backends.torch_engine.float8_linear import convert_modules
 from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.loss import Labels
@@ -43,6 +44,7 @@ class HuggingFaceNetwork(ModuleNetwork):
         super().__init__(config, spec, compute, ranks)
         # After the probe of documents, whose tolerance rounded inputs would exceed.
         quantize_modules(self.module, config.train.quantization_aware)
+        convert_modules(self.module, compute, config.precision)
 
     def _build(self) -> nn.Module:
         module = huggingface_model.build(self._spec.config, attention=ATTENTION[self._config.model.attention_kernel])

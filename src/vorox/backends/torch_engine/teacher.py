@@ -31,7 +31,7 @@ class Teacher:
     """A native decoder without gradients, in evaluation mode. Every rank holds all of it.
 
     Args:
-        config: The run of the student; precision and kernels are the same.
+        config: The run of the student; ``precision.dtype`` and kernels are the same.
         spec: The teacher.
         compute: The device.
         weights: Its parameters.
@@ -42,7 +42,8 @@ class Teacher:
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, weights: Iterable[NamedArray]) -> None:
         train = config.train.model_copy(update={"quantization_aware": None})
-        config = config.model_copy(update={"optimizer": OptimizerConfig(), "train": train})
+        precision = config.precision.model_copy(update={"float8": None})
+        config = config.model_copy(update={"optimizer": OptimizerConfig(), "train": train, "precision": precision})
         self._network = DecoderNetwork(config, spec, compute, Ranks())
         self._loss = self._network.loss
         parameters = self._network.parameters

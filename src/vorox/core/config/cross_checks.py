@@ -20,6 +20,7 @@ from vorox.core.config.in_backward_checks import in_backward_problems
 from vorox.core.config.model_checks import model_problems
 from vorox.core.config.offload_checks import offload_problems
 from vorox.core.config.pipeline_checks import pipeline_problems
+from vorox.core.config.precision_checks import float8_problems
 from vorox.core.config.preference_checks import preference_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
 from vorox.core.config.tree import Problem
@@ -349,6 +350,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     context_problems,
     sequence_problems,
     fine_tuning_problems,
+    float8_problems,
     distillation_problems,
     _sources,
     _validation,

@@ -88,6 +88,7 @@ DIGEST_OMITS_DEFAULT = (
     "optimizer.groups",
     "optimizer.layer_lr_decay",
     "optimizer.in_backward",
+    *("precision.float8", "precision.float8_emulate"),
     "train.keep_zeros",
     "train.quantization_aware",
     "train.batch_stages",

@@ -56,7 +56,7 @@ _TORCH = (
     "model.vision.num_layers", "train.distillation.teacher", "train.distillation.logits", "train.quantization_aware",
     "optimizer.in_backward", "parallel.pipeline_parallel_size", "parallel.context_parallel_size",
     "parallel.sequence_parallel", "parallel.expert_parallel_size", "parallel.gradient_bucket_bytes",
-    "parallel.fsdp_offload",
+    "parallel.fsdp_offload", "precision.float8",
 )  # fmt: skip
 _FILE_FORMAT = "a format other than python_stdlib"
 
@@ -303,6 +303,7 @@ DEPENDENCIES: tuple[Dependency, ...] = (
         )
         for key in ("zero_stage", "zero_offload")
     ),
+    Dependency("precision.float8_emulate", "precision.float8", _is_set, "precision.float8"),
     Dependency("precision.initial_loss_scale", "precision.dtype", _is("fp16"), "dtype fp16"),
     Dependency("log.wandb_project", "log.wandb", _is(True), "log.wandb=true"),
     Dependency("log.mlflow_experiment", "log.mlflow", _is(True), "log.mlflow=true"),

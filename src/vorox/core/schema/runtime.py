@@ -18,6 +18,17 @@ class PrecisionConfig(Section):
     matmul: Literal["ieee", "tf32"] = Field(
         default="ieee", description="Precision of fp32 matrix products on NVIDIA GPUs."
     )
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
+        default=None,
+        description="torch: multiply in 8-bit floats in the linear layers of the blocks, by the torchao recipe of this "
+        "name; the head and matrices with a size that is no multiple of 16 keep precision.dtype. Needs a GPU of "
+        "compute capability 8.9. None: off.",
+    )
+    float8_emulate: bool = Field(
+        default=False,
+        description="Emulate float8 on any device: the same rounding with fp32 products, which is slower than no "
+        "float8.",
+    )
     initial_loss_scale: float = Field(
         default=65536.0,
         ge=SMALLEST_LOSS_SCALE,
