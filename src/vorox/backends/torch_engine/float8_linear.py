@@ -1,9 +1,9 @@
 """Linear layers that multiply in 8-bit floats (``precision.float8``), by torchao.
 
 Inputs, weights and gradients of outputs are scaled and rounded to 8 bits before each of the three products of a layer;
-results have the precision of the run. Scales are those of the numbers at hand, so nothing is stored between steps:
-parameters, optimizer state and checkpoints are ordinary. The layer is torchao's own, called with the parameters of the
-model. The head, and matrices with a size that is no multiple of 16, are not rounded.
+results have the precision of the run. Scales are computed from the tensors of each call, so nothing is stored between
+steps: parameters, optimizer state and checkpoints are ordinary. The layer is torchao's own, called with the parameters
+of the model. The head, and matrices with a size that is no multiple of 16, are not rounded.
 
 Shape legend: M positions, D inputs, O outputs.
 """
