@@ -12,8 +12,10 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.divisibility import check_divisible
+from vorox.models.huggingface_spec import HuggingFaceSpec
 
 SIZE = "parallel.context_parallel_size"
+TRANSFORMERS = {"kind": "huggingface", "name_or_path": "somewhere"}
 
 
 def config_of(model: dict[str, Any] | None = None, size: int = 2, **settings: Any) -> RunConfig:
@@ -26,6 +28,7 @@ def named_keys(config: RunConfig) -> set[str]:
 
 def test_what_fits_has_no_problem() -> None:
     assert SIZE not in named_keys(config_of())
+    assert "model.kind" not in named_keys(config_of(TRANSFORMERS))
     assert SIZE not in named_keys(config_of({"dropout_fraction": 0.1}, parallel__fsdp_size=2))
 
 
@@ -35,10 +38,10 @@ def test_what_fits_has_no_problem() -> None:
         config_of(parallel__tensor_parallel_size=2), config_of(parallel__pipeline_parallel_size=2),
         config_of(runtime__compile=True), config_of(train__forward_backward="step.py:run"),
         config_of(runtime__determinism="bitwise-any-world"), config_of({"block": "block.py:Block"}),
-        config_of({"num_experts": 4}),
+        config_of({"num_experts": 4}), config_of({"kind": "model.py:Model"}),
         config_of(loss__name="dpo"), config_of(train__distillation={"teacher": "run"}), config_of(size=5),
     ],
-    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "experts", "dpo", "teacher", "rows"],
+    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "experts", "kind", "dpo", "teacher", "rows"],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(config: RunConfig) -> None:
     assert SIZE in named_keys(config)
@@ -59,6 +62,45 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
     assert "1, 2, 4" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("values", "model", "what"),
+    [
+        ({}, {}, ""),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, {}, ""),
+        ({"model_type": "mamba"}, {}, "does not support the mamba model"),
+        ({"model_type": "nemotron_h"}, {}, "does not support the nemotron_h model"),
+        ({"model_type": "mixtral"}, {}, "does not support the mixtral model"),
+        ({"model_type": "gpt_oss"}, {}, "does not support the gpt_oss model"),
+        ({"model_type": "qwen2_vl"}, {}, "does not support the qwen2_vl model"),
+        ({"attention_dropout": 0.1}, {}, "attention_dropout of config.json = 0.1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "type of config.json = dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, {}, "rope_type of config.json = longrope"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, {}, "type of config.json = yarn"),
+        ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, {}, ""),
+        (
+            {"model_type": "gpt2", "reorder_and_upcast_attn": True}, {"attention_kernel": "reference"},
+            "reorder_and_upcast_attn of config.json = True",
+        ),
+        ({"num_attention_heads": 3}, {}, "number of heads of the llama model = 3 is not divisible"),
+        ({"model_type": "gpt2", "num_attention_heads": None, "n_head": 3}, {}, "number of heads of the gpt2 model = 3"),
+    ],
+)  # fmt: skip
+def test_models_of_transformers_that_positions_cannot_be_divided_of_are_refused(
+    values: dict[str, Any], model: dict[str, Any], what: str
+) -> None:
+    given = {"model_type": "llama", "num_attention_heads": 4, **values}
+    spec = HuggingFaceSpec({key: value for key, value in given.items() if value is not None}, (), 2, 32, 97, 64)
+    config = config_of(TRANSFORMERS | model)
+    if not what:
+        check_divisible(config, spec)
+        return
+    with pytest.raises(ConfigError, match=what) as caught:
+        check_divisible(config, spec)
+    if "does not support" in what:
+        assert "gpt2, gpt_neox, llama, mistral, olmo2, phi3, qwen2, qwen3" in str(caught.value.hint)
+    check_divisible(config_of(TRANSFORMERS | model, size=1), spec)
+
+
 def test_ring_attention_needs_even_shares_of_rows_and_no_share_of_heads() -> None:
     kind = "parallel.context_parallel_kind"
 
@@ -68,6 +110,7 @@ def test_ring_attention_needs_even_shares_of_rows_and_no_share_of_heads() -> Non
     assert kind not in named_keys(ring())
     check_divisible(ring(), spec_of(ring()))
     assert named_keys(ring({"dropout_fraction": 0.1})) >= {kind, "model.dropout_fraction"}
+    assert named_keys(ring(TRANSFORMERS)) >= {kind, "model.kind"}
     assert named_keys(ring({"attention_kernel": "reference"})) >= {kind, "model.attention_kernel"}
     (problem,) = [problem for problem in find_problems(ring(size=8)) if SIZE in problem.keys]
     assert "24 is not divisible by 2 x parallel.context_parallel_size=16" in problem.what

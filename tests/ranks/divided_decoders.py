@@ -28,7 +28,7 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_spec import PIPELINE_MODELS
+from vorox.models.huggingface_spec import CONTEXT_MODELS, PIPELINE_MODELS
 from vorox.models.spec import ModelSpec
 
 STEPS = 20
@@ -79,7 +79,13 @@ CASES: dict[str, dict[str, Any]] = {
             "train__activation_checkpointing": "block" if name in {"gemma3_text", "gpt2", "llama"} else "none",
             **({"parallel__pipeline_schedule": SCHEDULES[name]} if name in SCHEDULES else {}),
         }
-        for name in sorted(PIPELINE_MODELS)
+        for name in sorted(PIPELINE_MODELS | CONTEXT_MODELS)
+    },
+    "transformers noise": {
+        "model": {
+            "kind": "huggingface", "name_or_path": "mistral", "pretrained": False, "attention_kernel": "reference",
+        },
+        "train__embedding_noise": 5.0, "log__accuracy": True,
     },
     "multi-query": {
         "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,

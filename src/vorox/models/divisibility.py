@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
@@ -12,10 +12,12 @@ from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.huggingface_spec import PIPELINE_MODELS, HuggingFaceSpec
+from vorox.models.huggingface_spec import CONTEXT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
 from vorox.models.spec import ModelSpec
 
 _TENSOR_SIZE = "parallel.tensor_parallel_size"
+_NUM_HEADS = frozenset({"num_attention_heads", "n_head"})
+_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
@@ -26,11 +28,11 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     """
     if config.parallel.pipeline_parallel_size > 1:
         if isinstance(spec, HuggingFaceSpec):
-            _check_pipeline(spec)
+            _check_architecture("A pipeline", PIPELINE_SIZE, spec, PIPELINE_MODELS)
         if fault := layers_fault(config, spec.num_layers):
             raise ConfigError(fault, where=PIPELINE_SIZE)
-    if config.parallel.context_parallel_kind == "ulysses":
-        _check_positions(config.parallel.context_parallel_size, spec)
+    if config.parallel.context_parallel_size > 1:
+        _check_positions(config, spec)
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
@@ -59,28 +61,55 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
         )  # fmt: skip
 
 
-def _check_positions(size: int, spec: ModelSpec) -> None:
+def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
     """Check that the ranks of context parallelism have equal shares of the heads. Key/value heads are replicated."""
-    if size > 1 and isinstance(spec, DecoderSpec) and spec.num_heads % size:
-        fitting = ", ".join(str(part) for part in range(1, spec.num_heads + 1) if spec.num_heads % part == 0)
+    size, remedy = config.parallel.context_parallel_size, ""
+    if isinstance(spec, HuggingFaceSpec):
+        _check_architecture("Context parallelism", CONTEXT_SIZE, spec, CONTEXT_MODELS, _undivided(config, spec))
+        heads = next((value for name, value in _values(spec.config) if name in _NUM_HEADS), 0)
+        where, num_heads = CONTEXT_SIZE, heads if isinstance(heads, int) else 0
+        name = f"The number of heads of the {spec.label} model"
+    elif isinstance(spec, DecoderSpec) and config.parallel.context_parallel_kind == "ulysses":
+        name, num_heads = "model.num_heads", spec.num_heads
+        where, remedy = f"{CONTEXT_SIZE}, model.num_heads", ", or parallel.context_parallel_kind=ring"
+    else:
+        return
+    if num_heads % size:
+        fitting = ", ".join(str(part) for part in range(1, num_heads + 1) if num_heads % part == 0)
         raise ConfigError(
-            f"model.num_heads = {spec.num_heads} is not divisible by context_parallel_size = {size}",
-            where=f"{CONTEXT_SIZE}, model.num_heads",
-            hint=f"choose one of {fitting}, or parallel.context_parallel_kind=ring",
+            f"{name} = {num_heads} is not divisible by context_parallel_size = {size}", where=where,
+            hint=f"choose one of {fitting}{remedy}",
         )  # fmt: skip
 
 
-def _check_pipeline(spec: HuggingFaceSpec) -> None:
-    """Check that a pipeline can divide a transformers model."""
-    what = "" if spec.label in PIPELINE_MODELS else f"the {spec.label} model"
-    if found := next(_dropout(spec), None):
-        what = f"{found[0]} = {found[1]}"
-    if what:
+def _check_architecture(
+    what: str, where: str, spec: HuggingFaceSpec, supported: Collection[str], others: Iterable[tuple[str, object]] = ()
+) -> None:
+    """Check that a kind of parallelism supports the architecture and settings of a transformers model."""
+    refused = "" if spec.label in supported else f"the {spec.label} model"
+    if found := next(iter((*_dropout(spec), *others)), None):
+        refused = f"{found[0]} = {found[1]}"
+    if refused:
         raise ConfigError(
-            f"A pipeline does not support {what}", where=PIPELINE_SIZE,
-            hint=f"it needs {', '.join(sorted(PIPELINE_MODELS))}, without dropout in config.json; otherwise use "
+            f"{what} does not support {refused}", where=where,
+            hint=f"it needs {', '.join(sorted(supported))}, without dropout in config.json; otherwise use "
             "data_parallel_size and fsdp_size",
         )  # fmt: skip
+
+
+def _undivided(config: RunConfig, spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a ``config.json`` that context parallelism does not support.
+
+    They are rotary frequencies that depend on the largest position of a forward pass, which ranks do not share, and
+    attention by other code than an attention function.
+    """
+    if config.model.attention_kernel == "reference" and spec.config.get("reorder_and_upcast_attn"):
+        yield "model.attention_kernel=reference, reorder_and_upcast_attn of config.json", True
+    fixed = {"default"} if spec.label == "phi3" else _FIXED_ROPE_TYPES  # Phi-3 has another scaling by these names
+    for key in ("rope_scaling", "rope_parameters"):
+        for name, value in _values({key: spec.config.get(key) or {}}):
+            if name in {"rope_type", "type"} and value not in fixed:
+                yield f"{name} of config.json", value
 
 
 def _dropout(spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:

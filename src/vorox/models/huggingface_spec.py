@@ -19,6 +19,9 @@ PIPELINE_MODELS = frozenset(
     {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
 """Architectures that a pipeline divides: an embedding, blocks, a norm and a head, and nothing beside them."""
+CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox"})
+"""Architectures whose positions context parallelism divides: only attention, by a function that is looked up, needs
+positions of other ranks."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
+from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+from vorox.backends.torch_engine.parallel.huggingface_context import DividedRows
 from vorox.core.batch import AnyImages, Batch, Int32Array
+from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
+from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -51,11 +55,16 @@ class HuggingFaceNetwork(ModuleNetwork):
         self._mixers = PackedMixers(module)
         if self._mixers:
             self._compute.choices.document_states = "resets"
+        context = ContextParallel.of(self._ranks)
+        self._divided_rows = None if context is None else DividedRows(module, context)
+        part = None if context is None else context.part
         alpha = self._config.train.embedding_noise
         if alpha is not None:
 
             def hook(layer: nn.Module, _: Any, x_BTD: Tensor) -> Tensor:
-                return add_noise(x_BTD, alpha, x_BTD.shape[1]) if layer.training else x_BTD
+                if not layer.training:
+                    return x_BTD
+                return add_noise(x_BTD.flatten(0, 1), alpha, x_BTD.shape[1], part).view_as(x_BTD)
 
             module.get_input_embeddings().register_forward_hook(hook)
         return module
@@ -85,6 +94,9 @@ class HuggingFaceNetwork(ModuleNetwork):
         return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
+        if self._divided_rows is not None:
+            yield self._divided_rows.inputs(batch, index, self._compute.device, self._weights_dtype)
+            return
         if batch.images_A is None:
             yield from super()._forward_passes(batch, index)
             return
@@ -118,6 +130,8 @@ class HuggingFaceNetwork(ModuleNetwork):
         **images: Tensor,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self._mixers.documents_BT = documents if self.resets_states else None
+        if self._divided_rows is not None:
+            self._divided_rows.select(is_divided="divided_rows" in images)
         if self._reads_images and positions is not None and positions.ndim == 2:
             positions = positions.expand(4, *positions.shape)  # in the document, time, height, width
         positions = positions if self._takes_positions else None
@@ -129,6 +143,24 @@ class HuggingFaceNetwork(ModuleNetwork):
         if self._ranks.fsdp_size > 1 and has_images and "pixel_values" not in images:
             return output.logits, unused_tower(self.module)
         return output.logits, None if auxiliary is None else self._auxiliary_weight * auxiliary
+
+    def _probe(self) -> bool:
+        """Measure as ``ModuleNetwork`` does.
+
+        Raises:
+            ConfigError: A micro-batch runs in one pass, and the model carries state between the documents of a row.
+        """
+        is_separating = super()._probe()
+        parallel = self._config.parallel
+        sizes = {PIPELINE_SIZE: parallel.pipeline_parallel_size, CONTEXT_SIZE: parallel.context_parallel_size}
+        for key, size in sizes.items():
+            if size > 1 and self._config.data.document_mask and not is_separating:
+                raise ConfigError(
+                    f"The {self._spec.label} model carries state between the documents of a row, and with {key} above "
+                    "1, each micro-batch runs in one pass", where=f"{key}, data.document_mask",
+                    hint="set data.document_mask=false, or use data_parallel_size and fsdp_size",
+                )  # fmt: skip
+        return is_separating
 
     def _sharded_units(self) -> list[nn.Module]:
         return language_blocks(self.module)  # the vision tower is gathered with the root: some ranks have no images

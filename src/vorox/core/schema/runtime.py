@@ -122,14 +122,14 @@ class ParallelConfig(Section):
     context_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="PyTorch, the native decoder: processes that each compute a part of the positions of every row, "
-        "for rows that are too long for one device; see context_parallel_kind.",
+        description="PyTorch, the native decoder and transformers models: processes that each compute a part of the "
+        "positions of every row, for rows that are too long for one device; see context_parallel_kind.",
     )
     context_parallel_kind: Literal["ulysses", "ring"] = Field(
         default="ulysses",
         description="How attention reaches the positions of other processes. ulysses: each computes some of the heads "
-        "for all positions; ring: keys and values pass through the processes, so heads need not divide by their "
-        "number.",
+        "for all positions; ring (the native decoder): keys and values pass through the processes, so heads "
+        "need not divide by their number.",
     )
     expert_parallel_size: int = Field(
         default=1,

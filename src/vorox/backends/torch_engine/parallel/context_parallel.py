@@ -13,6 +13,7 @@ key/value heads, X any heads, S = X / R heads of a rank, H head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,6 +96,27 @@ class ContextParallel:
         attention_mask: AttentionMask,
         dropout: float,
     ) -> Tensor:
+        """Compute attention of the native decoder; ``attend`` gets the dropout of one process."""
+        return self.exchange_heads(
+            lambda query, key, value: attend(query, key, value, attention_mask, dropout),
+            query_BNPH, key_BKPH, value_BKPH,
+        )  # fmt: skip
+
+    def exchange_heads(
+        self,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        query_BNPH: Tensor,
+        key_BKPH: Tensor,
+        value_BKPH: Tensor,
+    ) -> Tensor:
+        """Return attention ``[B, N, P, H]`` of this rank's positions to whole rows.
+
+        Args:
+            attend: Computes some of the heads for whole rows, ``[B, S, T, H]``, from their queries, keys and values.
+            query_BNPH: Queries of this rank's positions.
+            key_BKPH: Their keys.
+            value_BKPH: Their values.
+        """
         size, num_kv_heads = self.part.size, key_BKPH.shape[1]
         copies = math.lcm(num_kv_heads, size) // num_kv_heads  # fewer key/value heads than ranks are replicated
         heads = [query_BNPH, *(x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key_BKPH, value_BKPH))]
@@ -104,7 +126,7 @@ class ContextParallel:
         shares = [x.shape[1] // size for x in heads]
         received_RBSPH = self._exchange(torch.cat([_by_rank(x, size) for x in heads], dim=2))
         query, key, value = (x.movedim(0, 2).flatten(2, 3) for x in received_RBSPH.split(shares, dim=2))
-        mixed_BSTH = attend(query, key, value, attention_mask, dropout)
+        mixed_BSTH = attend(query, key, value)
         num_rows, share, _, width = mixed_BSTH.shape
         by_position_RBSPH = mixed_BSTH.view(num_rows, share, size, -1, width).movedim(2, 0)
         return self._exchange(by_position_RBSPH).movedim(0, 1).flatten(1, 2)

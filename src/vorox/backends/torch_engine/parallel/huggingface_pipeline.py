@@ -24,8 +24,6 @@ from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGrad
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
 from vorox.core.batch import Batch
-from vorox.core.config.pipeline_checks import SIZE
-from vorox.core.errors import ConfigError
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage, stages_of_device
 
@@ -89,11 +87,7 @@ class ModelStage(nn.Module):
 
 
 class HuggingFacePipeline(HuggingFaceNetwork):
-    """See ``ModuleNetwork``; ``train_all`` replaces ``train``.
-
-    Raises:
-        ConfigError: The model carries state between the documents of a row.
-    """
+    """See ``ModuleNetwork``; ``train_all`` replaces ``train``."""
 
     module: nn.ModuleList
 
@@ -187,13 +181,3 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         del documents  # found by position ids
         logits = self._last_stage(tokens, positions)
         return self._runner.broadcast(logits, (*tokens.shape, self._spec.vocab_size)), None
-
-    def _probe(self) -> bool:
-        is_separating = super()._probe()
-        if self._config.data.document_mask and not is_separating:
-            raise ConfigError(
-                f"The {self._spec.label} model carries state between the documents of a row, and a pipeline runs each "
-                "micro-batch in one pass", where=f"{SIZE}, data.document_mask",
-                hint="set data.document_mask=false, or use data_parallel_size and fsdp_size",
-            )  # fmt: skip
-        return is_separating

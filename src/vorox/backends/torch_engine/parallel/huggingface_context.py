@@ -1,0 +1,136 @@
+"""Context parallelism of a transformers model: attention layers exchange positions for heads.
+
+A model runs on the positions of this rank, with their position ids. For attention, it calls the function that its
+configuration names (``AttentionInterface`` of transformers). Ours exchanges positions for heads
+(``context_parallel.py``) around the function that the model has otherwise. Masks are those that transformers makes for
+whole rows, which every rank has read. Whole rows, as for samples, run as without context parallelism.
+
+Shape legend: B rows, T positions of a row, P positions of this rank, N query heads, K key/value heads, S query heads and
+X key/value heads of this rank for whole rows, H head width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vorox.backends.torch_engine.device_copy import to_device
+from vorox.backends.torch_engine.inputs import PositionPart, labels_to_device
+from vorox.backends.torch_engine.loss import Labels
+from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
+from vorox.core.batch import Batch
+
+_NAME = "vorox_context_parallel"
+
+
+class DividedRows:
+    """A transformers model of which this rank computes a part of the positions.
+
+    Args:
+        module: The model.
+        context: The part.
+    """
+
+    def __init__(self, module: nn.Module, context: ContextParallel) -> None:
+        self._context = context
+        self._configs = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
+        self._config: Any = module.config
+        self._function: str = self._config._attn_implementation
+        importlib.import_module("transformers").AttentionInterface.register(_NAME, _attend)
+
+    @property
+    def part(self) -> PositionPart:
+        """The positions of this rank."""
+        return self._context.part
+
+    def select(self, *, is_divided: bool) -> None:
+        """Choose between this rank's positions and whole rows; to be kept until the backward pass."""
+        for config in self._configs.values():
+            config._attn_implementation = _NAME if is_divided else self._function
+
+    def inputs(
+        self, batch: Batch, index: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[dict[str, Any], Labels]:
+        """Return the inputs and labels of a micro-batch for this rank's positions.
+
+        Args:
+            batch: The rows.
+            index: The micro-batch.
+            device: Where the model is.
+            dtype: Precision of the embedding.
+        """
+        tokens_BT, part = batch.tokens_ABT[index], self.part
+        positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+        if batch.position_ids_ABT is not None:
+            positions_BT = batch.position_ids_ABT[index]
+        row_positions_BT = to_device(positions_BT, device).long()
+        inputs = {
+            "tokens": to_device(part.select(tokens_BT), device), "positions": part.select(row_positions_BT),
+            "attention_mask": self._masks(row_positions_BT, dtype), "divided_rows": self,
+        }  # fmt: skip
+        return inputs, labels_to_device(part.select(batch.labels_ABT[index]), device)
+
+    def _masks(self, positions_BT: Tensor, dtype: torch.dtype) -> Any:
+        """Return the mask that the model makes for whole rows, or one for each kind of layers."""
+        self.select(is_divided=False)  # functions differ in their masks
+        create_masks = importlib.import_module("transformers.masking_utils").create_masks_for_generate
+        embeddings_BT0 = torch.empty((*positions_BT.shape, 0), dtype=dtype, device=positions_BT.device)
+        given = {
+            "config": self._config, "inputs_embeds": embeddings_BT0, "attention_mask": None, "past_key_values": None,
+            "position_ids": positions_BT,
+            # Named like this, and needed, in early versions of transformers 5.
+            "input_embeds": embeddings_BT0,
+            "cache_position": torch.arange(positions_BT.shape[1], device=positions_BT.device),
+        }  # fmt: skip
+        names = inspect.signature(create_masks).parameters
+        return create_masks(**{name: value for name, value in given.items() if name in names})
+
+    def attend(
+        self,
+        layer: nn.Module,
+        query_BNPH: Tensor,
+        key_BKPH: Tensor,
+        value_BKPH: Tensor,
+        attention_mask: Tensor | None,
+        **settings: Any,
+    ) -> Tensor:
+        """Return the attention ``[B, P, N, H]`` of a layer; ``settings`` are those of its function."""
+        eager: Any = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
+        functions: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        function = functions.get(self._function, eager)
+
+        def attend(query_BSTH: Tensor, key_BXTH: Tensor, value_BXTH: Tensor) -> Tensor:
+            share = _Share(layer, query_BSTH.shape[1] // key_BXTH.shape[1])
+            mixed_BTSH, _ = function(share, query_BSTH, key_BXTH, value_BXTH, attention_mask, **settings)
+            return mixed_BTSH.transpose(1, 2)
+
+        return self._context.exchange_heads(attend, query_BNPH, key_BKPH, value_BKPH).transpose(1, 2)
+
+
+class _Share:
+    """An attention layer with the number of query heads for each key/value head that this rank has."""
+
+    def __init__(self, layer: nn.Module, num_key_value_groups: int) -> None:
+        self._layer, self.num_key_value_groups = layer, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _attend(
+    layer: nn.Module,
+    query_BNPH: Tensor,
+    key_BKPH: Tensor,
+    value_BKPH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    divided_rows: DividedRows,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    return divided_rows.attend(layer, query_BNPH, key_BKPH, value_BKPH, attention_mask, **settings), None
