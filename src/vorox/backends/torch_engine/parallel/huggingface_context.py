@@ -5,8 +5,8 @@ configuration names (``AttentionInterface`` of transformers). Ours exchanges pos
 (``context_parallel.py``) around the function that the model has otherwise. Masks are those that transformers makes for
 whole rows, which every rank has read. Whole rows, as for samples, run as without context parallelism.
 
-Shape legend: B rows, T positions of a row, P positions of this rank, N query heads, K key/value heads, S query heads and
-X key/value heads of this rank for whole rows, H head width.
+Shape legend: B rows, T positions of a row, P positions of this rank, N query heads, K key/value heads, S query heads
+and X key/value heads of this rank for whole rows, H head width.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class DividedRows:
         context: The part.
     """
 
-    def __init__(self, module: nn.Module, context: ContextParallel) -> None:
-        self._context = context
-        self._configs = {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}
-        self._config: Any = module.config
+    def __init__(self, module: Any, context: ContextParallel) -> None:
+        self._context, self._config = context, module.config
+        children: list[Any] = [child for child in module.modules() if hasattr(child, "config")]
+        self._configs = {id(child.config): child.config for child in children}
         self._function: str = self._config._attn_implementation
         importlib.import_module("transformers").AttentionInterface.register(_NAME, _attend)
 
