@@ -100,7 +100,7 @@ class DividedRows:
         attention_mask: Tensor | None,
         **settings: Any,
     ) -> Tensor:
-        """Return the attention ``[B, P, N, H]`` of a layer; ``settings`` are those of its function."""
+        """Return the attention ``[B, P, N, H]`` of a layer; ``settings`` belong to its function."""
         eager: Any = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
         functions: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
         function = functions.get(self._function, eager)
