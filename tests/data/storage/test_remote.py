@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.storage import RetryPolicy, StoredFile, background, iterate_in_budget, retry_budget, waiting_for_data
-from vorox.data.storage import remote as remote_module
-from vorox.data.storage.remote import Receive, UriFilter, open_remote_range, open_remote_seekable
+from vorox.data.storage import (
+    RetryPolicy,
+    StoredFile,
+    background,
+    iterate_in_budget,
+    reading,
+    retry_budget,
+    waiting_for_data,
+)
+from vorox.data.storage.background import Receive, UriFilter
+from vorox.data.storage.reading import open_remote_range, open_remote_seekable
 from vorox.data.storage.remote_listing import list_remote
 from vorox.data.storage.retry import RetryingClient, TransientError
 
@@ -65,8 +73,8 @@ class FakeStore:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote_module, "_FIRST_FETCH_BYTES", 900)
-    monkeypatch.setattr(remote_module, "_MIN_RANDOM_READ_BYTES", 3_000)
+    monkeypatch.setattr(reading, "_FIRST_FETCH_BYTES", 900)
+    monkeypatch.setattr(reading, "_MIN_RANDOM_READ_BYTES", 3_000)
     with retry_budget(POLICY):
         yield
     assert waiting_for_data() is None

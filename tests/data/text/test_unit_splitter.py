@@ -6,6 +6,7 @@ import csv as csv_reader
 import gzip
 import io
 import json
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from servers.recorded import Handler, Request, serving
+from servers.web import WebServer
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
 from vorox.data.text.sources import Source, list_source
@@ -168,3 +171,35 @@ def test_a_line_of_a_hundred_megabytes_is_one_unit_in_bounded_memory(tmp_path: P
     ]
     assert [isinstance(record, Document) for record in records] == [True, False, True]
     assert peak < 20_000_000
+
+
+def test_files_of_a_store_are_split_several_at_a_time(tmp_path: Path) -> None:
+    """For some seconds, the server answers no read before three files are being read."""
+    for number in range(6):
+        lines = [json.dumps({"text": f"line {line} of file {number}"}) + "\n" for line in range(300)]
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+    server, changed, reading, most = WebServer(tmp_path), threading.Condition(), set[str](), 0
+
+    def respond(handler: Handler, request: Request) -> None:
+        nonlocal most
+        if request.range in {None, (0, 1)}:  # an index page, or the description of a file
+            server.respond(handler, request)
+            return
+        with changed:
+            reading.add(request.path)
+            most = max(most, len(reading))
+            changed.notify_all()
+            changed.wait_for(lambda: most >= 3, timeout=5)
+        server.respond(handler, request)
+        with changed:
+            reading.discard(request.path)
+
+    def units(location: str) -> Any:
+        config = SourceConfig.model_validate({"name": "s", "format": "jsonl", "paths": [location]})
+        return split_into_units(list_source(config), "train", EVERYTHING, 2_000)
+
+    with serving(respond) as (url, _):
+        found = units(f"{url}/")
+    assert most >= 3
+    assert found == units(str(tmp_path))
+    assert len(found) > 6

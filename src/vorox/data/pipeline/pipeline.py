@@ -341,7 +341,7 @@ class Pipeline:
             try:
                 item = next(outputs, None)
             except BaseException as error:
-                item = self._make_failure(error, flow.name, inputs.place)
+                item = self._make_failure(error, flow.name, inputs.item.place if inputs.item else "")
             busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
             if item is None:
                 item = inputs.failure
@@ -364,12 +364,12 @@ def _is_result(item: Any) -> bool:
 
 
 class _Inputs:
-    """The input items of a flow, and the failure that ended them, if any."""
+    """The input items of a flow, the one in progress, and the failure that ended them, if any."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
         self.failure: _Failure | None = None
-        self.place = ""
+        self.item: Item | None = None
         self.wait_seconds = 0.0
 
     def __iter__(self) -> Iterator[Any]:
@@ -382,5 +382,5 @@ class _Inputs:
             if isinstance(taken[1], _Failure):
                 self.failure = taken[1]
                 return
-            self.place = taken[1].place
+            self.item = taken[1]
             yield taken[1]

@@ -1,20 +1,11 @@
 """Files and object stores under one interface: listings, versions, ranged reads, uploads."""
 
-from vorox.data.storage.api import (
-    check_writable,
-    list_files,
-    list_objects,
-    open_range,
-    open_seekable,
-    put_bytes,
-    put_file,
-    remove_object,
-)
-from vorox.data.storage.background import close_connections
+from vorox.data.storage.background import cache_ranges, close_connections
 from vorox.data.storage.failures import ObjectChanged
 from vorox.data.storage.local import listing_root, local_path
 from vorox.data.storage.locations import (
     STANDARD_LIBRARY,
+    WRITABLE_SCHEMES,
     NoMatchingSuffix,
     StoredFile,
     canonical_uri,
@@ -22,7 +13,7 @@ from vorox.data.storage.locations import (
     relative_name,
     scheme_of,
 )
-from vorox.data.storage.remote import PrefetchedRanges, cache_ranges, read_prefetched
+from vorox.data.storage.reading import PrefetchedRanges, list_files, open_range, open_seekable, read_prefetched
 from vorox.data.storage.retry import (
     RetryBudget,
     RetryPolicy,
@@ -33,7 +24,14 @@ from vorox.data.storage.retry import (
 )
 from vorox.data.storage.stalls import StallReporter, WaitingForData, silent, waiting_for_data
 from vorox.data.storage.versions import ContentVersions, content_hash
-from vorox.data.storage.writing import WRITABLE_SCHEMES, WriteConflict
+from vorox.data.storage.writing import (
+    WriteConflict,
+    check_writable,
+    list_objects,
+    put_bytes,
+    put_file,
+    remove_object,
+)
 
 __all__ = [
     "STANDARD_LIBRARY",

@@ -1,25 +1,41 @@
-"""The storage event loop of this process, and the clients bound to it.
+"""Requests to stores in the background: the event loop of this process, and the ranges that it fetches.
 
-A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. Invariants: one
-loop per process, created on first use; a forked child gets its own loop and clients and never closes its parent's.
+A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. A ``Store``
+streams a range of one object in one try; ``RangeFetch`` makes a fetch with retries of it, and ``RangeCache`` shares
+fetches among readers. Invariants: one loop per process, created on first use; a forked child gets its own loop and
+clients and never closes its parent's; every byte is of the listed version, bytes that arrived before a failure are
+kept, and no reader requests a range twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import bisect
 import contextlib
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
-from vorox.data.storage.retry import RetryBudget
+from vorox.data.storage.locations import StoredFile
+from vorox.data.storage.retry import RetryBudget, RetryingClient, RetryPolicy, with_retries
 
 T = TypeVar("T")
 
 Close = Callable[[], Awaitable[None]]
+
+UriFilter = Callable[[str], bool]
+"""Returns whether the object of a uri belongs to a listing."""
+
+Receive = Callable[[bytes], None]
+"""Called with consecutive pieces of a response body."""
+
+_CACHE_BYTES = 64 << 20
+_SMALL_FILE_BYTES = 1 << 20
 
 
 class _Background:
@@ -122,3 +138,156 @@ def close_connections() -> None:
             await drop_client(name)
 
     start(close()).result(timeout=10)
+
+
+class Store(Protocol):
+    """What a scheme implements for reading. Uris are canonical; errors are translated by ``failures``."""
+
+    async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
+        """Return one object; ``None`` if no object has exactly this name."""
+        ...
+
+    async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
+        """Return every matching object whose uri starts with the prefix."""
+        ...
+
+    async def stream_range(
+        self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
+    ) -> None:
+        """Read a range of the listed version, in one try."""
+        ...
+
+
+class RangeFetch:
+    """A range that is being fetched: starts immediately, resumes at the byte after a failure, awaited when read."""
+
+    def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int, budget: RetryBudget) -> None:
+        self.start_byte, self.end_byte = start_byte, end_byte
+        self._store, self._file, self._budget = store, file, budget
+        self._received = bytearray()
+        self._future: Future[None] = start(self._fetch())
+
+    async def _fetch(self) -> None:
+        async def attempt() -> None:
+            position = self.start_byte + len(self._received)
+            if position < self.end_byte:
+                await self._store.stream_range(
+                    self._file, position, self.end_byte, self._received.extend, self._budget.policy
+                )
+
+        await with_retries(
+            attempt, uri=self._file.uri, budget=self._budget, progress=lambda: len(self._received)
+        )  # fmt: skip
+        assert len(self._received) == self.end_byte - self.start_byte, "a store sent another length without an error"
+
+    def bytes(self) -> bytearray:
+        """Wait for the range and return it."""
+        finish(self._future, self._file.uri, self._budget)
+        return self._received
+
+    @property
+    def has_failed(self) -> bool:
+        return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class RangeCache:
+    """The ranges that all readers of registered files share, in memory. Thread-safe.
+
+    Splitting a file into units, counting its records, building the units and rebuilding evicted ones each open readers
+    of their own on the same bytes; a reader of a registered file fetches only what no other has. Ranges of a file do
+    not overlap, and the cache holds at most ``limit_bytes`` plus one range.
+
+    Args:
+        limit_bytes: Total size of all ranges; the least recently used are evicted first.
+        small_file_bytes: Files up to this size are fetched whole, in one request.
+    """
+
+    def __init__(self, limit_bytes: int = _CACHE_BYTES, small_file_bytes: int = _SMALL_FILE_BYTES) -> None:
+        self._limit_bytes, self._small_file_bytes = limit_bytes, small_file_bytes
+        self._lock = threading.Lock()
+        self._users: Counter[StoredFile] = Counter()
+        self._ranges: OrderedDict[tuple[StoredFile, int], RangeFetch] = OrderedDict()
+        self._starts: dict[StoredFile, list[int]] = {}
+        self._size_bytes = 0
+
+    @contextlib.contextmanager
+    def register(self, files: Iterable[StoredFile]) -> Generator[None]:
+        """Cache the ranges of some files until the block ends. Blocks may overlap; the last to end drops the ranges."""
+        listed = list(files)
+        with self._lock:
+            self._users.update(listed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users.subtract(listed)
+                for file in listed:
+                    if self._users[file] <= 0:
+                        del self._users[file]
+                        for start_byte in list(self._starts.get(file, ())):
+                            self._drop(file, start_byte)
+
+    def is_registered(self, file: StoredFile) -> bool:
+        """Return whether ranges of a file are shared, so that no single reader may cancel them."""
+        return file in self._users
+
+    def get(
+        self, file: StoredFile, position: int, start_byte: int, end_byte: int, fetch: Callable[[int, int], RangeFetch]
+    ) -> RangeFetch:
+        """Return the range that contains a position; start fetching it if it is not cached.
+
+        Args:
+            file: The file.
+            position: A byte of ``[start_byte, end_byte)``.
+            start_byte: Start of the range to fetch, unless a cached range reaches beyond it.
+            end_byte: End of the range to fetch, unless a cached range starts before it.
+            fetch: Starts fetching a range, without waiting for it.
+        """
+        with self._lock:
+            if file not in self._users:
+                return fetch(start_byte, end_byte)
+            if file.size_bytes <= self._small_file_bytes:
+                start_byte, end_byte = 0, file.size_bytes
+            starts = self._starts.setdefault(file, [])
+            after = bisect.bisect_right(starts, position)
+            if after:
+                before = self._ranges[file, starts[after - 1]]
+                if before.has_failed:
+                    self._drop(file, before.start_byte)
+                    after -= 1
+                elif position < before.end_byte:
+                    self._ranges.move_to_end((file, before.start_byte))
+                    return before
+                else:
+                    start_byte = max(start_byte, before.end_byte)
+            if after < len(starts):
+                end_byte = min(end_byte, starts[after])
+            fetched = fetch(start_byte, end_byte)
+            self._ranges[file, start_byte] = fetched
+            bisect.insort(starts, start_byte)
+            self._size_bytes += end_byte - start_byte
+            while self._size_bytes > self._limit_bytes and len(self._ranges) > 1:
+                self._drop(*next(iter(self._ranges)))
+            return fetched
+
+    def _drop(self, file: StoredFile, start_byte: int) -> None:
+        dropped = self._ranges.pop((file, start_byte))
+        self._size_bytes -= dropped.end_byte - dropped.start_byte
+        starts = self._starts[file]
+        starts.remove(start_byte)
+        if not starts and file not in self._users:
+            del self._starts[file]
+
+
+RANGE_CACHE = RangeCache()
+
+
+def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
+    """Cache what any reader fetches of these files until the block ends, so that it is not fetched again.
+
+    Blocks may overlap. The cache is bounded and shared by the process.
+    """
+    return RANGE_CACHE.register(files)

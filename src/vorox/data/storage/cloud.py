@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import failures
+from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.cloud_clients import CREDENTIALS_HINTS, STORE_NAMES, CloudClient, cloud_client, drop_expired
 from vorox.data.storage.failures import (
     ObjectNotFound,
@@ -28,7 +29,6 @@ from vorox.data.storage.failures import (
     split_bucket,
 )
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Receive, UriFilter
 from vorox.data.storage.retry import NoConnection, RetryingClient, RetryPolicy, TransientError
 from vorox.data.storage.writing import PART_BYTES, Content, PutMode, corrupt_upload
 

@@ -22,8 +22,8 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage import background
+from vorox.data.storage.background import Receive
 from vorox.data.storage.failures import no_range_support, raise_changed, raise_for_status
-from vorox.data.storage.remote import Receive
 from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ STANDARD_LIBRARY = "stdlib:"
 """Scheme of this Python's standard library: ``stdlib:json/decoder.py`` is the same text for the same Python version."""
 
 REMOTE_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
+WRITABLE_SCHEMES = ("s3", "gs", "az")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _USER_SCHEME = re.compile(r"([^:\s]+:[A-Za-z_]\w*)://")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from vorox.core.errors import DataError
 from vorox.data.storage import background
+from vorox.data.storage.background import Store
 from vorox.data.storage.locations import (
     NoMatchingSuffix,
     StoredFile,
@@ -15,7 +16,6 @@ from vorox.data.storage.locations import (
     has_magic,
     matches_glob,
 )
-from vorox.data.storage.remote import Store
 from vorox.data.storage.retry import RetryingClient, current_budget
 
 

@@ -1,8 +1,8 @@
 """User-defined stores, by import path: ``mine.py:lake://folder/*.jsonl``.
 
 A scheme that is an import path goes in (``lake`` in ``mine.py`` returns the store); an implementation of
-``remote.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and globs
-work as for every remote store. Invariant: a read of the wrong length is an error, never short data.
+``background.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and
+globs work as for every remote store. Invariant: a read of the wrong length is an error, never short data.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from vorox.core.errors import DataError, VoroxError
 from vorox.core.extensions import load_function
+from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.failures import ObjectNotFound, raise_changed
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.remote import Receive, UriFilter
 from vorox.data.storage.retry import RetryingClient, RetryPolicy, TransientError
 
 _READ_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class ObjectStore(Protocol):
 
 
 class UserStore:
-    """A user's store behind the protocol of ``remote.Store``."""
+    """A user's store behind the protocol of ``background.Store``."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from vorox.core.atomic import canonical_json, make_directory, write_file
-from vorox.data.storage.api import open_range
 from vorox.data.storage.locations import StoredFile
+from vorox.data.storage.reading import open_range
 
 _READ_BYTES = 1 << 22
 _SETTLE_NANOSECONDS = 2_000_000_000

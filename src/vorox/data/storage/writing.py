@@ -1,8 +1,9 @@
-"""Uploads: whole objects, verified afterwards, overwritten only under the requested condition.
+"""Writing to ``s3://``, ``gs://`` and ``az://``: whole objects, verified, replaced only on a condition.
 
 Bytes or a file and a uri go in; the object as the store describes it comes out. Large files are uploaded in parts, and
 each part is retried on its own. Invariants: an object appears complete or not at all, its size and checksum in the
-store are compared with what was sent, and a conditional write replaces nothing else.
+store are compared with what was sent, and a conditional write replaces nothing else. Local files are written by
+``core.atomic``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import asyncio
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.data.storage import background
-from vorox.data.storage.failures import PreconditionFailed
-from vorox.data.storage.locations import StoredFile, canonical_uri
-from vorox.data.storage.remote import Store
+from vorox.data.storage.background import Store
+from vorox.data.storage.failures import PreconditionFailed, split_bucket
+from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, canonical_uri, scheme_of
+from vorox.data.storage.reading import store_of
 from vorox.data.storage.retry import RetryingClient, RetryPolicy, StoreUnreachable, TransientError, current_budget
 
 PutMode = StoredFile | Literal["overwrite", "create"]
@@ -26,8 +28,6 @@ PutMode = StoredFile | Literal["overwrite", "create"]
 
 PART_BYTES = 16 << 20
 """Larger objects are uploaded in parts of this size: a multiple of 256 KiB and at least 5 MiB, as stores require."""
-
-WRITABLE_SCHEMES = ("s3", "gs", "az")
 
 
 class WriteConflict(DataError):
@@ -106,15 +106,38 @@ def corrupt_upload(uri: str) -> TransientError:
     return TransientError(f"the store received other bytes than were sent to {uri.rpartition('/')[2]}")
 
 
-def not_writable(location: str) -> ConfigError:
-    """Return the error for a location that cannot be written to."""
-    known = ", ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
-    return ConfigError("The location is not writable", where=redact(location), hint=f"use one under {known}")
+def put_file(path: Path, uri: str) -> StoredFile:
+    """Upload a file, in parts if it is large, and overwrite what exists.
+
+    Returns:
+        The object, with the size and checksum that the store reports.
+
+    Raises:
+        ConfigError: The scheme is not writable, or its extra is not installed.
+        DataError: The store refuses the object, or does not respond within the retry budget.
+        OSError: The file cannot be read.
+    """
+    return _put(uri, Content.of_file(path), "overwrite")
 
 
-def put(store: WritableStore, uri: str, content: Content, mode: PutMode) -> StoredFile:
-    """Write one object: see ``storage.put_bytes``."""
-    budget, uri = current_budget(), canonical_uri(uri)
+def put_bytes(data: bytes, uri: str, *, mode: PutMode = "overwrite") -> StoredFile:
+    """Write an object.
+
+    Args:
+        data: Its content.
+        uri: Its name.
+        mode: ``"overwrite"``, ``"create"``, or the version that it may replace. The store checks and writes in one
+            atomic operation, so one of two concurrent writers is refused.
+
+    Raises:
+        WriteConflict: The existing object is not the one that ``mode`` allows.
+        ConfigError, DataError: As ``put_file``.
+    """
+    return _put(uri, Content.of_bytes(data), mode)
+
+
+def _put(uri: str, content: Content, mode: PutMode) -> StoredFile:
+    store, budget, uri = _writable_store(uri), current_budget(), canonical_uri(uri)
     client = RetryingClient(uri, budget)
     try:
         return background.run(store.put(uri, content, mode, client), uri, budget)
@@ -144,14 +167,41 @@ async def _find_own_upload(
         return None
 
 
-def remove(store: WritableStore, uri: str) -> None:
-    """Remove one object: see ``storage.remove_object``."""
-    budget, uri = current_budget(), canonical_uri(uri)
+def remove_object(uri: str) -> None:
+    """Remove an object. Removing one that does not exist is not an error.
+
+    Raises:
+        ConfigError, DataError: As ``put_file``.
+    """
+    store, budget, uri = _writable_store(uri), current_budget(), canonical_uri(uri)
     background.run(store.remove(uri, RetryingClient(uri, budget)), uri, budget)
 
 
-def list_below(store: Store, folder: str) -> list[StoredFile]:
-    """List every object of a folder: see ``storage.list_objects``."""
-    budget, prefix = current_budget(), canonical_uri(folder) + "/"
+def list_objects(folder: str) -> list[StoredFile]:
+    """List every object below a folder of a store, hidden ones included, sorted by uri; empty for a missing folder.
+
+    Raises:
+        DataError: The bucket does not exist or cannot be read.
+    """
+    store, budget, prefix = _writable_store(folder), current_budget(), canonical_uri(folder) + "/"
     listing = store.list_prefix(prefix, lambda _: True, RetryingClient(prefix, budget))
     return sorted(background.run(listing, prefix, budget), key=lambda file: file.uri)
+
+
+def check_writable(location: str) -> None:
+    """Refuse a location that cannot be written to, without a request to the store.
+
+    Raises:
+        ConfigError: The scheme is not writable, or the uri lacks a bucket or contains credentials.
+    """
+    if scheme_of(location) not in WRITABLE_SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
+        raise ConfigError("The location is not writable", where=redact(location), hint=f"use one under {known}")
+    split_bucket(location)
+
+
+def _writable_store(location: str) -> WritableStore:
+    check_writable(location)
+    scheme = scheme_of(location)
+    assert scheme is not None
+    return cast("WritableStore", store_of(scheme))

@@ -7,7 +7,9 @@ can continue after known units with the same result.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -26,6 +28,9 @@ from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
 
 T = TypeVar("T")
+
+_FILES_AT_ONCE = 4
+"""Files of a store that are split at a time, so that each does not wait for the responses to the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,23 @@ class UnitSplitter:
             spans = self._spans_of_file(index, after if after is not None and index == first else None)
             yield from _with_retry_budgets(spans, self.source)
 
+    def all_spans(self) -> list[tuple[UnitSpan, int]]:
+        """Return what ``spans`` yields; files of a store are read several at a time."""
+        if all(file.scheme is None for file in self.source.stored):
+            return list(self.spans())
+
+        def split(index: int) -> list[tuple[UnitSpan, int]]:
+            return list(_with_retry_budgets(self._spans_of_file(index, None), self.source))
+
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "vorox-split") as pool:
+            files = range(len(self.source.files))
+            futures = [pool.submit(contextvars.copy_context().run, split, index) for index in files]
+            try:
+                return [span for future in futures for span in future.result()]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
     def _spans_of_file(self, index: int, after: UnitSpan | None) -> Iterator[tuple[UnitSpan, int]]:
         """Yield the spans of one file that belong to the split, and the text in each."""
         source, validation = self.source, self.validation
@@ -163,7 +185,10 @@ def split_into_units(source: Source, split: Split, validation: ValidationConfig,
     Raises:
         DataError: A file cannot be read or is not in the source's format, or the source has no text.
     """
-    return first_units(source, split, validation, unit_bytes)[0]
+    if split == "validation" and validation.held_out_fraction == 0:
+        return ()
+    splitter = UnitSplitter(source, split, validation, unit_bytes)
+    return _group(source, splitter.all_spans(), splitter.max_unit_bytes)
 
 
 def units_of_both_splits(source: Source, unit_bytes: int) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
@@ -172,21 +197,13 @@ def units_of_both_splits(source: Source, unit_bytes: int) -> tuple[tuple[Unit, .
     Raises:
         DataError: See ``split_into_units``.
     """
-    splitters = [UnitSplitter(source, split, source.holdout, unit_bytes) for split in SPLITS]
-    spans = list(splitters[0].spans())
-    if not spans:
-        reject_empty_source(source)
-    train, validation = (
-        tuple(
-            Unit(unit_id, tuple(group)) for unit_id, group in enumerate(batch_by_size(spans, splitter.max_unit_bytes))
-        )
-        for splitter in splitters
-    )
-    return train, validation
+    train, validation = (UnitSplitter(source, split, source.holdout, unit_bytes) for split in SPLITS)
+    spans = train.all_spans()
+    return _group(source, spans, train.max_unit_bytes), _group(source, spans, validation.max_unit_bytes)
 
 
 def first_units(
-    source: Source, split: Split, validation: ValidationConfig, unit_bytes: int, limit_bytes: int | None = None
+    source: Source, split: Split, validation: ValidationConfig, unit_bytes: int, limit_bytes: int
 ) -> tuple[tuple[Unit, ...], bool]:
     """Return the units of the first ``limit_bytes`` of a split, and whether they are all; little more is read."""
     if split == "validation" and validation.held_out_fraction == 0:
@@ -195,17 +212,17 @@ def first_units(
     spans: list[tuple[UnitSpan, int]] = []
     is_all, size_bytes = True, 0
     for span in splitter.spans():
-        if limit_bytes is not None and size_bytes >= limit_bytes:
+        if size_bytes >= limit_bytes:
             is_all = False
             break
         spans.append(span)
         size_bytes += span[1]
+    return _group(source, spans, splitter.max_unit_bytes), is_all
+
+
+def _group(source: Source, spans: Sequence[tuple[UnitSpan, int]], max_unit_bytes: int) -> tuple[Unit, ...]:
     if not spans:
         reject_empty_source(source)
-    return _group(spans, splitter.max_unit_bytes), is_all
-
-
-def _group(spans: Iterable[tuple[UnitSpan, int]], max_unit_bytes: int) -> tuple[Unit, ...]:
     return tuple(Unit(unit_id, tuple(group)) for unit_id, group in enumerate(batch_by_size(spans, max_unit_bytes)))
 
 
