@@ -174,7 +174,7 @@ class PlanState:
         """Return the steps whose updates are not applied, from 0, ascending."""
         return np.array([self._sizes.step_at(int(position)) for position in self.skipped_positions()], np.int64)
 
-    @property
+    @cached_property
     def _sizes(self) -> BatchSizes:
         return self.start.batch_sizes
 

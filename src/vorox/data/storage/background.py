@@ -1,4 +1,4 @@
-"""Requests to stores in the background: the event loop of this process, and the ranges that it fetches.
+"""Requests to stores in the background: the event loop of this process, and the ranges it fetches.
 
 A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. A ``Store``
 streams a range of one object in one try; ``RangeFetch`` makes a fetch with retries of it, and ``RangeCache`` shares

@@ -11,7 +11,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -63,6 +63,7 @@ class StoredFile:
             or the weaker ``modified:``. ``None`` for local files, which are hashed.
         content: Content hash from the store, which identifies copies; ``None`` if the store provides none.
         hashes: Hashes of the bytes from an index file next to it, as (algorithm, hexadecimal digest).
+        scheme: The scheme of a remote file; ``None`` for local files and the standard library.
     """
 
     uri: str
@@ -72,11 +73,10 @@ class StoredFile:
     version: str | None = None
     content: str | None = None
     hashes: tuple[tuple[str, str], ...] = ()
+    scheme: str | None = field(init=False, repr=False, compare=False)
 
-    @property
-    def scheme(self) -> str | None:
-        """The scheme of a remote file; ``None`` for local files and the standard library."""
-        return _parse_scheme(self.uri)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", _parse_scheme(self.uri))
 
 
 def scheme_of(location: str) -> str | None:
