@@ -25,10 +25,10 @@ from vorox.data.storage import (
     retry_budget,
     waiting_for_data,
 )
-from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.reading import open_remote_range, open_remote_seekable
 from vorox.data.storage.remote_listing import list_remote
 from vorox.data.storage.retry import RetryingClient, TransientError
+from vorox.data.storage.store import Receive, UriFilter
 
 CONTENT = random.Random(0).randbytes(50_000)
 FILE = StoredFile("s3://bucket/file", len(CONTENT), "signature", 0, "version:1")

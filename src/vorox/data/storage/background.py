@@ -19,20 +19,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import RetryBudget, RetryingClient, RetryPolicy, with_retries
+from vorox.data.storage.retry import RetryBudget, with_retries
+from vorox.data.storage.store import Store
 
 T = TypeVar("T")
 
 Close = Callable[[], Awaitable[None]]
-
-UriFilter = Callable[[str], bool]
-"""Returns whether the object of a uri belongs to a listing."""
-
-Receive = Callable[[bytes], None]
-"""Called with consecutive pieces of a response body."""
 
 _CACHE_BYTES = 64 << 20
 _SMALL_FILE_BYTES = 1 << 20
@@ -138,24 +133,6 @@ def close_connections() -> None:
             await drop_client(name)
 
     start(close()).result(timeout=10)
-
-
-class Store(Protocol):
-    """What a scheme implements for reading. Uris are canonical; errors are translated by ``failures``."""
-
-    async def describe(self, uri: str, client: RetryingClient) -> StoredFile | None:
-        """Return one object; ``None`` if no object has exactly this name."""
-        ...
-
-    async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
-        """Return every matching object whose uri starts with the prefix."""
-        ...
-
-    async def stream_range(
-        self, file: StoredFile, start_byte: int, end_byte: int, receive: Receive, policy: RetryPolicy
-    ) -> None:
-        """Read a range of the listed version, in one try."""
-        ...
 
 
 class RangeFetch:

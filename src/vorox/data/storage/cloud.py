@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import failures
-from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.cloud_clients import CREDENTIALS_HINTS, STORE_NAMES, CloudClient, cloud_client, drop_expired
 from vorox.data.storage.failures import (
     ObjectNotFound,
@@ -30,7 +29,7 @@ from vorox.data.storage.failures import (
 )
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.retry import NoConnection, RetryingClient, RetryPolicy, TransientError
-from vorox.data.storage.writing import PART_BYTES, Content, PutMode, corrupt_upload
+from vorox.data.storage.store import PART_BYTES, Content, PutMode, Receive, UriFilter, corrupt_upload
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -22,9 +22,9 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage import background
-from vorox.data.storage.background import Receive
 from vorox.data.storage.failures import no_range_support, raise_changed, raise_for_status
 from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
+from vorox.data.storage.store import Receive
 
 if TYPE_CHECKING:
     import aiohttp

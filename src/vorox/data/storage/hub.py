@@ -18,11 +18,11 @@ from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import background, failures
-from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.failures import ObjectNotFound, raise_for_status
 from vorox.data.storage.http import get_json, receive_range, request
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.retry import RetryingClient, RetryPolicy, current_budget
+from vorox.data.storage.store import Receive, UriFilter
 
 if TYPE_CHECKING:
     import aiohttp

@@ -19,10 +19,11 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.extensions import is_extension
 from vorox.data.storage import local
-from vorox.data.storage.background import RANGE_CACHE, RangeFetch, Store
+from vorox.data.storage.background import RANGE_CACHE, RangeFetch
 from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, scheme_of
 from vorox.data.storage.remote_listing import list_remote
 from vorox.data.storage.retry import current_budget, run_in_context
+from vorox.data.storage.store import Store
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from vorox.core.errors import DataError
 from vorox.data.storage import background
-from vorox.data.storage.background import Store
 from vorox.data.storage.locations import (
     NoMatchingSuffix,
     StoredFile,
@@ -17,6 +16,7 @@ from vorox.data.storage.locations import (
     matches_glob,
 )
 from vorox.data.storage.retry import RetryingClient, current_budget
+from vorox.data.storage.store import Store
 
 
 def list_remote(

@@ -1,7 +1,7 @@
 """User-defined stores, by import path: ``mine.py:lake://folder/*.jsonl``.
 
 A scheme that is an import path goes in (``lake`` in ``mine.py`` returns the store); an implementation of
-``background.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and
+``store.Store`` over the user's synchronous methods comes out. Retries, resumption at the byte, read-ahead and
 globs work as for every remote store. Invariant: a read of the wrong length is an error, never short data.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from vorox.core.errors import DataError, VoroxError
 from vorox.core.extensions import load_function
-from vorox.data.storage.background import Receive, UriFilter
 from vorox.data.storage.failures import ObjectNotFound, raise_changed
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.retry import RetryingClient, RetryPolicy, TransientError
+from vorox.data.storage.store import Receive, UriFilter
 
 _READ_BYTES = 1 << 20
 

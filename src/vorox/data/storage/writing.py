@@ -9,101 +9,21 @@ store are compared with what was sent, and a conditional write replaces nothing 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
 from vorox.data.storage import background
-from vorox.data.storage.background import Store
 from vorox.data.storage.failures import PreconditionFailed, split_bucket
 from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, canonical_uri, scheme_of
 from vorox.data.storage.reading import store_of
-from vorox.data.storage.retry import RetryingClient, RetryPolicy, StoreUnreachable, TransientError, current_budget
-
-PutMode = StoredFile | Literal["overwrite", "create"]
-"""What a new object may replace: any object, none, or exactly this version."""
-
-PART_BYTES = 16 << 20
-"""Larger objects are uploaded in parts of this size: a multiple of 256 KiB and at least 5 MiB, as stores require."""
+from vorox.data.storage.retry import RetryingClient, StoreUnreachable, current_budget
+from vorox.data.storage.store import Content, PutMode, WritableStore
 
 
 class WriteConflict(DataError):
     """The existing object is not the one that a conditional write expects."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """The content of an upload.
-
-    Attributes:
-        size_bytes: Its size.
-        data: The bytes, or the file that contains them, which must not change during the upload.
-    """
-
-    size_bytes: int
-    data: bytes | Path
-
-    @classmethod
-    def of_bytes(cls, data: bytes) -> Content:
-        return cls(len(data), data)
-
-    @classmethod
-    def of_file(cls, path: Path) -> Content:
-        return cls(path.stat().st_size, path)
-
-    def read(self) -> bytes:
-        """Return the bytes.
-
-        Raises:
-            OSError: The file cannot be read, or its length changed.
-        """
-        if isinstance(self.data, bytes):
-            return self.data
-        data = self.data.read_bytes()
-        if len(data) != self.size_bytes:
-            raise OSError(f"{self.data} changed its length during the upload")
-        return data
-
-    def checksums(self, part_bytes: int | None) -> tuple[str, bytes]:
-        """Return the S3 ETag of an upload in parts of some size, or in one request (``None``), and the MD5.
-
-        MD5 detects corruption, not tampering.
-        """
-        if part_bytes is None:
-            whole = hashlib.md5(self.read(), usedforsecurity=False)
-            return whole.hexdigest(), whole.digest()
-        assert isinstance(self.data, Path)
-        whole, digests = hashlib.md5(usedforsecurity=False), list[bytes]()
-        with self.data.open("rb") as file:
-            while data := file.read(part_bytes):
-                whole.update(data)
-                digests.append(hashlib.md5(data, usedforsecurity=False).digest())
-        etag = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
-        return f"{etag}-{len(digests)}", whole.digest()
-
-
-class WritableStore(Store, Protocol):
-    """What a scheme implements for writing."""
-
-    async def put(self, uri: str, content: Content, mode: PutMode, client: RetryingClient) -> StoredFile:
-        """Write an object; raises ``PreconditionFailed`` if it may not replace the existing one."""
-        ...
-
-    async def remove(self, uri: str, client: RetryingClient) -> None:
-        """Remove an object. Removing one that does not exist is not an error."""
-        ...
-
-    async def verify_upload(self, file: StoredFile, md5: bytes, policy: RetryPolicy) -> bool:
-        """Read an object in one try; return whether its content has an MD5."""
-        ...
-
-
-def corrupt_upload(uri: str) -> TransientError:
-    """Return the error for an object whose checksum differs from what was sent. It is sent again."""
-    return TransientError(f"the store received other bytes than were sent to {uri.rpartition('/')[2]}")
 
 
 def put_file(path: Path, uri: str) -> StoredFile:
