@@ -1,4 +1,4 @@
-"""What a scheme implements: the protocols of stores that can be read and written, and the content of an upload.
+"""What a scheme implements: protocols of stores for reading and writing, and the content of an upload.
 
 Uris are canonical. A method makes one try, or takes a ``RetryingClient``; errors are translated by ``failures``.
 """
