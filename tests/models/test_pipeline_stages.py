@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,16 +13,16 @@ from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.divisibility import check_divisible
 from vorox.models.huggingface_spec import HuggingFaceSpec
-from vorox.models.memory_estimate import estimate_memory
+from vorox.models.memory_estimate import estimate_memory, memory_per_device
 from vorox.models.module_spec import Row
 from vorox.models.pipeline_stages import parameters_of, stages_of_device, tied_embedding
 from vorox.models.spec import Kind
 
 
-def config_of(schedule: str = "1f1b", size: int = 2) -> tuple[RunConfig, DecoderSpec]:
+def config_of(schedule: str = "1f1b", size: int = 2, **settings: Any) -> tuple[RunConfig, DecoderSpec]:
     config = configuration(
         {"num_layers": 5}, parallel__pipeline_parallel_size=size, train__micro_batch_sequences=2,
-        **({"parallel__pipeline_schedule": schedule} if size > 1 else {}),
+        **({"parallel__pipeline_schedule": schedule} if size > 1 else {}), **settings,
     )  # fmt: skip
     return config, decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
 
@@ -115,4 +115,20 @@ def test_memory_is_that_of_the_device_that_needs_most() -> None:
     received = 3 * 4 * row.block_input_bytes  # an input and two gradients
     assert estimate_memory(spec, interleaved).activation_bytes == pytest.approx(
         2 * (kept * 2 * row.largest_block_bytes + 2 * row.block_input_bytes + received), abs=2
+    )
+
+
+def test_tensor_and_sequence_parallelism_divide_the_memory_of_a_stage() -> None:
+    """Four ranks: each has half of a stage's state, and with sequence parallelism half of the inputs of its blocks."""
+    settings: dict[str, Any] = {"train__activation_checkpointing": "block"}
+    (whole, spec), (tensor, _) = config_of(**settings), config_of(parallel__tensor_parallel_size=2, **settings)
+    sequence, _ = config_of(parallel__tensor_parallel_size=2, parallel__sequence_parallel=True, **settings)
+    stage, divided = memory_per_device(spec, whole), memory_per_device(spec, tensor)
+    assert divided.parameter_bytes == pytest.approx(stage.parameter_bytes / 2, abs=1)
+    assert divided.optimizer_bytes == pytest.approx(stage.optimizer_bytes / 2, abs=1)
+    assert divided.activation_bytes == stage.activation_bytes
+    row = spec.saved_activations(POSITIONS, 4)
+    streams = 2 * 3 + 2 + 4  # inputs of three blocks of two micro-batches, the ends, and four received gradients
+    assert stage.activation_bytes - memory_per_device(spec, sequence).activation_bytes == pytest.approx(
+        2 * streams * row.block_input_bytes / 2, abs=2
     )

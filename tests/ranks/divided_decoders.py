@@ -29,6 +29,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.huggingface_spec import CONTEXT_MODELS, PIPELINE_MODELS
+from vorox.models.pipeline_stages import tied_embedding
 from vorox.models.spec import ModelSpec
 
 STEPS = 20
@@ -87,6 +88,9 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "train__embedding_noise": 5.0, "log__accuracy": True,
     },
+    "single rows": {
+        "model": LLAMA | {"num_kv_heads": 2}, "data__document_mask": True, "train__micro_batch_sequences": 1,
+    },
     "multi-query": {
         "model": LLAMA | {"num_kv_heads": 1, "qk_norm": True}, "data__document_mask": True, "log__accuracy": True,
     },
@@ -111,6 +115,8 @@ def cases_of(layout: str) -> list[str]:
         "2": ["llama", "noise"], "1,2": ["gemma3", "documents"], "4": ["noise"], "1,4": ["gemma3"],
         "2,2": ["documents"], "2,1,1,1,2,0,1,1": ["three heads"], "1,2,1,1,2,0,1,1": ["gemma3"],
         "2,1,1,1,1,0,2": ["experts"], "4,1,1,1,1,0,2": ["experts"],
+        "1,1,2,2": ["llama", "gemma3", "documents", "zero bubble"], "1,1,2,2,1,1": ["gemma3", "zero bubble"],
+        "2,1,2,2": ["documents"], "1,2,2,2": ["gemma3"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 
@@ -146,16 +152,18 @@ def config_of(
             sections[key] = value
         elif only[key.removeprefix(own)]:
             parallel[key.removeprefix(own)] = value
-    return configuration(**sections, train__micro_batch_sequences=2, log__parameter_norms=True, parallel=parallel)
+    sections.setdefault("train__micro_batch_sequences", 2)
+    return configuration(**sections, log__parameter_norms=True, parallel=parallel)
 
 
 def rows_of_step(config: RunConfig, seed: int, step: int) -> Batch:
-    """Fresh rows in four micro-batches, of three documents each if those are masked."""
-    batch = batch_of(random_rows(8, seed + step), 4, step=step)
-    batch = dataclasses.replace(batch, row_digests_AB=np.ones((4, 2), np.uint64))  # digest 0 is that of padding
+    """Eight fresh rows in micro-batches, of three documents each if those are masked."""
+    shape_AB = 8 // config.train.micro_batch_rows, config.train.micro_batch_rows
+    batch = batch_of(random_rows(8, seed + step), shape_AB[0], step=step)
+    batch = dataclasses.replace(batch, row_digests_AB=np.ones(shape_AB, np.uint64))  # digest 0 is that of padding
     if not config.data.document_mask:
         return batch
-    cuts_ABT = np.sort(np.random.default_rng([seed, step]).integers(1, POSITIONS, (4, 2, 2)), axis=-1)
+    cuts_ABT = np.sort(np.random.default_rng([seed, step]).integers(1, POSITIONS, (*shape_AB, 2)), axis=-1)
     places_T = np.arange(POSITIONS)
     segments_ABT = 1 + (places_T >= cuts_ABT[..., :1]).astype(np.int32) + (places_T >= cuts_ABT[..., 1:])
     starts_ABT = np.where(segments_ABT == 1, 0, np.where(segments_ABT == 2, cuts_ABT[..., :1], cuts_ABT[..., 1:]))
@@ -229,14 +237,16 @@ def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda bat
 
 
 def replicated_bits(engine: Any) -> str:
-    """A hash of the parameters that every rank has: with context parallelism all; of a pipeline a tied embedding."""
-    if engine._ranks.pipeline_parallel_size > 1:
-        if engine.parameters.tied is None:
-            return ""
-        tied = dict(engine.parameters._inner.whole(engine.parameters.values))[engine.parameters.tied]
-        return hashlib.sha256(tied.detach().numpy().tobytes()).hexdigest()
+    """A hash of the parameters that several ranks of a replica have: with context parallelism all; with tensor
+    parallelism those that are not divided, of all stages; of a pipeline a tied embedding."""
+    found, ranks = hashlib.sha256(), engine._ranks
+    if ranks.pipeline_parallel_size > 1:
+        if (name := tied_embedding(engine._spec)) is not None:
+            tied = dict(engine.parameters.local.whole(engine.parameters.values))[name]
+            found.update(tied.detach().numpy().tobytes())
+        if ranks.tensor_parallel_size == 1:
+            return found.hexdigest()
     shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
-    found = hashlib.sha256()
     inner = getattr(engine.parameters, "_inner", engine.parameters)
     for name, view in inner.whole(engine.parameters.values):
         if tuple(view.shape) == shapes[name]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks.divided_decoders import state_case
 from ranks.layouts import check_layouts, save_one_device
 from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
 from ranks.test_torch_ranks import MODEL
@@ -20,12 +21,18 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("layouts", "count"),
-    [(["1,1,1,2", "1,2,1"], 2), (["2,1,1,2", "1,2,1,2"], 4)],
-    ids=["alone, then FSDP2", "with replicas, and with FSDP2"],
-)
+    [
+        (["1,1,1,2", "1,2,1"], 2), (["2,1,1,2", "1,2,1,2"], 4), (["1,1,2,2", "1,1,2,2,1,1"], 4),
+        (["2,1,2,2", "1,2,2,2"], 8), (["2,2,1,2:single rows"], 8),
+    ],
+    ids=[
+        "alone, then FSDP2", "with replicas, and with FSDP2", "with tensor and sequence parallelism",
+        "tensor parallelism with replicas, and with FSDP2", "replicas with FSDP2",
+    ],
+)  # fmt: skip
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through a pipeline, FSDP2 and back to one process unchanged."""
-    check_layouts(save_one_device(tmp_path), layouts, count, tmp_path)
+    check_layouts(save_one_device(tmp_path, state_case(layouts[0])), layouts, count, tmp_path)
 
 
 def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cud
         frozen=frozen,
         has_average=config.train.ema_decay is not None,
         position_parts=config.parallel.context_parallel_size,
-        stream_parts=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
+        stream_parts=_stream_parts(config),
     )
     if config.optimizer.in_backward:
         step = replace(step, gradient_bytes=FP32_BYTES * gradient_elements(spec, frozen))
@@ -165,25 +165,29 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1 + waiting)
     layers = max(len(stage.layers) for stage in stages)
     dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
-    row = spec.saved_activations(length, dtype_bytes)
+    row, stream_parts = spec.saved_activations(length, dtype_bytes), _stream_parts(config)
+    block_input = row.block_input_bytes / stream_parts
     if train.activation_checkpointing == "block":
-        blocks = kept * layers * row.block_input_bytes + row.largest_block_bytes
+        blocks = kept * layers * block_input + row.largest_block_bytes
     else:
         blocks = kept * layers * row.all_blocks_bytes / spec.num_layers
     received = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
-    stream = FP32_BYTES * length * spec.hidden_size
+    stream = FP32_BYTES * length * spec.hidden_size / stream_parts
     return replace(
         whole,
         parameter_bytes=round(whole.parameter_bytes * share),
         gradient_bytes=round(whole.gradient_bytes * share),
         optimizer_bytes=round(whole.optimizer_bytes * share),
         snapshot_bytes=round(whole.snapshot_bytes * share),
-        activation_bytes=round(
-            train.micro_batch_rows * (blocks + 2 * row.block_input_bytes + received * count * stream)
-        ),
+        activation_bytes=round(train.micro_batch_rows * (blocks + 2 * block_input + received * count * stream)),
         logits_bytes=whole.logits_bytes if stages[-1].is_last else 0,
         mask_bytes=whole.mask_bytes * kept,
     )
+
+
+def _stream_parts(config: RunConfig) -> int:
+    """Return how many ranks the residual stream of training is divided over (sequence parallelism)."""
+    return config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1
 
 
 def _num_partial_sums(config: RunConfig) -> int:
@@ -210,8 +214,8 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         blocks = sum(row.num_elements for row in spec.parameters if _is_in_a_block(row.name)) // tensor
         block, rest = blocks // max(1, spec.num_layers), spec.num_parameters // tensor - blocks
         if parallel.pipeline_parallel_size > 1:  # the blocks of this device; it has the embedding or the head at most
-            blocks = min(blocks, planned.parameter_bytes // FP32_BYTES)
-            rest = min(rest, planned.parameter_bytes // FP32_BYTES)
+            here = planned.parameter_bytes // FP32_BYTES // tensor
+            blocks, rest = min(blocks, here), min(rest, here)
         gathered = (2 * block if parallel.reshard_after_forward else blocks) + rest
         copies = dtype_bytes * gathered + FP32_BYTES * max(block, rest)
     else:

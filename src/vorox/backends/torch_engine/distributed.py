@@ -2,8 +2,8 @@
 
 Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp x tp``: replicas of the model,
 each sharded over ``fsdp`` ranks, each of which is ``tp`` ranks that share every matrix product and read the same rows.
-Or as ``pp x data x fsdp``: the ranks of a pipeline each hold some blocks of a replica, or shards of them, and read the
-same rows.
+Or as ``pp x data x fsdp x tp``: the ranks of a pipeline each hold some blocks of a replica, or parts of them, and read
+the same rows.
 Or as ``data x fsdp x cp``: ``cp`` ranks read the same rows and compute parts of their positions; they are replicas, or
 share the shards of FSDP.
 Tensors on GPUs travel by NCCL, everything else by gloo.
@@ -123,12 +123,14 @@ class Ranks:
         shard: The part of each global batch that this rank trains on.
         data_parallel_size: Replicas of the model.
         fsdp_size: Shards of one replica that train on different rows.
-        mesh: Mesh with the axes ``data`` and ``fsdp``, and ``tp`` or ``pp`` if it is used; ``None`` for a single
-            process.
+        mesh: Mesh with the axes ``data`` and ``fsdp``, and ``pp`` and ``tp`` if one of them is used; ``None`` for a
+            single process.
         is_exact: Whether no bit of a sum may depend on the number of ranks.
         tensor_parallel_size: Ranks that share every matrix product.
         row_group: With tensor parallelism or a pipeline, the ranks that together train on each row once; ``None`` for
             all ranks.
+        value_group: With tensor parallelism or a pipeline, the ranks whose values add up to those of all rows: of a
+            pipeline, one stage has a value and the others have 0; ``None`` for all ranks.
         replica_group: With tensor parallelism or a pipeline, the ranks of one replica; ``None`` for those of the axis
             ``fsdp``.
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
@@ -149,6 +151,7 @@ class Ranks:
     is_exact: bool = False
     tensor_parallel_size: int = 1
     row_group: ProcessGroup | None = None
+    value_group: ProcessGroup | None = None
     replica_group: ProcessGroup | None = None
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
@@ -181,11 +184,10 @@ class Ranks:
     @property
     def shard_index(self) -> int:
         """Index of this rank's shard within its replica."""
-        if self.pipeline_parallel_size > 1:
-            return self.pipeline_index * self.fsdp_size + self.fsdp_index
         if self.expert_parallel_size > 1:
             return self.expert_index
-        return self.fsdp_index * self.tensor_parallel_size + self.tensor_index
+        part = self.pipeline_index * self.fsdp_size + self.fsdp_index
+        return part * self.tensor_parallel_size + self.tensor_index
 
     @property
     def pipeline_index(self) -> int:
@@ -222,11 +224,6 @@ class Ranks:
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=self.mesh.get_group("data"))
 
-    @property
-    def _value_group(self) -> ProcessGroup | None:
-        """The ranks whose values add up. In a pipeline, one stage has a value and the others have 0."""
-        return None if self.pipeline_parallel_size > 1 else self.row_group
-
     def sum_micro_batches(self, parts_XA: Tensor) -> Tensor:
         """Return sums over the A micro-batches of all ranks; exact sums add them in the order of the global batch.
 
@@ -240,7 +237,7 @@ class Ranks:
         total_X = parts_XA.sum(-1)
         if self.mesh is not None:
             with self.collective_time.measured():
-                dist.all_reduce(total_X, group=self._value_group)
+                dist.all_reduce(total_X, group=self.value_group)
         return total_X
 
     def maximum(self, tensor: Tensor) -> None:
@@ -282,7 +279,7 @@ class Ranks:
 
     def sum_values(self, *values: float) -> list[float]:
         """Return sums as ``sum_counts``; the stages of a pipeline that do not have a value pass 0."""
-        return self._sum_on_host(values, self._value_group)
+        return self._sum_on_host(values, self.value_group)
 
     def _sum_on_host(self, numbers: Sequence[float], group: ProcessGroup | None) -> list[float]:
         if self.mesh is None:
@@ -324,8 +321,8 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     if world_size == 1 and parallel.expert_parallel_size == 1:
         return Ranks(is_exact=is_exact)
     data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
-    if pipeline > 1:
-        return _pipelines(data, fsdp, pipeline, context.rank, device)
+    if pipeline > 1 or tensor > 1:
+        return _divided_replicas(data, fsdp, tensor, pipeline, context.rank, device)
     if positions > 1:
         return _context_groups(data, fsdp, positions, parallel.context_parallel_kind, context.rank, device)
     num_expert_parts = parallel.expert_parallel_size
@@ -336,33 +333,34 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
         )  # fmt: skip
     if num_expert_parts > 1:
         return _expert_groups(data, num_expert_parts, context.rank, device)
-    if tensor == 1:
-        mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
-        return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
-    mesh = init_device_mesh(device.type, (data, fsdp, tensor), mesh_dim_names=("data", "fsdp", "tp"))
-    shard = DataShard(context.rank // tensor, data * fsdp)
-    groups = (
-        _subgroup([list(range(first, world_size, tensor)) for first in range(tensor)]),
-        _subgroup([list(range(first, first + fsdp * tensor)) for first in range(0, world_size, fsdp * tensor)]),
-    )
-    return Ranks(shard, data, fsdp, mesh, is_exact, tensor, *groups)
+    mesh = init_device_mesh(device.type, (data, fsdp), mesh_dim_names=("data", "fsdp"))
+    return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
 
 
-def _pipelines(data: int, fsdp: int, size: int, rank: int, device: torch.device) -> Ranks:
-    """Return the layout of ``data x fsdp`` pipelines of ``size`` ranks each; ``fsdp`` of them share one replica.
+def _divided_replicas(data: int, fsdp: int, tensor: int, pipeline: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of ``data`` replicas of ``fsdp x tensor x pipeline`` ranks each.
 
-    Ranks of one stage are adjacent: they exchange gradients of all parameters, stages only activations.
+    Ranks that share every matrix product are adjacent, because they communicate most. Those of one stage follow: they
+    exchange gradients of all parameters, stages only activations.
+
+    Shape legend: P stages, D replicas, F shards, T ranks of a matrix product.
     """
-    mesh = init_device_mesh(device.type, (size, data, fsdp), mesh_dim_names=("pp", "data", "fsdp"))
-    parts, world_size = data * fsdp, size * data * fsdp
-    same_stage = _subgroup([list(range(first, first + parts)) for first in range(0, world_size, parts)])
-    pipeline = replica = _subgroup([list(range(first, world_size, parts)) for first in range(parts)])
-    if fsdp > 1:
-        of_replica = [[part for part in range(world_size) if part % parts // fsdp == index] for index in range(data)]
-        replica = _subgroup(of_replica)
+    shape, names = (pipeline, data, fsdp, tensor), ("pp", "data", "fsdp", "tp")
+    mesh, ranks_PDFT = init_device_mesh(device.type, shape, mesh_dim_names=names), torch.arange(prod(shape)).view(shape)
+
+    def group_along(*axes: str) -> ProcessGroup:
+        """Return the ranks that differ from this one in these axes only."""
+        dims = [names.index(axis) for axis in axes]
+        others = [dim for dim in range(len(names)) if dim not in dims]
+        members = ranks_PDFT.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
+        return _subgroup(members.tolist())
+
+    row_group = group_along("data", "fsdp")
     return Ranks(
-        DataShard(rank % parts, parts), data, fsdp, mesh, row_group=same_stage, replica_group=replica,
-        pipeline_parallel_size=size, pipeline_group=pipeline,
+        DataShard(rank // tensor % (data * fsdp), data * fsdp), data, fsdp, mesh, tensor_parallel_size=tensor,
+        row_group=row_group, value_group=row_group if pipeline == 1 else group_along("pp", "data", "fsdp"),
+        replica_group=group_along("pp", "fsdp", "tp"), pipeline_parallel_size=pipeline,
+        pipeline_group=None if pipeline == 1 else group_along("pp"),
     )  # fmt: skip
 
 

@@ -67,18 +67,24 @@ class Embedding(nn.Module):
 
 
 class Linear(nn.Module):
+    """A matrix product and a bias.
+
+    Attributes:
+        kernel: ``Kernels.linear``, which a pipeline may replace.
+    """
+
     def __init__(self, parts: Parts, name: str, *, has_part: bool = False) -> None:
         """Create the product; with ``has_part``, the columns are this rank's part of the inputs."""
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self.bias = parts.parameters.get(f"{name}.bias")
-        self._linear = parts.kernels.linear
+        self.kernel = parts.kernels.linear
         self._parallel = parts.parallel if has_part else None
 
     def forward(self, x_MD: Tensor) -> Tensor:
         if self._parallel is None:
-            return self._linear(x_MD, self.weight, self.bias)
-        y_MO = self._parallel.sum(self._linear(x_MD, self.weight, None), is_training=self.training)
+            return self.kernel(x_MD, self.weight, self.bias)
+        y_MO = self._parallel.sum(self.kernel(x_MD, self.weight, None), is_training=self.training)
         return y_MO if self.bias is None else y_MO + self.bias.to(y_MO.dtype)
 
 

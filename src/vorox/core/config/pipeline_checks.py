@@ -12,7 +12,7 @@ from vorox.core.schema import RunConfig
 SIZE = "parallel.pipeline_parallel_size"
 _REFUSED = (
     "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
-    "parallel.tensor_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
+    "adapter.kind", "loss.name", "train.distillation.teacher",
     "train.distillation.logits", "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
 
@@ -21,11 +21,15 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the settings that a pipeline does not support, and sizes that do not fit it."""
     if config.parallel.pipeline_parallel_size == 1:
         return
-    kind = config.model.kind
-    is_refused = kind not in {"decoder", "huggingface"}
+    kind, tensor = config.model.kind, config.parallel.tensor_parallel_size
     yield from unsupported(
-        config, SIZE, _REFUSED, Refusal(is_refused, "model.kind", kind, "model.kind=decoder or huggingface")
-    )
+        config, SIZE, _REFUSED,
+        Refusal(kind not in {"decoder", "huggingface"}, "model.kind", kind, "model.kind=decoder or huggingface"),
+        Refusal(
+            kind != "decoder" and tensor > 1, "parallel.tensor_parallel_size", tensor,
+            "parallel.tensor_parallel_size=1, or model.kind=decoder",
+        ),
+    )  # fmt: skip
     fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
     if fault:
         yield Problem(fault, keys=("model.num_layers", SIZE))

@@ -40,17 +40,33 @@ class DeferredGradients:
     def attach(self, blocks: Iterable[nn.Module]) -> None:
         """Make the linear layers of blocks queue the gradients of their parameters, which FSDP2 has sharded already."""
         for layer in (layer for block in blocks for layer in block.modules()):
-            if isinstance(layer, Linear | nn.Linear):
+            if isinstance(layer, Linear):
+                layer.kernel = partial(self._linear, layer.weight, layer.bias)
+            elif isinstance(layer, nn.Linear):
                 weight, bias = cast("nn.Parameter", layer.weight), layer.bias
                 cast("Any", layer).forward = partial(self._forward, layer, weight, bias)
 
-    def _forward(self, layer: Any, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor) -> Tensor:
-        """Return the outputs of a layer; ``weight`` and ``bias`` are its own, which FSDP2 replaces by gathered ones."""
+    def _forward(self, layer: Any, own_weight: nn.Parameter, own_bias: nn.Parameter | None, x: Tensor) -> Tensor:
+        return self._linear(own_weight, own_bias, x, layer.weight, layer.bias)
+
+    def _linear(
+        self,
+        own_weight: nn.Parameter,
+        own_bias: nn.Parameter | None,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+    ) -> Tensor:
+        """Return the outputs of a layer, whose own parameters FSDP2 replaces by gathered ones.
+
+        A bias that is not passed, because tensor parallelism adds it to the sum over ranks, is left to autograd.
+        """
 
         def queue(x: Tensor, d_y: Tensor) -> None:
-            self._queue.append(partial(self._add, weight, bias, x.flatten(0, -2), d_y.flatten(0, -2)))
+            own = None if bias is None else own_bias
+            self._queue.append(partial(self._add, own_weight, own, x.flatten(0, -2), d_y.flatten(0, -2)))
 
-        return _Linear.apply(x, layer.weight, layer.bias, self._products, queue)
+        return _Linear.apply(x, weight, bias, self._products, queue)
 
     def take(self) -> Callable[[], None]:
         """Empty the queue; return a function that adds what was in it to the gradients."""

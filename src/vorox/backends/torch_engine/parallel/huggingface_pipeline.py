@@ -117,7 +117,7 @@ class HuggingFacePipeline(HuggingFaceNetwork):
             deferred.attach(blocks)
         self._runner = StageRunner(
             config, self._ranks, device, self._stages,
-            stream_shape=lambda num_rows, num_positions: (num_rows, num_positions, spec.hidden_size),
+            stream_shape=lambda num_rows, num_positions, _: (num_rows, num_positions, spec.hidden_size),
             train=self._train_stage, take_weight_gradients=None if deferred is None else deferred.take,
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, Run
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
+from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.core.batch import Batch
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage
@@ -32,15 +33,15 @@ class PipelineNetwork(DecoderNetwork):
     """See ``network.Network``; ``train_all`` replaces ``train``."""
 
     def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
-        config, spec, compute, ranks = self._config, self._spec, self._compute, self._ranks
-        groups = optimizer_groups(spec, config.optimizer)
+        config, spec, compute, ranks = self._config, self._local, self._compute, self._ranks
+        groups = optimizer_groups(self._spec, config.optimizer)
         per_device = config.parallel.pipeline_stages_per_device
-        self.parameters = placed = PipelineParameters(spec, groups, ranks, per_device, compute.device)
+        placed = PipelineParameters(spec, groups, ranks, per_device, compute.device)
         chosen = kernels.plain(compute)
         if ranks.fsdp_size == 1:
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         attend = attention.attention_kernel(config.model.attention_kernel)
-        parts = Parts(spec, placed.modules, chosen, attend, self.taps, compute.device)
+        parts = Parts(spec, placed.modules, chosen, attend, self.taps, compute.device, self._parallel)
         decoders = [Decoder(parts, stage) for stage in placed.stages]
         blocks = [block for decoder in decoders for block in decoder.blocks]
         placed.shard(decoders, blocks, compute.dtype, reshard=config.parallel.reshard_after_forward)
@@ -51,11 +52,18 @@ class PipelineNetwork(DecoderNetwork):
         self._decoders = {stage.index: decoder for stage, decoder in zip(placed.stages, decoders, strict=True)}
         self._layers = {layer for stage in placed.stages for layer in stage.layers}
         self._runner = StageRunner(
-            config, ranks, compute.device, placed.stages,
-            stream_shape=lambda num_rows, num_positions: (num_rows * num_positions, spec.hidden_size),
-            train=self._train_stage, take_weight_gradients=None if deferred is None else deferred.take,
+            config, ranks, compute.device, placed.stages, stream_shape=self._stream_shape, train=self._train_stage,
+            take_weight_gradients=None if deferred is None else deferred.take,
         )  # fmt: skip
+        self.parameters = placed
+        if self._parallel is not None:
+            division = Division.of_decoder(self._spec)
+            self.parameters = TensorParallelParameters(placed, self._spec, self._parallel, division)
         return nn.ModuleList(decoders), self._forward
+
+    def _stream_shape(self, num_rows: int, num_positions: int, is_training: bool) -> tuple[int, int]:
+        part = self._parallel.part if is_training and self._parallel is not None else None
+        return num_rows * num_positions // (1 if part is None else part.size), self._spec.hidden_size
 
     # -- training -----------------------------------------------------------------------------------------------------
 

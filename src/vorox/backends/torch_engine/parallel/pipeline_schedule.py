@@ -78,7 +78,8 @@ class StageRunner:
         ranks: The layout.
         device: Where stages compute.
         stages: The stages of this rank.
-        stream_shape: Shape of the residual stream of a micro-batch with so many rows and positions.
+        stream_shape: Shape of the residual stream of a micro-batch with so many rows and positions, in evaluation or
+            in training, where this rank may have a part of it.
         train: Returns the residual stream after a stage, fp32, or the scaled objective of the last one, for its input
             (unused by the first stage) and the index of a micro-batch.
         take_weight_gradients: ``DeferredGradients.take``, if the schedule divides backward passes.
@@ -91,7 +92,7 @@ class StageRunner:
         device: torch.device,
         stages: Sequence[Stage],
         *,
-        stream_shape: Callable[[int, int], tuple[int, ...]],
+        stream_shape: Callable[[int, int, bool], tuple[int, ...]],
         train: Callable[[Stage, TrainingStep, Tensor, int], Tensor],
         take_weight_gradients: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
@@ -139,7 +140,7 @@ class StageRunner:
             )
 
             num_micro_batches, num_rows, num_positions = shape_ABT
-            shape = self._stream_shape(num_rows, num_positions)
+            shape = self._stream_shape(num_rows, num_positions, True)
             stages = [self._pipeline_stage(stage, shape) for stage in self._stages]
             options: dict[str, Any] = {"loss_fn": _pass_on, "scale_grads": False}
             if self._name == "1f1b":
@@ -183,7 +184,7 @@ class StageRunner:
         for stage in self._stages:
             x = first
             if not stage.is_first:
-                x = torch.empty(self._stream_shape(num_rows, num_positions), device=self._device)
+                x = torch.empty(self._stream_shape(num_rows, num_positions, False), device=self._device)
                 dist.recv(x, self._rank(stage.index - 1), self._ranks.pipeline_group)
             found = run(stage, x)
             if not stage.is_last:

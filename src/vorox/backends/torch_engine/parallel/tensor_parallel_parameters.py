@@ -1,4 +1,4 @@
-"""Parameters of a model that several ranks share by tensor parallelism, around either other layout.
+"""Parameters of a model that several ranks share by tensor parallelism, around another layout.
 
 The layout inside holds the share of this rank as if it were a whole model; here its parts have their place in the
 canonical parameters. A parameter is divided along rows, along columns, or replicated. Replicated parameters stay equal
@@ -56,13 +56,13 @@ class TensorParallelParameters:
     """
 
     def __init__(self, inner: Parameters, spec: ModelSpec, parallel: TensorGroup, division: Division) -> None:
-        self._inner, self._parallel = inner, parallel
+        self._inner, self._spec, self._parallel, self._division = inner, spec, parallel, division
         self._dims, self._per_head = division.dims, division.per_head
         self._sizes = {parameter.name: parameter.shape for parameter in spec.parameters}
 
     @property
     def local(self) -> TensorParallelParameters:
-        return self
+        return TensorParallelParameters(self._inner.local, self._spec, self._parallel, self._division)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -115,12 +115,16 @@ class TensorParallelParameters:
                 piece.view.copy_(values.view(piece.view.shape))
 
     def owned(self, buffers: Buffers) -> Iterator[Tensor]:
-        for piece in self._inner.pieces(buffers):
+        for piece in self._inner.whole_rows(buffers):
             if self._dims[piece.name] is not None or self._parallel.index == 0:
                 yield piece.view
 
     def pieces(self, buffers: Buffers) -> Iterator[Piece]:
-        for piece in self._inner.pieces(buffers):
+        return self._placed(self._inner.pieces(buffers))
+
+    def _placed(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield pieces with their place in the canonical parameters."""
+        for piece in pieces:
             dim = self._dims[piece.name]
             first = 0 if dim is None else self._parallel.range_of(self._sizes[piece.name][dim])[0]
             if dim == 1:
@@ -130,7 +134,7 @@ class TensorParallelParameters:
 
     def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
         """Yield rows; ranks exchange columns for rows, and the first one yields replicated parameters."""
-        for piece in self.pieces(buffers):
+        for piece in self._placed(self._inner.whole_rows(buffers)):
             dim = self._dims[piece.name]
             if dim == 1:
                 yield self._exchange(piece)
