@@ -19,10 +19,8 @@ from typing import Any, Literal
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
 from vorox.core.json_lines import LineFile, encode
-from vorox.core.redaction import redact, redact_arguments, redact_value
+from vorox.core.redaction import redact, redact_value
 from vorox.core.run_layout import RunLayout
-
-__all__ = ["Echo", "Level", "RunLog", "redact", "redact_arguments", "redact_value", "to_stderr"]
 
 Level = Literal["info", "warning", "error"]
 _OWN_LOGGERS = "vorox"

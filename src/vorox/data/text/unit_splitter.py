@@ -7,9 +7,7 @@ can continue after known units with the same result.
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
@@ -18,6 +16,7 @@ from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import ValidationConfig
 from vorox.data.documents import Unit, UnitSpan
+from vorox.data.prefetch import map_ordered
 from vorox.data.size_groups import batch_by_size
 from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.text.file_content import Limits, compressed_length_bytes
@@ -110,20 +109,13 @@ class UnitSplitter:
 
     def all_spans(self) -> list[tuple[UnitSpan, int]]:
         """Return what ``spans`` yields; files of a store are read several at a time."""
-        if all(file.scheme is None for file in self.source.stored):
-            return list(self.spans())
 
         def split(index: int) -> list[tuple[UnitSpan, int]]:
             return list(_with_retry_budgets(self._spans_of_file(index, None), self.source))
 
-        with ThreadPoolExecutor(_FILES_AT_ONCE, "vorox-split") as pool:
-            files = range(len(self.source.files))
-            futures = [pool.submit(contextvars.copy_context().run, split, index) for index in files]
-            try:
-                return [span for future in futures for span in future.result()]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        is_remote = any(file.scheme is not None for file in self.source.stored)
+        spans = map_ordered(split, range(len(self.source.files)), _FILES_AT_ONCE if is_remote else 0)
+        return [span for _, found in spans for span in found]
 
     def _spans_of_file(self, index: int, after: UnitSpan | None) -> Iterator[tuple[UnitSpan, int]]:
         """Yield the spans of one file that belong to the split, and the text in each."""
