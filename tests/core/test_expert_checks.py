@@ -90,3 +90,13 @@ def test_what_expert_parallelism_does_not_support_is_refused(settings: dict[str,
 def test_expert_parallelism_needs_experts() -> None:
     with pytest.raises(ConfigError, match=r"model\.num_experts"):
         load_config("quickstart", ["parallel.expert_parallel_size=2"])
+
+
+def test_expert_parallelism_of_other_models() -> None:
+    """Whether a transformers model has experts is known from its config.json only."""
+    words = ["backend=torch", "parallel.expert_parallel_size=2"]
+    load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x"])
+    with pytest.raises(ConfigError, match=r"it needs model\.kind=decoder or huggingface"):
+        load_config("quickstart", [*words, "model.kind=own.py:build"])
+    with pytest.raises(ConfigError, match=r"it needs adapter\.kind=none"):
+        load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x", "adapter.kind=lora"])

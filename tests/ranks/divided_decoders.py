@@ -28,12 +28,13 @@ from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_spec import CONTEXT_MODELS, PIPELINE_MODELS
+from vorox.models.huggingface_spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS
 from vorox.models.pipeline_stages import tied_embedding
 from vorox.models.spec import ModelSpec
 
 STEPS = 20
 UNTIED = {"llama", "mistral", "phi3", "olmo2"}
+RECOMPUTED = {"gemma3_text", "gpt2", "llama", "qwen3_moe"}
 SCHEDULES = {"gemma3_text": "interleaved", "llama": "zero_bubble", "gpt2": "zero_bubble"}
 FIVE_LAYERS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
@@ -77,10 +78,10 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"transformers {name}": {
             "model": {"kind": "huggingface", "name_or_path": name, "pretrained": False}, "data__document_mask": True,
-            "train__activation_checkpointing": "block" if name in {"gemma3_text", "gpt2", "llama"} else "none",
+            "train__activation_checkpointing": "block" if name in RECOMPUTED else "none",
             **({"parallel__pipeline_schedule": SCHEDULES[name]} if name in SCHEDULES else {}),
         }
-        for name in sorted(PIPELINE_MODELS | CONTEXT_MODELS)
+        for name in sorted(PIPELINE_MODELS | CONTEXT_MODELS | EXPERT_MODELS)
     },
     "transformers noise": {
         "model": {

@@ -1,4 +1,4 @@
-"""Which models tensor, pipeline and context parallelism can divide among devices."""
+"""Which models tensor, pipeline, context and expert parallelism can divide among devices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
+from vorox.core.config.expert_checks import SIZE as EXPERT_SIZE
 from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
 from vorox.core.config.pipeline_checks import layers_fault
 from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.huggingface_spec import CONTEXT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
+from vorox.models.huggingface_spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
+from vorox.models.module_spec import is_stack_of_experts
 from vorox.models.spec import ModelSpec
 
 _TENSOR_SIZE = "parallel.tensor_parallel_size"
@@ -21,7 +23,7 @@ _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
-    """Check that tensor, pipeline and context parallelism can divide a model.
+    """Check that tensor, pipeline, context and expert parallelism can divide a model.
 
     Raises:
         ConfigError: A dimension is not divisible, there are too few layers, or a setting is not supported.
@@ -33,6 +35,8 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
             raise ConfigError(fault, where=PIPELINE_SIZE)
     if config.parallel.context_parallel_size > 1:
         _check_positions(config, spec)
+    if config.parallel.expert_parallel_size > 1 and isinstance(spec, HuggingFaceSpec):
+        _check_experts(config.parallel.expert_parallel_size, spec)
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
@@ -79,6 +83,22 @@ def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{name} = {num_heads} is not divisible by context_parallel_size = {size}", where=where,
             hint=f"choose one of {fitting}{remedy}",
+        )  # fmt: skip
+
+
+def _check_experts(size: int, spec: HuggingFaceSpec) -> None:
+    """Check that ranks can divide the experts of a transformers model equally."""
+    counts = {row.shape[0] for row in spec.parameters if is_stack_of_experts(row)}
+    if spec.label not in EXPERT_MODELS or not counts:
+        raise ConfigError(
+            f"Expert parallelism does not support the {spec.label} model", where=EXPERT_SIZE,
+            hint=f"it needs experts of {', '.join(sorted(EXPERT_MODELS))}; otherwise use data_parallel_size and "
+            "fsdp_size",
+        )  # fmt: skip
+    if uneven := [count for count in sorted(counts) if count % size]:
+        raise ConfigError(
+            f"{uneven[0]} experts of the {spec.label} model are not divisible by expert_parallel_size = {size}",
+            where=EXPERT_SIZE, hint="choose a divisor, or use data_parallel_size and fsdp_size",
         )  # fmt: skip
 
 

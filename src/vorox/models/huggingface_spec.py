@@ -22,6 +22,8 @@ PIPELINE_MODELS = frozenset(
 CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox"})
 """Architectures whose positions context parallelism divides: only attention, by a function that is looked up, needs
 positions of other ranks."""
+EXPERT_MODELS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
+"""Architectures whose experts expert parallelism divides."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.schema import RunConfig
 from vorox.models.cpu_memory import cpu_workspace
 from vorox.models.experts import split_expert
+from vorox.models.module_spec import is_stack_of_experts
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
-from vorox.models.spec import ModelSpec
+from vorox.models.spec import ModelSpec, ParameterSpec
 from vorox.models.transient_gradients import gradient_elements
 
 FP32_BYTES = 4
@@ -225,7 +226,7 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         copies = 0 if dtype_bytes == FP32_BYTES else dtype_bytes * converted // shards
     share = 1 / shards
     if parallel.expert_parallel_size > 1:
-        experts = sum(row.num_elements for row in spec.parameters if split_expert(row.name) is not None)
+        experts = sum(row.num_elements for row in spec.parameters if _is_of_experts(row))
         share = 1 - experts / spec.num_parameters * (1 - 1 / parallel.expert_parallel_size)
         copies = round(copies * share)
     on_device = 0 if parallel.fsdp_offload and device_kind != "cpu" else share
@@ -237,6 +238,10 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
         snapshot_bytes=round(planned.snapshot_bytes * share),
         copy_bytes=copies,
     )
+
+
+def _is_of_experts(row: ParameterSpec) -> bool:
+    return split_expert(row.name) is not None or is_stack_of_experts(row)
 
 
 def _is_in_a_block(name: str) -> bool:

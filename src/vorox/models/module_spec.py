@@ -95,7 +95,7 @@ class ModuleSpec(ModelSpec):
 
     @property
     def num_matmul_weights(self) -> int:
-        experts = sum(row.num_elements for row in self.parameters if row.kind == "tensor" and len(row.shape) == 3)
+        experts = sum(row.num_elements for row in self.parameters if is_stack_of_experts(row))
         return super().num_matmul_weights + round(experts * self.active_experts)
 
     @property
@@ -113,6 +113,11 @@ class ModuleSpec(ModelSpec):
     def label(self) -> str:
         """The architecture, for people."""
         return self.kind
+
+
+def is_stack_of_experts(row: ParameterSpec) -> bool:
+    """Whether a parameter has one matrix for each expert of a block, ``[experts, ...]``."""
+    return row.kind == "tensor" and len(row.shape) == 3
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class DecoderNetwork:
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
             model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
-        experts = ExpertParallel.of(spec, self._ranks)
+        experts = ExpertParallel.of(spec.num_experts, self._ranks)
         if experts is not None:
             inner = ExpertParallelParameters(spec, groups, experts, compute.device)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")

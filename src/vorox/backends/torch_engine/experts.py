@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.kernels import Kernels, activation
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
+from vorox.backends.torch_engine.parallel.expert_parallel import Compute, ExpertParallel
 from vorox.core.schema import LossConfig
 from vorox.models.decoder_spec import DecoderSpec
 
@@ -82,14 +83,8 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, step: RouterStep | None) -> Tensor:
         weights_MK, experts_MK = self._route(x_MD, step)
-        order_S = experts_MK.flatten().argsort(stable=True)
-        inverse_S = order_S.argsort()
-        ids_E = torch.arange(self._num_experts, device=x_MD.device)
-        ends_E = torch.searchsorted(experts_MK.flatten()[order_S], ids_E, right=True).int()
-        x_SD = _Dispatch.apply(x_MD, order_S, inverse_S, self._num_chosen)
-        parallel = self._parallel
-        y_SD = self._compute(x_SD, ends_E) if parallel is None else parallel.run(self._compute, x_SD, ends_E)
-        y_MKD = _Combine.apply(y_SD, order_S, inverse_S).view(*experts_MK.shape, -1)
+        compute = self._compute if self._parallel is None else partial(self._parallel.run, self._compute)
+        y_MKD = apply_experts(x_MD, experts_MK, self._num_experts, compute)
         return (y_MKD * weights_MK[..., None].to(y_MKD.dtype)).sum(1)
 
     def _compute(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
@@ -131,6 +126,16 @@ class Experts(nn.Module):
         square = square_M.sum()
         step.measured[self._layer] = torch.cat([load_E, torch.stack([balance, square]).detach()])
         return step.config.load_balancing_weight * balance + step.config.router_z_loss_weight * square
+
+
+def apply_experts(x_MD: Tensor, experts_MK: Tensor, num_experts: int, compute: Compute) -> Tensor:
+    """Return the outputs of the experts that each position chose, ``[M, K, D]``; ``compute`` has them sorted."""
+    order_S = experts_MK.flatten().argsort(stable=True)
+    inverse_S = order_S.argsort()
+    ids_E = torch.arange(num_experts, device=x_MD.device)
+    ends_E = torch.searchsorted(experts_MK.flatten()[order_S], ids_E, right=True).int()
+    y_SD = compute(_Dispatch.apply(x_MD, order_S, inverse_S, experts_MK.shape[1]), ends_E)
+    return _Combine.apply(y_SD, order_S, inverse_S).view(*experts_MK.shape, -1)
 
 
 class RouterMetrics:

@@ -38,10 +38,8 @@ from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
 from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters
-from vorox.backends.torch_engine.parallel.module_tensor_parallel import divide, local_spec
+from vorox.backends.torch_engine.parallel import module_share
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
-from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
@@ -141,12 +139,9 @@ class ModuleNetwork(ABC):
         config, spec, module = self._config, self._spec, self.module
         groups = optimizer_groups(spec, config.optimizer)
         is_zero = config.parallel.kind == "deepspeed"
-        parallel, division = TensorGroup.among(self._ranks), None
-        if parallel is not None:
-            division = divide(module, parallel)
-            spec = local_spec(spec, division, parallel)
+        spec, shared = module_share.divide(module, spec, self._ranks)
         if self._ranks.fsdp_size == 1 and not is_zero:
-            self.parameters = self._shared(flat_parameters(config, spec, groups, device=self._compute.device), division)
+            self.parameters = shared(flat_parameters(config, spec, groups, device=self._compute.device))
             replace_tensors(module, self.parameters.modules)
             move_buffers(module, self._compute.device)
             return
@@ -166,7 +161,7 @@ class ModuleNetwork(ABC):
         buffers = {name for name, _ in named_tensors(module)} - {name for name, _ in module.named_parameters()}
         constants = dict.fromkeys(sorted(buffers), self._compute.device)
         sharded = ShardedParameters(spec, groups, ranks=self._ranks, constants=constants)
-        self.parameters = self._shared(sharded, division)
+        self.parameters = shared(sharded)
         replace_tensors(module, sharded.modules)
         move_buffers(module, self._compute.device)
         reshard = config.parallel.reshard_after_forward
@@ -175,13 +170,6 @@ class ModuleNetwork(ABC):
     def _sharded_units(self) -> list[nn.Module]:
         """Return the modules that FSDP2 gathers as a whole: all ranks run each of them in every forward pass."""
         return blocks(self.module)
-
-    def _shared(self, inner: Parameters, division: Division | None) -> Parameters:
-        """Return the parameters of a share as parts of the whole ones."""
-        parallel = TensorGroup.among(self._ranks)
-        if parallel is None or division is None:
-            return inner
-        return TensorParallelParameters(inner, self._spec, parallel, division)
 
     # -- losses and logits --------------------------------------------------------------------------------------------
 
@@ -311,7 +299,8 @@ class ModuleNetwork(ABC):
 
     def _largest(self, count: int) -> int:
         """Return the largest count of all ranks: ranks that share a model run equally many forward passes."""
-        return max(1, count) if self._ranks.fsdp_size == 1 else self._ranks.maximum_count(max(1, count))
+        is_whole = self._ranks.fsdp_size == 1 and self._ranks.expert_parallel_size == 1
+        return max(1, count) if is_whole else self._ranks.maximum_count(max(1, count))
 
     # -- packed rows --------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,6 @@ _SHARED = {"kind", "name_or_path", "revision", "pretrained", "vocab_size", "atte
 _ROUTING = (
     *("model.experts_per_token", "model.normalize_expert_weights"),
     *("loss.load_balancing_weight", "loss.router_z_loss_weight"),
-    "parallel.expert_parallel_size",
 )
 DEPENDENCIES: tuple[Dependency, ...] = (
     Dependency("checkpoint.mirror_wait_seconds", "checkpoint.mirror", _is_set, "checkpoint.mirror"),

@@ -135,8 +135,9 @@ class ParallelConfig(Section):
     expert_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="PyTorch, with model.num_experts: replicas that divide the experts of each block and exchange "
-        "tokens for them. They are among those of data_parallel_size and train on different rows.",
+        description="PyTorch, with model.num_experts or a transformers model of experts: replicas that divide the "
+        "experts of each block and exchange tokens for them. They are among those of data_parallel_size and train on "
+        "different rows.",
     )
     gradient_bucket_bytes: int = Field(
         default=25 * 2**20,

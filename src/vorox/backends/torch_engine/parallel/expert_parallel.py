@@ -40,13 +40,13 @@ class ExpertParallel:
     group: ProcessGroup
 
     @classmethod
-    def of(cls, spec: DecoderSpec, ranks: Ranks) -> ExpertParallel | None:
+    def of(cls, num_experts: int | None, ranks: Ranks) -> ExpertParallel | None:
         """Return the share of a rank; ``None`` without expert parallelism."""
         if ranks.expert_parallel_size == 1:
             return None
-        assert spec.num_experts is not None
+        assert num_experts is not None
         assert ranks.replica_group is not None
-        return cls(ranks.expert_index, ranks.expert_parallel_size, spec.num_experts, ranks.replica_group)
+        return cls(ranks.expert_index, ranks.expert_parallel_size, num_experts, ranks.replica_group)
 
     @property
     def num_local(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallelParameters
 from vorox.backends.torch_engine.parallel.gradient_buckets import GradientBuckets
+from vorox.backends.torch_engine.parallel.module_expert_parallel import StackedExpertParameters
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import ConfigError
@@ -68,7 +69,7 @@ def accumulate(
     if buckets is not None and buckets.is_chosen:
         with ranks.collective_time.measured():
             buckets.finish()
-    elif isinstance(parameters, ExpertParallelParameters):
+    elif isinstance(parameters, ExpertParallelParameters | StackedExpertParameters):
         parameters.sum_gradients(ranks)
     elif ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
         ranks.sum(*(tensor for tensors in parameters.gradients.values() for tensor in tensors))
