@@ -131,7 +131,7 @@ class HuggingFaceNetwork(ModuleNetwork):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self._mixers.documents_BT = documents if self.resets_states else None
         if self._divided_rows is not None:
-            self._divided_rows.select(is_divided="divided_rows" in images)
+            self._divided_rows.select(is_divided="attention_mask" in images)
         if self._reads_images and positions is not None and positions.ndim == 2:
             positions = positions.expand(4, *positions.shape)  # in the document, time, height, width
         positions = positions if self._takes_positions else None

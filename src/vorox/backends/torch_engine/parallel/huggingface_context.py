@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.core.batch import Batch
 
-_NAME = "vorox_context_parallel"
+_numbers = itertools.count()
 
 
 class DividedRows:
@@ -42,7 +43,8 @@ class DividedRows:
         children: list[Any] = [child for child in module.modules() if hasattr(child, "config")]
         self._configs = {id(child.config): child.config for child in children}
         self._function: str = self._config._attn_implementation
-        importlib.import_module("transformers").AttentionInterface.register(_NAME, _attend)
+        self._own_function = f"vorox_context_parallel_{next(_numbers)}"  # models do not say who calls
+        importlib.import_module("transformers").AttentionInterface.register(self._own_function, self._attend)
 
     @property
     def part(self) -> PositionPart:
@@ -52,7 +54,7 @@ class DividedRows:
     def select(self, *, is_divided: bool) -> None:
         """Choose between this rank's positions and whole rows; to be kept until the backward pass."""
         for config in self._configs.values():
-            config._attn_implementation = _NAME if is_divided else self._function
+            config._attn_implementation = self._own_function if is_divided else self._function
 
     def inputs(
         self, batch: Batch, index: int, device: torch.device, dtype: torch.dtype
@@ -72,7 +74,7 @@ class DividedRows:
         row_positions_BT = to_device(positions_BT, device).long()
         inputs = {
             "tokens": to_device(part.select(tokens_BT), device), "positions": part.select(row_positions_BT),
-            "attention_mask": self._masks(row_positions_BT, dtype), "divided_rows": self,
+            "attention_mask": self._masks(row_positions_BT, dtype),
         }  # fmt: skip
         return inputs, labels_to_device(part.select(batch.labels_ABT[index]), device)
 
@@ -91,7 +93,7 @@ class DividedRows:
         names = inspect.signature(create_masks).parameters
         return create_masks(**{name: value for name, value in given.items() if name in names})
 
-    def attend(
+    def _attend(
         self,
         layer: nn.Module,
         query_BNPH: Tensor,
@@ -99,7 +101,7 @@ class DividedRows:
         value_BKPH: Tensor,
         attention_mask: Tensor | None,
         **settings: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         """Return the attention ``[B, P, N, H]`` of a layer; ``settings`` belong to its function."""
         eager: Any = getattr(sys.modules[type(layer).__module__], "eager_attention_forward", None)
         functions: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -110,7 +112,7 @@ class DividedRows:
             mixed_BTSH, _ = function(share, query_BSTH, key_BXTH, value_BXTH, attention_mask, **settings)
             return mixed_BTSH.transpose(1, 2)
 
-        return self._context.exchange_heads(attend, query_BNPH, key_BKPH, value_BKPH).transpose(1, 2)
+        return self._context.exchange_heads(attend, query_BNPH, key_BKPH, value_BKPH).transpose(1, 2), None
 
 
 class _Share:
@@ -121,16 +123,3 @@ class _Share:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
-
-
-def _attend(
-    layer: nn.Module,
-    query_BNPH: Tensor,
-    key_BKPH: Tensor,
-    value_BKPH: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    divided_rows: DividedRows,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    return divided_rows.attend(layer, query_BNPH, key_BKPH, value_BKPH, attention_mask, **settings), None
