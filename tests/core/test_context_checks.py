@@ -69,7 +69,9 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, {}, ""),
         ({"model_type": "mamba"}, {}, "does not support the mamba model"),
         ({"model_type": "nemotron_h"}, {}, "does not support the nemotron_h model"),
-        ({"model_type": "mixtral"}, {}, "does not support the mixtral model"),
+        ({"model_type": "mixtral"}, {}, ""),
+        ({"model_type": "mixtral", "output_router_logits": True}, {}, "output_router_logits of config.json = True"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, {}, "router_jitter_noise of config.json = 0.1"),
         ({"model_type": "gpt_oss"}, {}, "does not support the gpt_oss model"),
         ({"model_type": "qwen2_vl"}, {}, "does not support the qwen2_vl model"),
         ({"attention_dropout": 0.1}, {}, "attention_dropout of config.json = 0.1"),
@@ -97,7 +99,7 @@ def test_models_of_transformers_that_positions_cannot_be_divided_of_are_refused(
     with pytest.raises(ConfigError, match=what) as caught:
         check_divisible(config, spec)
     if "does not support" in what:
-        assert "gpt2, gpt_neox, llama, mistral, olmo2, phi3, qwen2, qwen3" in str(caught.value.hint)
+        assert "gpt2, gpt_neox, llama, mistral, mixtral, olmo2, olmo3, phi3, qwen2" in str(caught.value.hint)
     check_divisible(config_of(TRANSFORMERS | model, size=1), spec)
 
 

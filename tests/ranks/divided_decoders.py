@@ -43,6 +43,11 @@ FIVE_LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 5},
     "gpt2": {"num_hidden_layers": 5, "n_layer": 5},
 }  # fmt: skip
+ONLY_DIVIDED: dict[str, dict[str, Any]] = {
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""Models of transformers that no other test trains."""
 CASES: dict[str, dict[str, Any]] = {
     "llama": {
         "model": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False},
@@ -187,7 +192,8 @@ def spec_of(config: RunConfig) -> ModelSpec:
     from vorox.backends.torch_engine.huggingface_settings import resolve
 
     name = str(config.model.name_or_path)
-    own = {**SHARED, **TRANSFORMERS_MODELS[name], "vocab_size": VOCAB, "tie_word_embeddings": name not in UNTIED}
+    own = {**SHARED, **(TRANSFORMERS_MODELS | ONLY_DIVIDED)[name], "vocab_size": VOCAB}
+    own["tie_word_embeddings"] = name not in UNTIED
     own |= FIVE_LAYERS.get(name, {})
     if name == "gemma3_text":  # norms behind its layers: steps of LR turn smaller weights about, and rounding grows
         own["initializer_range"] = 0.15

@@ -3,7 +3,8 @@
 Tolerances are those of ``layouts.py``: losses of 20 steps agree within 1e-5 (relative), gradients of the first step
 within 1e-5 of their largest element, weights within a hundredth of the distance that training moves them. Documents of
 a packed row cross the borders between ranks. Full attention and sliding windows, fused and plain attention functions,
-learned and rotary positions, recomputed blocks and noise are among the models; four ranks share two key/value heads.
+learned, rotary and no positions, experts, recomputed blocks and noise are among the models; four ranks share two
+key/value heads.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from ranks.divided_decoders import CONTEXT_MODELS
-from ranks.layouts import check_layouts, save_one_device
+from ranks.layouts import EXPERTS_SEED, check_layouts, save_one_device
 from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
-OTHERS = [f"transformers {name}" for name in (*sorted(CONTEXT_MODELS - {"qwen3"}), "noise")]
+EXPERTS = ["mixtral", "qwen3_moe"]
+OTHERS = [f"transformers {name}" for name in (*sorted(CONTEXT_MODELS - {"qwen3", *EXPERTS}), "noise")]
 TWO = [f"1,1,1,1,2:{'+'.join(('transformers qwen3', *part))}" for part in (OTHERS[:6], OTHERS[6:])]
 """The models of the table in two layouts: their names are file names. The state of the first one moves."""
 
@@ -41,6 +43,11 @@ TWO = [f"1,1,1,1,2:{'+'.join(('transformers qwen3', *part))}" for part in (OTHER
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""
     check_layouts(save_one_device(tmp_path, "transformers qwen3"), layouts, count, tmp_path)
+
+
+def test_mixtures_of_experts_route_the_positions_of_a_rank(tmp_path: Path) -> None:
+    layout = "1,1,1,1,2:" + "+".join(f"transformers {name}" for name in EXPERTS)
+    check_layouts(save_one_device(tmp_path, "transformers mixtral"), [layout], 2, tmp_path, seed=EXPERTS_SEED)
 
 
 def runs_of(folder: Path, name: str) -> Runs:

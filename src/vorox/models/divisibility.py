@@ -120,9 +120,12 @@ def _check_architecture(
 def _undivided(config: RunConfig, spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
     """Yield the entries of a ``config.json`` that context parallelism does not support.
 
-    They are rotary frequencies that depend on the largest position of a forward pass, which ranks do not share, and
-    attention by other code than an attention function.
+    They are rotary frequencies that depend on the largest position of a forward pass, which ranks do not share,
+    statistics and noise of a router, and attention by other code than an attention function.
     """
+    for name in ("output_router_logits", "router_jitter_noise"):
+        if spec.config.get(name):
+            yield f"{name} of config.json", spec.config[name]
     if config.model.attention_kernel == "reference" and spec.config.get("reorder_and_upcast_attn"):
         yield "model.attention_kernel=reference, reorder_and_upcast_attn of config.json", True
     fixed = {"default"} if spec.label == "phi3" else _FIXED_ROPE_TYPES  # Phi-3 has another scaling by these names

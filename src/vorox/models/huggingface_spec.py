@@ -19,7 +19,7 @@ PIPELINE_MODELS = frozenset(
     {"gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"}
 )
 """Architectures that a pipeline divides: an embedding, blocks, a norm and a head, and nothing beside them."""
-CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox"})
+CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox", "mixtral", "olmo3", "qwen3_moe", "smollm3"})
 """Architectures whose positions context parallelism divides: only attention, by a function that is looked up, needs
 positions of other ranks."""
 EXPERT_MODELS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
