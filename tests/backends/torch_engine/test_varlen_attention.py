@@ -145,7 +145,7 @@ def test_a_resume_keeps_the_masks_of_its_run() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_chosen")
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
-@pytest.mark.parametrize("model", [LLAMA, LLAMA | WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize("model", [LLAMA, LLAMA | WINDOWS | {"num_kv_heads": 2}], ids=["full", "windows"])
 def test_compiled(model: dict[str, Any]) -> None:
     """The compiled engine computes the same and compiles as many graphs as there are kinds of layers."""
     import torch._dynamo.utils  # takes seconds, and only this test needs it

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -99,9 +99,16 @@ def find_lengths(segment_ids_BT: Int32Array) -> tuple[int, ...] | None:
 
 def attend_varlen(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, documents: DocumentOffsets) -> Tensor:
     """Return causal attention within documents, ``[B, N, T, H]``, in the precision of the values."""
-    from torch.nn.attention.varlen import varlen_attn  # older versions of PyTorch lack it
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import
 
     num_rows, num_heads, num_positions, head_dim = query_BNTH.shape
+    options: dict[str, Any] = {}
+    if num_heads != key_BKTH.shape[1]:
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+            options["enable_gqa"] = True
+        else:  # PyTorch 2.11
+            num_groups = num_heads // key_BKTH.shape[1]
+            key_BKTH, value_BKTH = (x.repeat_interleave(num_groups, dim=1) for x in (key_BKTH, value_BKTH))
 
     def joined(x_BXTH: Tensor) -> Tensor:
         return x_BXTH.to(value_BKTH.dtype).transpose(1, 2).flatten(0, 1)  # rotated queries are fp32 under autocast
@@ -109,7 +116,7 @@ def attend_varlen(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, docu
     offsets, longest, window = documents.offsets, documents.max_tokens, documents.window_tokens
     mixed_MNH = varlen_attn(
         joined(query_BNTH), joined(key_BKTH), joined(value_BKTH), offsets, offsets, longest, longest,
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=num_heads != key_BKTH.shape[1],
+        window_size=(-1 if window is None else window - 1, 0), **options,
     )  # fmt: skip
     assert isinstance(mixed_MNH, Tensor)
     return mixed_MNH.view(num_rows, num_positions, num_heads, head_dim).transpose(1, 2)
