@@ -10,15 +10,18 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 NETWORK = "10.213.77"
+ETC = Path("/etc/netns")
+"""``ip netns exec`` puts the files of the folder of a namespace over those of ``/etc``."""
 PORT = 29_500
 CABLE = "cable"
 _numbers = itertools.count()
 
 
 class TwoNodes:
-    """Two namespaces. Use it as a context manager."""
+    """Two namespaces whose host names each other knows. Use it as a context manager."""
 
     def __init__(self) -> None:
         self.names = [f"vorox-{os.getpid()}-{next(_numbers)}" for _ in range(2)]
@@ -33,6 +36,8 @@ class TwoNodes:
                 ip("-n", name, "address", "add", f"{NETWORK}.{index + 1}/24", "dev", CABLE)
                 ip("-n", name, "link", "set", CABLE, "up")
                 ip("-n", name, "link", "set", "lo", "up")
+                (ETC / name).mkdir(parents=True)
+                (ETC / name / "hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}.1 node-0\n{NETWORK}.2 node-1\n")
         except BaseException:
             self.__exit__()
             raise
@@ -41,6 +46,7 @@ class TwoNodes:
     def __exit__(self, *_: object) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            shutil.rmtree(ETC / name, ignore_errors=True)
 
     def command(self, index: int, words: Sequence[str]) -> list[str]:
         """The command on one of the machines, whose host name is ``node-INDEX``."""
@@ -73,3 +79,5 @@ def reason_against() -> str:
             return ""
     except subprocess.CalledProcessError as error:
         return f"no network namespaces here: {error.stderr.strip()}"
+    except PermissionError as error:
+        return f"no network namespaces here: {error}"
