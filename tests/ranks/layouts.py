@@ -111,8 +111,8 @@ def check_case(
     # The mean of an activation is a sum of terms that cancel, its maximum one element, where rounding does not average.
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-4, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)
-    for key in ("logits", "decoded"):
-        np.testing.assert_allclose(found[key], expected[key], atol=2e-4, err_msg=f"{where}, {key}")
+    for key in ("logits", "decoded"):  # of the last weights, which differ by up to 1e-4 each
+        np.testing.assert_allclose(found[key], expected[key], atol=1e-3, err_msg=f"{where}, {key}")
     names = {key for key in expected if key.startswith(("gradient.", "weight."))}
     assert names == {key for key in found if key.startswith(("gradient.", "weight."))}
     for key in names:
