@@ -11,6 +11,7 @@ import pytest
 
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine
+from vorox.core.batch import Batch
 from vorox.core.engine import StepValues
 from vorox.core.errors import DataError, DoesNotFitError, NumericalError, Preempted
 from vorox.core.json_lines import read_lines
@@ -47,6 +48,21 @@ def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseExcep
         return original(*arguments, **named)
 
     patch.setattr(owner, name, failing)
+
+
+def fail_batch(patch: pytest.MonkeyPatch, error: BaseException, *, call: int) -> None:
+    """Fail instead of a batch; other things are prefetched as well."""
+    original, calls = Prefetcher.__next__, []
+
+    def failing(prefetcher: Prefetcher[Any]) -> Any:
+        found = original(prefetcher)
+        if isinstance(found, Batch):
+            calls.append(1)
+            if len(calls) == call:
+                raise error
+        return found
+
+    patch.setattr(Prefetcher, "__next__", failing)
 
 
 def chain(directory: Path) -> list[str]:
@@ -88,7 +104,7 @@ def test_a_failure_between_steps_is_saved_first(
             fail_once(patch, sampling, "complete", error)
         else:
             step = 6
-            fail_once(patch, Prefetcher, "__next__", error, call=7)
+            fail_batch(patch, error, call=7)
         with pytest.raises(DoesNotFitError if isinstance(error, MemoryError) else type(error)) as failed:
             run(config)
     (directory,) = run_directories(tmp_path / "run" / "runs")
@@ -126,7 +142,7 @@ def test_one_of_several_processes_names_the_steps_that_a_failed_batch_loses(
 ) -> None:
     """The others may be inside a collective, so it must not wait for them to write."""
     monkeypatch.setattr(CheckpointWriter, "saves_alone", property(lambda _: False))
-    fail_once(monkeypatch, Prefetcher, "__next__", DataError("a chunk is gone"), call=5)
+    fail_batch(monkeypatch, DataError("a chunk is gone"), call=5)
     with pytest.raises(DataError):
         run(configuration(tmp_path, SPARSE))
     (directory,) = run_directories(tmp_path / "runs")
@@ -143,15 +159,15 @@ def _no_memory(*arguments: object, **named: object) -> None:
 @pytest.mark.usefixtures("_numpy_engine")
 @pytest.mark.parametrize("place", ["step", "batch", "copy", "write"])
 def test_a_machine_without_free_memory_is_no_crash(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, call, saved_step = {
-        "step": (NumpyEngine, "train_step", 8, 4),
-        "batch": (Prefetcher, "__next__", 8, 7),  # between two steps, so the last one is saved first
-        "copy": (NumpyEngine, "snapshot", 2, 4),
-        "write": (StagedDirectory, "commit", 2, 4),
-    }[place]
-    config = configuration(tmp_path)
+    saved_step = 7 if place == "batch" else 4  # between two steps, so the last one is saved first
+    calls = {"step": (NumpyEngine, "train_step", 8), "copy": (NumpyEngine, "snapshot", 2)}
+    config, error = configuration(tmp_path), MemoryError("Unable to allocate 3 GiB")
     with monkeypatch.context() as patch:
-        fail_once(patch, owner, name, MemoryError("Unable to allocate 3 GiB"), call=call)
+        if place == "batch":
+            fail_batch(patch, error, call=8)
+        else:
+            owner, name, call = calls.get(place, (StagedDirectory, "commit", 2))
+            fail_once(patch, owner, name, error, call=call)
         with pytest.raises(DoesNotFitError) as failed:
             run(config)
     assert failed.value.exit_code == 3

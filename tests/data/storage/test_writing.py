@@ -27,7 +27,6 @@ from vorox.data.storage import (
     remove_object,
     retry_budget,
     waiting_for_data,
-    writing,
 )
 
 POLICY = RetryPolicy(retries_per_unit=20, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
@@ -37,8 +36,7 @@ LARGE = hashlib.shake_256(b"a large file").digest(2 * PART_BYTES + 12_345)
 
 @pytest.fixture(params=WRITABLE)
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    for module in (writing, cloud):
-        monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(cloud, "PART_BYTES", PART_BYTES)
     with shelf(request.param, tmp_path) as opened, retry_budget(POLICY):
         yield opened
 
