@@ -16,6 +16,7 @@ from vorox.models.huggingface_spec import HuggingFaceSpec
 
 SIZE = "parallel.context_parallel_size"
 TRANSFORMERS = {"kind": "huggingface", "name_or_path": "somewhere"}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def config_of(model: dict[str, Any] | None = None, size: int = 2, **settings: Any) -> RunConfig:
@@ -78,16 +79,21 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "type of config.json = dynamic"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, {}, "rope_type of config.json = longrope"),
         ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, {}, "type of config.json = yarn"),
-        ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, {}, ""),
+        ({"model_type": "gpt2"}, {}, "resid_pdrop of config.json = 0.1"),
+        ({"model_type": "gpt2", **NO_DROPOUT, "reorder_and_upcast_attn": True}, {}, ""),
         (
-            {"model_type": "gpt2", "reorder_and_upcast_attn": True}, {"attention_kernel": "reference"},
+            {"model_type": "gpt2", **NO_DROPOUT, "reorder_and_upcast_attn": True}, {"attention_kernel": "reference"},
             "reorder_and_upcast_attn of config.json = True",
         ),
         ({"num_attention_heads": 3}, {}, "number of heads of the llama model = 3 is not divisible"),
-        ({"model_type": "gpt2", "num_attention_heads": None, "n_head": 3}, {}, "number of heads of the gpt2 model = 3"),
+        (
+            {"model_type": "gpt2", **NO_DROPOUT, "num_attention_heads": None, "n_head": 3}, {},
+            "number of heads of the gpt2 model = 3",
+        ),
+        ({"model_type": "gemma2", "num_attention_heads": None}, {}, "gemma2 model has no num_attention_heads"),
     ],
 )  # fmt: skip
-def test_models_of_transformers_that_positions_cannot_be_divided_of_are_refused(
+def test_transformers_models_that_context_parallelism_cannot_divide_are_refused(
     values: dict[str, Any], model: dict[str, Any], what: str
 ) -> None:
     given = {"model_type": "llama", "num_attention_heads": 4, **values}

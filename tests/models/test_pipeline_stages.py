@@ -77,12 +77,13 @@ def test_parameters_of_a_model_of_transformers_are_found_by_number_and_role() ->
 @pytest.mark.parametrize(
     ("spec", "what"),
     [
-        (transformers_spec(), ""),
+        (transformers_spec(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0), ""),
+        (transformers_spec(), "resid_pdrop of config.json = 0.1"),
         (transformers_spec("mamba"), "the mamba model"),
         (transformers_spec("mixtral"), "the mixtral model"),
         (transformers_spec(resid_pdrop=0.1), "resid_pdrop of config.json = 0.1"),
     ],
-    ids=["supported", "mamba", "experts", "dropout"],
+    ids=["supported", "dropout by default", "mamba", "experts", "dropout"],
 )
 def test_a_model_of_transformers_that_a_pipeline_cannot_divide_is_refused(spec: HuggingFaceSpec, what: str) -> None:
     config = configuration(

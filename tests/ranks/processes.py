@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from eventually import wait_until
@@ -235,6 +236,39 @@ def on_ranks(program: str, count: int, *words: object) -> str:
     errors = [f"rank {rank}: {code}\n{said[count + rank][-3000:]}" for rank, code in enumerate(codes)]
     assert codes == [0] * count, "\n".join(errors)
     return said[0]
+
+
+def transformers_runs(folder: Path, name: str) -> Runs:
+    """Runs of a small transformers model with random weights, on masked documents."""
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    model = write_model(folder / "model", name, vocab_size=301)
+    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
+    settings += ["train.global_batch_sequences=8", "train.micro_batch_sequences=2", "data.document_mask=true"]
+    return Runs(folder, [*settings, "schedule.name=constant"])
+
+
+def check_killed_run(runs: Runs, kind: str, hold: Path) -> None:
+    """Check that two ranks that are killed repeat every bit, and that one process and FSDP2 read the same rows.
+
+    Args:
+        runs: The model.
+        kind: What divides it, as in ``parallel.<kind>_size``.
+        hold: A file that does not exist.
+    """
+    divided = [f"parallel.{kind}_size=2", "--nproc", "2"]
+    alone, _ = runs.train("alone", ["train.num_steps=16"])
+    pair, _ = runs.train("pair", divided)
+    assert losses(pair) == pytest.approx(losses(alone)[:12], rel=1e-5)
+    run = killed_and_resumed(runs, divided, hold)
+    assert any(f"num_devices = 2, {kind}_size = 2)" in record["message"] for record in lines(run, "events"))
+    assert entries(run) == entries(pair)
+    assert fingerprint(run) == fingerprint(pair)
+    for layout, steps in (("fsdp", 14), (kind, 16)):
+        changed = [f"parallel.{name}_size={size}" for name, size in {"fsdp": 1, kind: 1, layout: 2}.items()]
+        runs.vorox(["train", "--resume", str(run), *changed, f"train.num_steps={steps}", "--nproc", "2"])
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
 
 
 def stored_arrays(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import pytest
 
 from ranks.divided_decoders import PIPELINE_MODELS
 from ranks.layouts import check_layouts, save_one_device
-from ranks.processes import Runs, entries, fingerprint, killed_and_resumed, lines, losses
+from ranks.processes import check_killed_run, transformers_runs
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
@@ -34,34 +34,12 @@ def test_every_rank_computes_what_one_process_computes(layouts: list[str], count
     check_layouts(save_one_device(tmp_path, "transformers qwen3"), layouts, count, tmp_path)
 
 
-def runs_of(folder: Path, name: str) -> Runs:
-    from backends.torch_engine.transformers_models import write_model  # imports torch
-
-    model = write_model(folder / "model", name, vocab_size=301)
-    settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
-    settings += ["train.global_batch_sequences=8", "train.micro_batch_sequences=2", "data.document_mask=true"]
-    return Runs(folder, [*settings, "schedule.name=constant"])
-
-
 def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
-    """Two stages that are killed and start again repeat every bit; one process and FSDP2 read the same rows."""
-    runs, stages = runs_of(tmp_path, "llama"), ["parallel.pipeline_parallel_size=2", "--nproc", "2"]
-    alone, _ = runs.train("alone", ["train.num_steps=16"])
-    pair, _ = runs.train("pair", stages)
-    assert losses(pair) == pytest.approx(losses(alone)[:12], rel=1e-5)
-    run = killed_and_resumed(runs, stages, tmp_path / "hold")
-    assert any("num_devices = 2, pipeline_parallel_size = 2)" in record["message"] for record in lines(run, "events"))
-    assert entries(run) == entries(pair)
-    assert fingerprint(run) == fingerprint(pair)
-    for layout, steps in (("fsdp", 14), ("pipeline_parallel", 16)):
-        sizes = {"fsdp": 1, "pipeline_parallel": 1, layout: 2}
-        changed = [f"parallel.{name}_size={size}" for name, size in sizes.items()]
-        runs.vorox(["train", "--resume", str(run), *changed, f"train.num_steps={steps}", "--nproc", "2"])
-    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    """Repeating every bit on the same layout, and reading the same rows on others."""
+    check_killed_run(transformers_runs(tmp_path, "llama"), "pipeline_parallel", tmp_path / "hold")
 
 
 def test_another_architecture_is_refused_before_step_1(tmp_path: Path) -> None:
     stages = ["parallel.pipeline_parallel_size=2", "--nproc", "2"]
-    _, errors = runs_of(tmp_path, "mamba").train("refused", stages, code=2)
+    _, errors = transformers_runs(tmp_path, "mamba").train("refused", stages, code=2)
     assert "A pipeline does not support the mamba model" in errors

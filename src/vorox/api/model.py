@@ -279,11 +279,13 @@ def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
     """Create an engine for the model of a checkpoint; the caller loads the weights.
 
     It runs in this process, also for a run of several. Its loss is the cross entropy, also of a run with DPO, whose
-    reference is not read.
+    reference is not read. It does not multiply in 8-bit floats, which this device may lack.
     """
     config = backends.config_for_one_process(config)
     if config.loss.name == "dpo":
         config = config.model_copy(update={"loss": LossConfig()})
+    precision = config.precision.model_copy(update={"float8": None, "float8_emulate": False})
+    config = config.model_copy(update={"precision": precision})
     spec = spec_from_json(checkpoint.metadata["spec"])
     if isinstance(spec, AdapterSpec):
         check_base(config, spec, base_fingerprint(weights_directory(config)))

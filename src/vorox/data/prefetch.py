@@ -180,16 +180,26 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 def map_ordered(
-    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    num_threads: int,
+    *,
+    on_close: Callable[[], None] | None = None,
 ) -> Generator[tuple[Item, Result], None, None]:
     """Yield each item with the result of ``function``, in order, computed by ``num_threads`` threads.
+
+    ``on_close`` is called when no further result is needed, so that ``function`` may return early.
 
     Raises:
         Exception: The error of ``function``, at its item.
     """
     listed = list(items)
     with Prefetcher(
-        lambda index: function(listed[index]), lambda: len(listed), num_threads=num_threads, depth=num_threads
+        lambda index: function(listed[index]),
+        lambda: len(listed),
+        num_threads=num_threads,
+        depth=num_threads,
+        on_close=on_close,
     ) as results:
         for item in listed:
             yield item, next(results)

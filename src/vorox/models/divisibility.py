@@ -13,6 +13,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.huggingface_families import ARCHITECTURES
 from vorox.models.huggingface_spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
 from vorox.models.module_spec import is_stack_of_experts
 from vorox.models.spec import ModelSpec
@@ -70,8 +71,13 @@ def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
     size, remedy = config.parallel.context_parallel_size, ""
     if isinstance(spec, HuggingFaceSpec):
         _check_architecture("Context parallelism", CONTEXT_SIZE, spec, CONTEXT_MODELS, _undivided(config, spec))
-        heads = next((value for name, value in _values(spec.config) if name in _NUM_HEADS), 0)
-        where, num_heads = CONTEXT_SIZE, heads if isinstance(heads, int) else 0
+        heads = next((value for name, value in _settings(spec) if name in _NUM_HEADS), None)
+        if not isinstance(heads, int):
+            raise ConfigError(
+                f"config.json of the {spec.label} model has no num_attention_heads, which {CONTEXT_SIZE} divides",
+                where=CONTEXT_SIZE, hint="add num_attention_heads to config.json",
+            )  # fmt: skip
+        where, num_heads = CONTEXT_SIZE, heads
         name = f"The number of heads of the {spec.label} model"
     elif isinstance(spec, DecoderSpec) and config.parallel.context_parallel_kind == "ulysses":
         name, num_heads = "model.num_heads", spec.num_heads
@@ -137,7 +143,7 @@ def _undivided(config: RunConfig, spec: HuggingFaceSpec) -> Iterator[tuple[str, 
 
 def _dropout(spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
     """Yield the entries of a ``config.json`` that switch dropout on."""
-    for name, value in _values(spec.config):
+    for name, value in _settings(spec):
         is_used = "drop" in name and not name.startswith(("summary", "classifier"))  # those have other heads
         if is_used and isinstance(value, int | float) and value > 0:
             yield f"{name} of config.json", value
@@ -145,12 +151,21 @@ def _dropout(spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
 
 def _check_heads(size: int, spec: HuggingFaceSpec) -> None:
     """Check the heads of a transformers model; the engine checks the shapes of its layers."""
-    for name, value in _values(spec.config):
+    for name, value in _settings(spec):
         if name in {"num_attention_heads", "num_key_value_heads"} and isinstance(value, int) and value % size:
             raise ConfigError(
                 f"{name} = {value} of the {spec.label} model is not divisible by tensor_parallel_size = {size}",
                 where=_TENSOR_SIZE, hint="choose a divisor, or use data_parallel_size and fsdp_size",
             )  # fmt: skip
+
+
+def _settings(spec: HuggingFaceSpec) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a ``config.json``, then the known transformers defaults of those that it omits."""
+    yield from _values(spec.config)
+    known = {str(family): architecture.defaults for family, architecture in ARCHITECTURES.items()}
+    for name, value in known.get(spec.label, {}).items():
+        if name not in spec.config:
+            yield name, value
 
 
 def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

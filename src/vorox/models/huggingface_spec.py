@@ -20,8 +20,8 @@ PIPELINE_MODELS = frozenset(
 )
 """Architectures that a pipeline divides: an embedding, blocks, a norm and a head, and nothing beside them."""
 CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox", "mixtral", "olmo3", "qwen3_moe", "smollm3"})
-"""Architectures whose positions context parallelism divides: only attention, by a function that is looked up, needs
-positions of other ranks."""
+"""Architectures that context parallelism supports: only attention reads other positions, through a function of
+``AttentionInterface``."""
 EXPERT_MODELS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
 """Architectures whose experts expert parallelism divides."""
 

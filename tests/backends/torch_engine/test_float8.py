@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import tiny_runs
+import vorox
 from backends.torch_engine import transformers_models as hub
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, make, random_rows, randomise, train
-from vorox.backends.torch_engine import devices, kernels
+from vorox.backends.torch_engine import devices, float8_linear, kernels
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.float8_linear import float8_kernels
 from vorox.backends.torch_engine.model import Linear
@@ -241,6 +242,7 @@ def header(file: Path) -> dict[str, Any]:
         ("model.kind=my.module:Model", "a decoder or a transformers model"),
         ("model.hidden_size=72", "multiple of 16"),
         ("model.num_experts=4", "model.num_experts=null"),
+        ("model.image_processor.patch_size_pixels=14", "a model that reads no images"),
         ("model.layer_pattern=M-", "model.layer_pattern=null"),
         ("adapter.kind=lora", "adapter.kind=none"),
         ("train.quantization_aware=int4", "train.quantization_aware=null"),
@@ -284,6 +286,19 @@ def test_a_teacher_is_not_rounded() -> None:
         teacher, _ = open_teacher(configuration(LLAMA, **settings), plain._spec, plain.export_weights())
         outputs.append(teacher.top_logits(batch_of(random_rows(2)), 0, 5)[1])
     assert np.array_equal(*outputs)
+
+
+def test_a_run_is_opened_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a laptop opens what a GPU trained."""
+    settings = ["backend=torch", "precision.float8=tensorwise", "precision.float8_emulate=true", "train.num_steps=4"]
+    outcome = tiny_runs.run(tiny_runs.configuration(tmp_path, [*settings, "log.matmul_peak=false"]))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a product in 8-bit floats")
+
+    monkeypatch.setattr(float8_linear, "float8_product", refuse)
+    model = vorox.load_model(outcome.run_directory)
+    assert np.isfinite(model.logits(np.ones((1, 8), np.int32))).all()
 
 
 def test_it_is_part_of_the_digest_only_where_it_is_set() -> None:

@@ -174,7 +174,7 @@ def test_a_line_of_a_hundred_megabytes_is_one_unit_in_bounded_memory(tmp_path: P
 
 
 def test_files_of_a_store_are_split_several_at_a_time(tmp_path: Path) -> None:
-    """For some seconds, the server answers no read before three files are being read."""
+    """The server holds each read for up to 5 s, until three files are being read."""
     for number in range(6):
         lines = [json.dumps({"text": f"line {line} of file {number}"}) + "\n" for line in range(300)]
         (tmp_path / f"{number}.jsonl").write_text("".join(lines))

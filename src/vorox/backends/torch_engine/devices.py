@@ -26,6 +26,7 @@ from vorox.backends.torch_engine import barriers
 from vorox.backends.torch_engine.attention import ATTENTION
 from vorox.backends.torch_engine.document_attention import DocumentAttention, available_attention
 from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices
+from vorox.core.config.precision_checks import KEY as FLOAT8
 from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
@@ -50,7 +51,7 @@ class Compute:
         num_threads: Compute threads on the CPU.
         compiled: Whether the model is compiled.
         products: Library for fp32 matrix products of an uncompiled model on the CPU.
-        float8: Version of torchao, where linear layers multiply in 8-bit floats.
+        float8: Version of torchao if linear layers multiply in 8-bit floats, else ``None``.
         document_attention: How this device separates documents best.
         choices: Choices that a resume takes over from its run.
     """
@@ -175,18 +176,17 @@ def _select_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _check_float8(precision: PrecisionConfig, device: torch.device) -> str | None:
     """Return the version of torchao, if linear layers multiply in 8-bit floats."""
-    key = "precision.float8"
     if precision.float8 is None:
         return None
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"{key} needs torchao", where=key, hint=install_command("compress"))
+        raise ConfigError(f"{FLOAT8} needs torchao", where=FLOAT8, hint=install_command("compress"))
     has_float8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if not has_float8 and not precision.float8_emulate:
         raise ConfigError(
-            f"{key} needs a GPU of compute capability 8.9 or newer (Ada, Hopper); this device is "
+            f"{FLOAT8} needs a GPU of compute capability 8.9 or newer (Ada, Hopper); this device is "
             f"{device_name(device) or device.type}",
-            where=key,
-            hint=f"remove {key}, or set precision.float8_emulate=true for the same rounding without the speed",
+            where=FLOAT8,
+            hint=f"remove {FLOAT8}, or set precision.float8_emulate=true for the same rounding without the speed",
         )
     return importlib.metadata.version("torchao")
 

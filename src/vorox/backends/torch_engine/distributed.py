@@ -1,9 +1,8 @@
 """Multi-process runs: process group, device mesh, sums over ranks, host-side channel.
 
-Every rank runs the same program on its own device. Ranks are laid out as ``data x fsdp x tp``: replicas of the model,
-each sharded over ``fsdp`` ranks, each of which is ``tp`` ranks that share every matrix product and read the same rows.
-Or as ``pp x data x fsdp x tp``: the ranks of a pipeline each hold some blocks of a replica, or parts of them, and read
-the same rows.
+Every rank runs the same program on its own device. Ranks are laid out as ``pp x data x fsdp x tp``: replicas of
+the model, each divided into the stages of a pipeline; ``fsdp`` ranks shard a stage, and ``tp`` ranks share its matrix
+products. Ranks that differ only in ``pp`` or ``tp`` read the same rows.
 Or as ``data x fsdp x cp``: ``cp`` ranks read the same rows and compute parts of their positions; they are replicas, or
 share the shards of FSDP.
 Tensors on GPUs travel by NCCL, everything else by gloo.

@@ -129,7 +129,7 @@ class Experts(nn.Module):
 
 
 def apply_experts(x_MD: Tensor, experts_MK: Tensor, num_experts: int, compute: Compute) -> Tensor:
-    """Return the outputs of the experts that each position chose, ``[M, K, D]``; ``compute`` has them sorted."""
+    """Return the outputs of the chosen experts, ``[M, K, D]``; ``compute`` receives the slots sorted by expert."""
     order_S = experts_MK.flatten().argsort(stable=True)
     inverse_S = order_S.argsort()
     ids_E = torch.arange(num_experts, device=x_MD.device)

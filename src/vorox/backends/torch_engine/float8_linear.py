@@ -22,10 +22,10 @@ from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels
 from vorox.backends.torch_engine.quantization import quiet_torchao
+from vorox.core.config.precision_checks import KEY
 from vorox.core.errors import ConfigError
 from vorox.core.schema import PrecisionConfig
 
-KEY = "precision.float8"
 _SIZE_MULTIPLE = 16
 """What the instructions of GPUs need of the sizes of a product."""
 _ROUTERS = {"gate", "router"}

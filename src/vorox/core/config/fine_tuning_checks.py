@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vorox.core.config.precision_checks import linear_layer_needs
 from vorox.core.config.tree import Problem
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
@@ -43,25 +44,10 @@ def _embedding_noise_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
-    model, parallel = config.model, config.parallel
     needed = (
-        ("model.kind", not is_extension(model.kind), "a decoder or a transformers model"),
-        *(
-            (f"model.{key}", getattr(model, key) is None, f"model.{key}=null: vorox compress does not quantise it")
-            for key in ("block", "mlp", "layer_pattern", "num_experts")
-        ),
-        ("model.vision.num_layers", not model.vision.num_layers, "a model without an image encoder"),
         ("loss.name", config.loss.name != "dpo", "another loss: the reference would be rounded as well"),
-        ("adapter.kind", config.adapter.kind == "none", "adapter.kind=none"),
-        ("parallel.kind", parallel.kind == "native", "parallel.kind=native"),
-        *(
-            (f"parallel.{key}", getattr(parallel, key) == 1, f"parallel.{key}=1; replicas are supported")
-            for key in (
-                "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
-                "expert_parallel_size",
-            )
-        ),
-    )  # fmt: skip
+        *linear_layer_needs(config, other_sizes=("fsdp_size",), supported="replicas are supported"),
+    )
     for key, holds, remedy in needed:
         if not holds:
             yield Problem(f"train.quantization_aware needs {remedy}", keys=("train.quantization_aware", key))

@@ -21,8 +21,8 @@ class PrecisionConfig(Section):
     float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
         default=None,
         description="torch: multiply in 8-bit floats in the linear layers of the blocks, by the torchao recipe of this "
-        "name; the head and matrices with a size that is no multiple of 16 keep precision.dtype. Needs a GPU of "
-        "compute capability 8.9. None: off.",
+        "name; the head and matrices with a size that is no multiple of 16 keep precision.dtype. Needs "
+        "torchao and a GPU of compute capability 8.9 or newer, or float8_emulate. None: off.",
     )
     float8_emulate: bool = Field(
         default=False,
@@ -135,7 +135,7 @@ class ParallelConfig(Section):
     expert_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="PyTorch, with model.num_experts or a transformers model of experts: replicas that divide the "
+        description="PyTorch, with model.num_experts or a transformers model with experts: replicas that divide the "
         "experts of each block and exchange tokens for them. They are among those of data_parallel_size and train on "
         "different rows.",
     )

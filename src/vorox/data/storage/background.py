@@ -1,10 +1,10 @@
 """Requests to stores in the background: the event loop of this process, and the ranges it fetches.
 
 A coroutine goes in; its result, or the ``DataError`` that ended it, is returned in the calling thread. A ``Store``
-streams a range of one object in one try; ``RangeFetch`` makes a fetch with retries of it, and ``RangeCache`` shares
-fetches among readers. Invariants: one loop per process, created on first use; a forked child gets its own loop and
-clients and never closes its parent's; every byte is of the listed version, bytes that arrived before a failure are
-kept, and no reader requests a range twice.
+streams a range of one object in one try; ``RangeFetch`` adds retries, and ``RangeCache`` shares fetches among readers.
+Invariants: one loop per process, created on first use; a forked child gets its own loop and clients and never closes
+its parent's; every byte is of the listed version, bytes that arrived before a failure are kept, and no reader requests
+a range twice.
 """
 
 from __future__ import annotations

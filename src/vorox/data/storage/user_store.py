@@ -54,7 +54,7 @@ class ObjectStore(Protocol):
 
 
 class UserStore:
-    """A user's store behind the protocol of ``background.Store``."""
+    """A user's store behind the protocol of ``store.Store``."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme

@@ -1,12 +1,14 @@
 """Splitting a source into units of whole records, lazily or all together.
 
-A listed source goes in; units come out in order, each before the text after it is read (except for one block of
-look-ahead). Invariant: a unit depends only on the unit size and the source's files up to its end, so that splitting
-can continue after known units with the same result.
+A listed source goes in; units come out in order. Lazily, each comes before the text after it is read, except for one
+block of look-ahead; all together, remote files are split concurrently. Invariant: a unit depends only on the unit size
+and the source's files up to its end, so that splitting can continue after known units with the same result.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,7 +31,7 @@ from vorox.data.text.unit_reader import read_units
 T = TypeVar("T")
 
 _FILES_AT_ONCE = 4
-"""Files of a store that are split at a time, so that each does not wait for the responses to the one before."""
+"""Remote files that are split concurrently, to hide the latency of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,15 @@ class UnitSplitter:
 
     def all_spans(self) -> list[tuple[UnitSpan, int]]:
         """Return what ``spans`` yields; files of a store are read several at a time."""
+        is_over = threading.Event()
 
         def split(index: int) -> list[tuple[UnitSpan, int]]:
-            return list(_with_retry_budgets(self._spans_of_file(index, None), self.source))
+            spans = _with_retry_budgets(self._spans_of_file(index, None), self.source)
+            return list(itertools.takewhile(lambda _: not is_over.is_set(), spans))
 
         is_remote = any(file.scheme is not None for file in self.source.stored)
-        spans = map_ordered(split, range(len(self.source.files)), _FILES_AT_ONCE if is_remote else 0)
+        num_threads = _FILES_AT_ONCE if is_remote else 0
+        spans = map_ordered(split, range(len(self.source.files)), num_threads, on_close=is_over.set)
         return [span for _, found in spans for span in found]
 
     def _spans_of_file(self, index: int, after: UnitSpan | None) -> Iterator[tuple[UnitSpan, int]]:

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import itertools
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class DividedRows:
 
     Args:
         module: The model.
-        context: The part.
+        context: The positions of this rank, and its group.
     """
 
     def __init__(self, module: Any, context: ContextParallel) -> None:
@@ -43,8 +44,12 @@ class DividedRows:
         children: list[Any] = [child for child in module.modules() if hasattr(child, "config")]
         self._configs = {id(child.config): child.config for child in children}
         self._function: str = self._config._attn_implementation
-        self._own_function = f"vorox_context_parallel_{next(_numbers)}"  # models do not say who calls
-        importlib.import_module("transformers").AttentionInterface.register(self._own_function, self._attend)
+        # The registry is global: each engine has a name of its own, and must not be kept alive by it.
+        self._own_function, attend = f"vorox_context_parallel_{next(_numbers)}", weakref.WeakMethod(self._attend)
+        importlib.import_module("transformers").AttentionInterface.register(
+            self._own_function,
+            lambda *given, **settings: attend()(*given, **settings),  # type: ignore[misc]
+        )
 
     @property
     def part(self) -> PositionPart:

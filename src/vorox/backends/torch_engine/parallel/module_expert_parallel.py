@@ -56,7 +56,7 @@ def divide_experts(module: nn.Module, ranks: Ranks) -> Division:
 
 
 def is_stack(layer: nn.Module) -> bool:
-    """Whether a module holds experts: all its parameters are stacks of so many matrices or vectors."""
+    """Whether a module holds experts: all its parameters are stacks with one matrix or vector for each expert."""
     shapes = [parameter.shape for parameter in layer.parameters()]
     count = getattr(layer, "num_experts", None)
     return any(len(shape) == 3 for shape in shapes) and all(shape[0] == count for shape in shapes)
