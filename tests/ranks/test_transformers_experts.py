@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranks.layouts import EXPERTS_SEED, check_layouts, save_one_device
-from ranks.processes import entries, losses
-from ranks.test_transformers_tensor_parallel import assert_same_run, runs_of
+from ranks.test_transformers_tensor_parallel import assert_same_run, check_continuation, runs_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 
@@ -34,11 +33,7 @@ def test_runs_of_two_processes_equal_one(tmp_path: Path) -> None:
     alone, _ = runs.train("alone", [])
     pair, _ = runs.train("pair", EXPERTS)
     assert_same_run(pair, alone)
-    runs.vorox(["train", "--resume", str(pair), "parallel.expert_parallel_size=1", "train.num_steps=22"])
-    runs.vorox(["train", "--resume", str(pair), *EXPERTS, "train.num_steps=24"])
-    longer, _ = runs.train("longer", ["train.num_steps=24"])
-    assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(longer)]
-    assert losses(pair) == pytest.approx(losses(longer), rel=1e-4)
+    check_continuation(runs, pair, "expert_parallel")
 
 
 @pytest.mark.parametrize(

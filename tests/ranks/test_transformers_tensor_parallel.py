@@ -69,6 +69,16 @@ def test_every_rank_computes_what_one_process_computes(layouts: list[str], count
     check_layouts(save_one_device(tmp_path, cases_of(layouts[0])[0]), layouts, count, tmp_path)
 
 
+def check_continuation(runs: Runs, run: Path, kind: str) -> None:
+    """Continue a run that two ranks divide on one process, and divided again: the rows and losses of one process."""
+    for size, steps in ((1, 22), (2, 24)):
+        words = [f"parallel.{kind}_size={size}", f"train.num_steps={steps}", "--nproc", str(size)]
+        runs.vorox(["train", "--resume", str(run), *words])
+    longer, _ = runs.train("longer", ["train.num_steps=24"])
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(longer)]
+    assert losses(run) == pytest.approx(losses(longer), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
     runs = runs_of(tmp_path, name)
@@ -79,11 +89,7 @@ def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
         return
     mixed, _ = runs.train("mixed", ["parallel.tensor_parallel_size=2", "parallel.fsdp_size=2", "--nproc", "4"])
     assert_same_run(mixed, alone)
-    runs.vorox(["train", "--resume", str(pair), "parallel.tensor_parallel_size=1", "train.num_steps=22"])
-    runs.vorox(["train", "--resume", str(pair), *TENSOR, "train.num_steps=24"])
-    longer, _ = runs.train("longer", ["train.num_steps=24"])
-    assert [entry.batch for entry in entries(pair)] == [entry.batch for entry in entries(longer)]
-    assert losses(pair) == pytest.approx(losses(longer), rel=1e-4)
+    check_continuation(runs, pair, "tensor_parallel")
 
 
 def test_a_model_without_a_plan_is_refused_before_step_1(tmp_path: Path) -> None:
