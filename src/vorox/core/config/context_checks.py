@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.parallel_refusals import Refusal, unsupported
+from vorox.core.config.parallel_refusals import unsupported
 from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig
 
 SIZE = "parallel.context_parallel_size"
 KIND = "parallel.context_parallel_kind"
 _REFUSED = (
-    "model.block", "model.num_experts", "model.layer_pattern", "parallel.tensor_parallel_size",
+    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "parallel.tensor_parallel_size",
     "parallel.pipeline_parallel_size", "adapter.kind", "loss.name", "train.distillation.teacher",
     "train.distillation.logits", "train.forward_backward", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
@@ -22,11 +22,8 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     size = config.parallel.context_parallel_size
     if size == 1:
         return
-    kind, is_ring = config.model.kind, config.parallel.context_parallel_kind == "ring"
-    is_refused = kind not in {"decoder", "huggingface"}
-    yield from unsupported(
-        config, SIZE, _REFUSED, Refusal(is_refused, "model.kind", kind, "model.kind=decoder or huggingface")
-    )
+    is_ring = config.parallel.context_parallel_kind == "ring"
+    yield from unsupported(config, SIZE, _REFUSED)
     if is_ring:
         yield from _ring_problems(config)
     divisor, context = (

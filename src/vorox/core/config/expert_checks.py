@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.parallel_refusals import Refusal, unsupported
+from vorox.core.config.parallel_refusals import unsupported
 from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig
 
 SIZE = "parallel.expert_parallel_size"
 _REFUSED = (
-    "parallel.fsdp_size", "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size",
+    "model.kind", "parallel.fsdp_size", "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size",
     "parallel.context_parallel_size", "parallel.kind", "adapter.kind", "loss.name", "train.distillation.teacher",
     "train.distillation.logits", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
@@ -22,12 +22,8 @@ def expert_parallel_problems(config: RunConfig) -> Iterator[Problem]:
     size, num_experts, replicas = parallel.expert_parallel_size, config.model.num_experts, parallel.data_parallel_size
     if size == 1:
         return
-    kind = config.model.kind
-    yield from unsupported(
-        config, SIZE, _REFUSED,
-        Refusal(kind not in {"decoder", "huggingface"}, "model.kind", kind, "model.kind=decoder or huggingface"),
-    )  # fmt: skip
-    if kind == "decoder" and num_experts is None:
+    yield from unsupported(config, SIZE, _REFUSED)
+    if config.model.kind == "decoder" and num_experts is None:
         yield Problem(
             f"{SIZE}={size} needs a mixture of experts; set model.num_experts", keys=("model.num_experts", SIZE)
         )

@@ -50,7 +50,7 @@ def _common(config: RunConfig) -> tuple[Refusal, ...]:
     is_other_optimizer = is_extension(optimizer) or optimizer == "adamw_8bit"
     sizes = ("fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     return (
-        Refusal(model.kind != "decoder", "model.kind", model.kind, "model.kind=decoder"),
+        Refusal(is_extension(model.kind), "model.kind", model.kind, "model.kind=decoder or huggingface"),
         Refusal(model.block is not None, "model.block", model.block, "the built-in blocks"),
         Refusal(model.num_experts is not None, "model.num_experts", model.num_experts, "a model without experts"),
         Refusal(

@@ -11,7 +11,7 @@ from vorox.core.schema import RunConfig
 
 SIZE = "parallel.pipeline_parallel_size"
 _REFUSED = (
-    "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
+    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "model.dropout_fraction",
     "adapter.kind", "loss.name", "train.distillation.teacher",
     "train.distillation.logits", "train.forward_backward", "optimizer.name", "runtime.compile", "runtime.determinism",
 )  # fmt: skip
@@ -24,7 +24,6 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     kind, tensor = config.model.kind, config.parallel.tensor_parallel_size
     yield from unsupported(
         config, SIZE, _REFUSED,
-        Refusal(kind not in {"decoder", "huggingface"}, "model.kind", kind, "model.kind=decoder or huggingface"),
         Refusal(
             kind != "decoder" and tensor > 1, "parallel.tensor_parallel_size", tensor,
             "parallel.tensor_parallel_size=1, or model.kind=decoder",
