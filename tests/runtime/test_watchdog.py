@@ -56,6 +56,28 @@ def test_the_least_advanced_rank_is_named(tmp_path: Path) -> None:
     assert (ranks, "died in step 812" in text) == ([1], True)
 
 
+@pytest.mark.parametrize("last", ["stopped", "waiting"])
+def test_failure_json_keeps_the_likeliest_cause_of_all_machines(tmp_path: Path, last: str) -> None:
+    """Machine ``b`` has a stopped rank and ``c`` one that waits for it; both write into the same directory."""
+    found: dict[str, tuple[str, Beat, Condition]] = {
+        "stopped": ("b", beat(1, "step"), "stopped"),
+        "waiting": ("c", beat(0, "sync"), "running"),
+    }
+    layout = RunLayout(tmp_path)
+    layout.watchdog.mkdir()
+    for name in sorted(found, key=lambda name: name == last):
+        host, one, condition = found[name]
+        watchdog = Watchdog(layout, 1, 3.0, host=host)
+        looked: dict[int, tuple[Beat, Condition]] = {one.rank: (one, condition)}
+        watchdog.update(looked, 1.0)
+        watchdog.update(looked, 3.0)
+        watchdog.record(watchdog.stalled(), stacks=name)
+    for path in (layout.failure, layout.stall(1)):
+        record = json.loads(path.read_bytes())
+        assert "SIGSTOP" in record["what"]
+        assert record["traceback"] == "stopped"
+
+
 @pytest.mark.parametrize("phase", ["start", "compile", "save", "validation", "end"])
 def test_what_may_take_any_time_is_no_stall(tmp_path: Path, phase: Phase) -> None:
     assert verdict(tmp_path, [beat(0, phase)]) == ([], "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ pytest.importorskip("jinja2")
 import httpx
 
 from model_server import NAME, TOKEN, model_server
+from vorox.web.listener import listen
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +260,10 @@ def test_unsafe_or_impossible_addresses_are_refused(
 ) -> None:
     assert main(["serve", str(run), *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_client_can_connect_before_the_server_has_started() -> None:
+    """The URL is printed as soon as the socket listens; a request then waits for the server."""
+    listener, access = listen("127.0.0.1", 0, "a-long-token", False, command="vorox serve", has_pages=False)
+    with listener, socket.create_connection(("127.0.0.1", access.port), timeout=10) as client:
+        assert client.getpeername() == listener.getsockname()

@@ -256,8 +256,8 @@ class RunContext:
 
     def record_failure(self, error: BaseException) -> None:
         """Write ``failure.json``. Never raises, so that the original error is reported."""
-        if not self._is_main:
-            return
+        if not self._is_main or (isinstance(error, StalledError) and self._recorded_stall()):
+            return  # what a watchdog recorded stays: it has the stacks
         failure = {**failure_record(error), "attempt": self.attempt, "at": time_stamp()}
         with contextlib.suppress(OSError):
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)

@@ -9,6 +9,7 @@ during which the watchdog itself did not run, such as a suspended machine, does 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -64,6 +65,11 @@ class Watched:
     beat: Beat
     condition: Condition = "running"
     idle_seconds: float = 0.0
+
+    @property
+    def precedence(self) -> list[int]:
+        """Order as the cause of a stall, first the likeliest: dead, stopped, then the least advanced."""
+        return {"dead": [0], "stopped": [1]}.get(self.condition) or [2, *place(self.beat)]
 
     @property
     def is_excused(self) -> bool:
@@ -153,22 +159,15 @@ class Watchdog:
         idle = [rank for rank in local if rank.idle_seconds >= self.timeout_seconds and not rank.is_excused]
         if not any(rank.condition != "dead" for rank in idle) or any(rank.is_excused for rank in ranks):
             return []
-        for condition in ("dead", "stopped"):
-            if any(rank.condition == condition for rank in idle):
-                return [rank for rank in idle if rank.condition == condition]
-        places = [place(rank.beat) for rank in idle]
-        return [rank for rank, place in zip(idle, places, strict=True) if place == min(places)]
+        first = min(rank.precedence for rank in idle)
+        return [rank for rank in idle if rank.precedence == first]
 
     def _end_run(self, stalled: Sequence[Watched]) -> None:
         local = [rank for rank in self.ranks.values() if rank.condition in {"running", "stopped"}]
         error = self.stalled_error(stalled)
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        failure = {**failure_record(error), "attempt": self.attempt, "at": at}
-        self._write_failure(failure)  # before a rank ends, so that others know why they lost it
-        failure["traceback"] = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
-        self._write_failure(failure)
-        with contextlib.suppress(OSError):  # it stays after the run is resumed
-            atomic.write_file(self.layout.stall(self.attempt), atomic.pretty_json(failure), private=True)
+        self.record(stalled)  # before a rank ends, so that others know why they lost it
+        stacks = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
+        self.record(stalled, stacks)
         sys.stderr.write(
             f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
             f"  saved   {error.saved or '-'}\n  do      {error.hint}\n"
@@ -183,7 +182,7 @@ class Watchdog:
             if _is_alive(rank.beat.process, self.host):  # it holds the interpreter lock, or is stuck in the kernel
                 _send(rank.beat.process, signal.SIGKILL)
         if self.layout.failure.exists():  # a rank that lost its peers may have recorded that instead
-            self._write_failure(failure)
+            self.record(stalled, stacks)
         self._give_notice()
 
     def _give_notice(self) -> None:
@@ -222,9 +221,27 @@ class Watchdog:
         ]
         return "\n".join(texts)
 
-    def _write_failure(self, failure: Mapping[str, object]) -> None:
-        with contextlib.suppress(OSError):
-            atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
+    def record(self, stalled: Sequence[Watched], stacks: str = "") -> None:
+        """Write ``failure.json``, unless the watchdog of another machine has recorded a likelier cause.
+
+        Args:
+            stalled: The ranks that the others wait for.
+            stacks: Stacks of all threads; with them, the record is also kept for after a resume.
+        """
+        failure: dict[str, Any] = {
+            **failure_record(self.stalled_error(stalled)),
+            "attempt": self.attempt,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "precedence": stalled[0].precedence,
+            "traceback": stacks,
+        }
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
+            if known["attempt"] == self.attempt and known["precedence"] < failure["precedence"]:
+                return
+        for path in [self.layout.failure, *([self.layout.stall(self.attempt)] if stacks else [])]:
+            with contextlib.suppress(OSError):
+                atomic.write_file(path, atomic.pretty_json(failure), private=True)
 
 
 def condition_of(process: ProcessIdentity, host: str) -> Condition:

@@ -41,6 +41,7 @@ def listen(
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(socket.SOMAXCONN)  # clients can connect before the server has started
     except OSError as error:
         if listener is not None:
             listener.close()
