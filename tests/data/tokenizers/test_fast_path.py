@@ -26,9 +26,9 @@ from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module
-from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.loading import load, train
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 from vorox.data.tokenizers.word_pattern import GPT2_PATTERN
 
 PATTERNS = {name: KNOWN_PATTERNS[name] for name in ("gpt2", "llama3", "o200k")}

@@ -21,11 +21,11 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.storage import local_path
-from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.loading import load, train
 from vorox.data.tokenizers.store import resolve_tokenizer
 from vorox.data.tokenizers.tiktoken_conversion import library_pattern
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 
 tiktoken = pytest.importorskip("tiktoken")
 transformers = pytest.importorskip("transformers")

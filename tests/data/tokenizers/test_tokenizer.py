@@ -22,9 +22,9 @@ from vorox.core.schema.data import SourceConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.storage import local_path
 from vorox.data.text.sources import list_source
-from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.loading import load, train
 from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 
 KINDS = ("bpe", "byte", "char")
 EXTRA = "äöüß€😀 \u3000\x00\x7f\ufeff\u200d\U0010ffff\r\n\t<|endoftext|>"
@@ -180,7 +180,7 @@ class TestLongDocuments:
     def test_pieces_never_show(self, tokenizers: dict[str, Tokenizer], text: str, piece: int) -> None:
         whole = tokenizers["bpe"].encode(text)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vorox.data.tokenizers.encoders._SEGMENT_CHARACTERS", piece)
+            patch.setattr("vorox.data.tokenizers.tokenizer._SEGMENT_CHARACTERS", piece)
             assert np.array_equal(tokenizers["bpe"].encode(text), whole)
 
     @pytest.mark.parametrize("kind", KINDS)

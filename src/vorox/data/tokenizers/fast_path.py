@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import pre_tokenizers
 
 from vorox.data.rows import TokenArray
-from vorox.data.tokenizers.encoders import Encoder, TokenType, encode_utf8
+from vorox.data.tokenizers.tokenizer_json import Encoder, TokenType, reject_lone_surrogates
 from vorox.data.tokenizers.word_pattern import (
     GPT2_PATTERN,
     WordPattern,
@@ -175,7 +175,7 @@ class FastPath:
         A text is never split before it is matched, because patterns may look ahead without limit.
         """
         if not text.isascii():
-            encode_utf8(text)  # raises the error that locates a lone surrogate
+            reject_lone_surrogates([text])
         if any(literal in text for literal in self._literals):
             yield None, 0
             return

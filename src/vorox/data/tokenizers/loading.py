@@ -15,9 +15,9 @@ from vorox.core.extensions import load_function
 from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import read_chat_template
-from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
 from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer, special_token
+from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 
 
 def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:

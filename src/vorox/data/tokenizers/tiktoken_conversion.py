@@ -22,9 +22,9 @@ from tokenizers import Regex, pre_tokenizers
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.tokenizers.encoders import byte_alphabet
 from vorox.data.tokenizers.fast_path import adversarial_texts
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 from vorox.data.tokenizers.word_pattern import FOLDED_PAIR, GPT2_PATTERN, RefusedPattern, bracket_expression
 
 _MAX_FILE_BYTES = 256 << 20

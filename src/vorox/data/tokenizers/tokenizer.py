@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,23 +27,31 @@ from vorox.core.schema.vision import IMAGE_TOKEN, QWEN_IMAGE_TOKEN
 from vorox.data.chat_template import ChatTemplate
 from vorox.data.image_tokens import FIRST_IMAGE_ID, one_id_per_image
 from vorox.data.rows import TokenArray
-from vorox.data.tokenizers.encoders import (
+from vorox.data.size_groups import batch_by_size
+from vorox.data.tokenizers.fast_path import FastPath, make_fast_path
+from vorox.data.tokenizers.tokenizer_json import (
     REPLACEMENT,
     Encoder,
     TokenType,
+    byte_alphabet,
     can_produce,
-    encoder,
     is_byte_level,
     is_character_level,
+    parse,
+    reject_lone_surrogates,
+    section,
     token_bytes,
     uses_byte_alphabet,
 )
-from vorox.data.tokenizers.fast_path import FastPath, make_fast_path
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 """The default end-of-text token."""
+
+_BATCH_CHARACTERS = 2 << 20
+_SEGMENT_CHARACTERS = 1 << 18
+_WORD_END = re.compile(r"(?<=[A-Za-z])(?=[ \n])")
 
 
 class Tokenizer:
@@ -72,7 +81,7 @@ class Tokenizer:
         chat_template: str | None = None,
         bos_token: str = "",
     ) -> None:
-        value, library = _parse_deterministic(text, where)
+        value, library = parse(text, where)
         if not any(token["content"] == end_of_text and token["special"] for token in value["added_tokens"]):
             library.add_special_tokens([special_token(end_of_text)])
             value = json.loads(library.to_str())
@@ -90,7 +99,7 @@ class Tokenizer:
         self.fingerprint = hashlib.sha256(canonical_json(identity)).hexdigest()
         self.lossless = is_byte_level(value) or is_character_level(value)
         self._by_table = uses_byte_alphabet(value) or self.lossless
-        self._reference: Encoder = encoder(value, library, end_of_text, self.dtype)
+        self._reference: Encoder = _reference_encoder(value, library, end_of_text, self.dtype)
         self._fast = make_fast_path(value, library, self.dtype, self._reference) if fast else None
         self._encode: Encoder = self._fast or self._reference
         self.bos_token = bos_token
@@ -297,19 +306,87 @@ def special_token(text: str) -> AddedToken:
     return AddedToken(text, special=True, normalized=False)
 
 
-def _parse_deterministic(text: str, where: str) -> tuple[dict[str, Any], Any]:
-    """Parse a tokenizer.json with truncation, padding and dropout off; return it and the library's tokenizer."""
-    try:
-        value: dict[str, Any] = json.loads(text)
-        has_options = value.get("truncation") or value.get("padding") or value["model"].get("dropout")
-        value["truncation"] = value["padding"] = None
-        if value["model"].get("dropout"):  # never added: a new key would change the fingerprint
-            value["model"]["dropout"] = None
-        library = LibraryTokenizer.from_str(json.dumps(value) if has_options else text)
-        absent: dict[str, Any] = {"normalizer": None, "pre_tokenizer": None, "decoder": None, "added_tokens": []}
-        return absent | value, library  # the library treats an absent section as empty
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            f"This version of tokenizers cannot read the tokenizer.json: {error}", where=where,
-            hint="save it again with tokenizer.save(...) or transformers' save_pretrained",
-        ) from error  # fmt: skip
+def _reference_encoder(value: dict[str, Any], library: Any, end_of_text: str, dtype: TokenType) -> Encoder:
+    """Return the reference encoder of a tokenizer."""
+    model, added = value["model"], value["added_tokens"]
+    # Special tokens are never matched in text: text that spells one is encoded as ordinary text.
+    only_special_added = all(token["special"] for token in added) and end_of_text in {t["content"] for t in added}
+    if only_special_added and is_character_level(value):
+        return _character_encoder(model["vocab"], dtype)
+    if only_special_added and is_byte_level(value) and not model["merges"] and not model.get("ignore_merges"):
+        return _byte_encoder(model["vocab"], dtype)
+    pre_tokenizer = section(value, "pre_tokenizer")
+    words = is_byte_level(value) and pre_tokenizer.get("type") == "ByteLevel" and pre_tokenizer.get("use_regex", True)
+    return _library_encoder(library, dtype, separable=words and all(token["special"] for token in added))
+
+
+def _byte_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
+    table = np.zeros(256, dtype=dtype)
+    for character, byte in byte_alphabet().items():
+        table[byte] = vocabulary[character]
+
+    def encode(texts: Sequence[str]) -> list[TokenArray]:
+        try:
+            return [cast("TokenArray", table[np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]) for text in texts]
+        except UnicodeEncodeError:
+            reject_lone_surrogates(texts)
+            raise
+
+    return encode
+
+
+def _character_encoder(vocabulary: dict[str, int], dtype: TokenType) -> Encoder:
+    characters = {ord(text): index for text, index in vocabulary.items() if len(text) == 1}
+    table = np.full(max(characters) + 2, -1, dtype=np.int32)  # the last entry is for all higher characters
+    table[list(characters)] = list(characters.values())
+
+    def encode_one(text: str) -> TokenArray:
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        ids = table[np.minimum(points, len(table) - 1)]
+        if ids.size and int(ids.min()) < 0:
+            index = int(np.argmin(ids))
+            raise DataError(
+                f"Character {text[index]!r} (U+{ord(text[index]):04X}) is not in the vocabulary",
+                where=f"character {index + 1} of a text",
+                hint="a character vocabulary covers only its training text; use tokenizer.kind: byte or bpe",
+            )
+        return cast("TokenArray", ids.astype(dtype))
+
+    return lambda texts: [encode_one(text) for text in texts]
+
+
+def _library_encoder(library: Any, dtype: TokenType, *, separable: bool) -> Encoder:
+    def encode(texts: Sequence[str]) -> list[TokenArray]:
+        segments = [list(_split_long(text)) if separable else [text] for text in texts]
+        arrays: list[TokenArray] = []
+        # Bounded batches: an encoding takes about 150 bytes per token until its ids are copied.
+        for batch in batch_by_size(
+            ((segment, len(segment)) for group in segments for segment in group), _BATCH_CHARACTERS
+        ):
+            try:
+                encodings = library.encode_batch_fast(batch, add_special_tokens=False)
+            except TypeError:
+                reject_lone_surrogates(batch)
+                raise
+            arrays.extend(cast("TokenArray", np.array(encoding.ids, dtype=dtype)) for encoding in encodings)
+        results: list[TokenArray] = []
+        position = 0
+        for group in segments:
+            parts = arrays[position : position + len(group)]
+            results.append(parts[0] if len(parts) == 1 else cast("TokenArray", np.concatenate(parts)))
+            position += len(group)
+        return results
+
+    return encode
+
+
+def _split_long(text: str) -> Iterator[str]:
+    """Split a long text between a letter and white space, where every GPT-2 style pattern ends a word."""
+    start = 0
+    while len(text) - start > _SEGMENT_CHARACTERS:
+        match = _WORD_END.search(text, start + _SEGMENT_CHARACTERS)
+        if match is None:
+            break
+        yield text[start : match.start()]
+        start = match.start()
+    yield text[start:] if start else text

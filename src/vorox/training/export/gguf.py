@@ -19,8 +19,8 @@ import numpy.typing as npt
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
-from vorox.data.tokenizers.encoders import is_byte_level
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
+from vorox.data.tokenizers.tokenizer_json import is_byte_level
 from vorox.data.tokenizers.word_pattern import GPT2_PATTERN
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.gguf_tensors import GgufTensor, from_gguf, gguf_keys, gguf_tensors, require_gguf, to_gguf
