@@ -251,11 +251,10 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
         work = UnitBuilder(
             source.files, UnitReader(source, "train", data.validation), tokenizer, recipe, contender.codec
         )
-        stages = work.stages()
         for unit in split_into_units(source, "train", data.validation, data.cache.unit_bytes):
-            batches = timed("read, parse and check", lambda units: list(stages.decode(units)), iter([unit]))
-            done = [timed("tokenize, with the records of documents", stages.tokenize, batch) for batch in batches]
-            (gathered,) = timed("gather", lambda items: list(stages.gather(items)), iter(done))
+            batches = timed("read, parse and check", lambda units: list(work.decode(units)), iter([unit]))
+            done = [timed("tokenize, with the records of documents", work.tokenize, batch) for batch in batches]
+            (gathered,) = timed("gather", lambda items: list(work.gather(items)), iter(done))
             contents = timed("pack rows", chunk_contents, unit.unit_id, gathered.tokens, gathered.documents_D, recipe)
             for content, origin in zip(contents, work.origins(unit, len(contents)), strict=True):
                 body, _ = timed("compress and hash", encode_chunk, content, origin, codec=contender.codec)

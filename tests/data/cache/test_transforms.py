@@ -29,6 +29,7 @@ from vorox.data.cache.report import BuildProgress, TransformCount
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
 from vorox.data.pipeline.duplicates import duplicates_path, read_unit_duplicates
+from vorox.data.pipeline.first_pass import find_duplicates
 from vorox.data.transforms.identity import version
 from vorox.data.transforms.registry import check_transforms, recipe_of, resolve_transforms, transforms_of
 from vorox.experiments.metrics import metric
@@ -294,7 +295,7 @@ def test_a_damaged_list_of_duplicates_is_refused_and_rebuilt(tmp_path):
         next(work.with_directory(tmp_path).run([corpus.units[3]]))
     for file in path.parent.iterdir():
         file.unlink()
-    work.with_directory(tmp_path).find_duplicates(corpus.units)
+    find_duplicates(work.with_directory(tmp_path), corpus.units)
     assert path.read_bytes() == raw
     (built,) = work.with_directory(tmp_path).run([corpus.units[3]])
     assert [record for _, record in built.chunks] == Manifest.open(tmp_path).unit_chunks(3)
@@ -308,21 +309,21 @@ def test_lists_computed_from_a_different_text_are_refused(tmp_path):
     lists = {}
     for name, corpus in {"small": small, "other": other}.items():
         work = work_of(corpus, transforms).with_directory(tmp_path / name)
-        work.find_duplicates(corpus.units)
+        find_duplicates(work, corpus.units)
         lists[name] = lists_of(work, tmp_path / name)
     lists["small"](0).write_bytes(lists["other"](0).read_bytes())
     extended = work_of(large, transforms).with_directory(tmp_path / "small")
     with pytest.raises(DataError, match="computed from a different text") as caught:
-        extended.find_duplicates(large.units)
+        find_duplicates(extended, large.units)
     assert caught.value.where == str(lists["small"](0))
     work = work_of(small, transforms).with_directory(tmp_path / "again")
-    work.find_duplicates(small.units)
+    find_duplicates(work, small.units)
     again = lists_of(work, tmp_path / "again")
     again(0).write_bytes(
         dataclasses.replace(read_unit_duplicates(again(0)), removed_R3=np.array([[0, 0, 0]])).to_bytes()[0]
     )
     with pytest.raises(DataError, match="computed from a different text") as caught:  # unit 1 names another unit 0
-        work_of(large, transforms).with_directory(tmp_path / "again").find_duplicates(large.units)
+        find_duplicates(work_of(large, transforms).with_directory(tmp_path / "again"), large.units)
     assert caught.value.where == str(again(1))
 
 
@@ -336,11 +337,11 @@ def test_near_duplicates_need_their_library(monkeypatch):
 def test_a_stopped_first_pass_continues(tmp_path):
     corpus = larger_corpus()
     whole = work_of(corpus, [config("exact_duplicates")]).with_directory(tmp_path / "whole")
-    whole.find_duplicates(corpus.units)
+    find_duplicates(whole, corpus.units)
     parts = dataclasses.replace(whole, directory=tmp_path / "parts")
     path = lists_of(parts, tmp_path / "parts")
     for count in (3, 3, 7, len(corpus.units)):
-        parts.find_duplicates(corpus.units, stop=lambda count=count: path(count - 1).exists())
+        find_duplicates(parts, corpus.units, stop=lambda count=count: path(count - 1).exists())
         assert path(count - 1).exists()
     for unit in corpus.units:
         assert path(unit.unit_id).read_bytes() == lists_of(whole, tmp_path / "whole")(unit.unit_id).read_bytes()

@@ -14,10 +14,9 @@ from servers import http_server
 from transport import received
 from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfig
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
-from vorox.data.pipeline.stages import FetchedUnit
 from vorox.data.storage import PrefetchedRanges, open_range
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import UnitReader
+from vorox.data.text.unit_reader import FetchedUnit, UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 RULE = ValidationConfig(held_out_fraction=0)
@@ -78,8 +77,7 @@ def test_a_prefetched_range_is_not_requested_again(web):
     fetched = reader.fetch(units[1])
     asked = len(web.log.requests)
     work = UnitBuilder(reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER))
-    stages = work.stages()
-    batches = list(stages.decode(iter([FetchedUnit(units[1], fetched)])))
+    batches = list(work.decode(iter([FetchedUnit(units[1], fetched)])))
     assert len(web.log.requests) == asked
     assert [document.text for batch in batches for document in batch.documents] == [
         document.text for document in reader(units[1])  # type: ignore[union-attr]

@@ -349,7 +349,7 @@ class TestDifference:
         lines = [[f"the plain line {number}" for number in range(40)] for _ in range(2)]
         lines[1] = [line.replace("plain", "MARK") for line in lines[1]]
         corpus = corpus_of(lines, 40)
-        monkeypatch.setattr("vorox.data.pipeline.stages._BATCH_DOCUMENTS", 8)
+        monkeypatch.setattr("vorox.data.text.unit_reader._BATCH_DOCUMENTS", 8)
         # Nothing is checked but the last line, when the others of its unit have long been encoded, wrongly.
         monkeypatch.setattr(module, "_is_checked", lambda text: text == "the MARK line 39")
 

@@ -11,7 +11,7 @@ Legend: D documents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
@@ -23,9 +23,11 @@ from vorox.core.errors import DataError
 from vorox.data.cache.format import DOCUMENT
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
-from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, place_of
+from vorox.data.cache.report import Counts
+from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, Unit, place_of
 from vorox.data.image_layout import ImageLayout
 from vorox.data.rows import TokenArray
+from vorox.data.text.unit_reader import DocumentBatch
 
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1
@@ -41,6 +43,43 @@ class Encoder(Protocol):
     @property
     def end_of_text_id(self) -> int: ...
     def encode_batch(self, texts: Sequence[str], /) -> Sequence[npt.NDArray[np.integer]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedDocuments:
+    """Documents of one unit in stored form: those of a batch, or, after ``gather``, all of them.
+
+    Attributes:
+        unit: The unit.
+        tokens: The concatenated documents, each with its end-of-text token.
+        documents_D: ``DOCUMENT`` records.
+        loss_mask: Whether each token is trained on; ``None``: all are.
+        rejected_starts_D: First token of the rejected conversation of each document; ``None`` if they are no pairs.
+        bad_records: Unreadable records.
+        records_read: Records read, including bad and removed ones.
+        is_last: Whether these are the unit's last documents.
+        aborted: Reading stopped after too many consecutive bad records.
+        counts: Counts of each transform.
+    """
+
+    unit: Unit
+    tokens: TokenArray
+    documents_D: npt.NDArray[np.void]
+    loss_mask: npt.NDArray[np.bool_] | None
+    rejected_starts_D: npt.NDArray[np.int64] | None
+    bad_records: tuple[BadRecord, ...]
+    records_read: int
+    is_last: bool
+    aborted: bool
+    counts: Counts
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens.nbytes + self.documents_D.nbytes
+
+    @property
+    def place(self) -> str:
+        return self.unit.place
 
 
 def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: int) -> UnitStatistics:
@@ -190,7 +229,7 @@ def is_pair(document: AnyDocument) -> bool:
     return isinstance(document, Document) and document.rejected_start > 0
 
 
-def reject_unfit(
+def _reject_unfit(
     documents: Sequence[AnyDocument], tokens: Sequence[npt.NDArray[Any]], row_tokens: int
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]], list[BadRecord]]:
     """Return the documents and their tokens without those that cannot be trained on, and these as bad records.
@@ -232,21 +271,29 @@ def _fault(document: Document, num_tokens: int, row_tokens: int) -> str:
 
 
 def finish_documents(
+    batch: DocumentBatch,
     documents: Sequence[AnyDocument],
     tokens: Sequence[npt.NDArray[Any]],
     files: Sequence[SourceFile],
     recipe: Recipe,
-) -> tuple[TokenArray, npt.NDArray[np.void], npt.NDArray[np.bool_] | None]:
-    """Return all tokens, with an end-of-text token after each document, their ``DOCUMENT`` records, and the loss mask.
+) -> TokenizedDocuments:
+    """Convert the documents of a batch to stored form, which lets their texts be freed.
 
-    The loss mask is true for the tokens that are trained on; ``None`` if all are.
+    An end-of-text token follows each document. A ``DOCUMENT`` record has the size of the tokenised text, but the place
+    and the hash of the original one before transforms, so provenance can check whether the source still has it. For
+    documents without text the tokens are hashed.
 
-    A record has the size of the tokenised text, but the place and the hash of the original one before transforms, so
-    provenance can check whether the source still has it. For documents without text the tokens are hashed.
+    Args:
+        batch: The batch, for its unit, bad records and counts.
+        documents: Its documents, after the transforms.
+        tokens: Their token ids, without end-of-text ids.
+        files: The source files.
+        recipe: The recipe of the cache.
 
     Raises:
         DataError: An id is not in the vocabulary, or a document is too long for a cache.
     """
+    documents, tokens, unfit = _reject_unfit(documents, tokens, recipe.row_tokens)
     end = np.array([recipe.end_of_text_id], recipe.dtype)
     stored = [ids if ids.dtype == end.dtype else _convert_ids(document, ids, files, recipe)
               for document, ids in zip(documents, tokens, strict=True)]  # fmt: skip
@@ -255,7 +302,18 @@ def finish_documents(
         for document, ids in zip(documents, stored, strict=True):
             _check_vocabulary(document, ids, files, recipe)
     rows = [_document_row(document, len(ids) + 1, files) for document, ids in zip(documents, stored, strict=True)]
-    return flat, np.array(rows, DOCUMENT), _loss_mask(documents, [len(ids) + 1 for ids in stored], recipe)
+    return TokenizedDocuments(
+        unit=batch.unit,
+        tokens=flat,
+        documents_D=np.array(rows, DOCUMENT),
+        loss_mask=_loss_mask(documents, [len(ids) + 1 for ids in stored], recipe),
+        rejected_starts_D=_rejected_starts(documents),
+        bad_records=(*batch.bad_records, *unfit),
+        records_read=batch.records_read,
+        is_last=batch.is_last,
+        aborted=batch.aborted,
+        counts=batch.counts,
+    )
 
 
 def _loss_mask(
@@ -316,7 +374,7 @@ def _check_vocabulary(
     )  # fmt: skip
 
 
-def rejected_starts(documents: Sequence[AnyDocument]) -> npt.NDArray[np.int64] | None:
+def _rejected_starts(documents: Sequence[AnyDocument]) -> npt.NDArray[np.int64] | None:
     """Return the first token of the rejected conversation of each document; ``None`` if they are no pairs."""
     starts = [document.rejected_token for document in documents if isinstance(document, Document) and is_pair(document)]
     assert len(starts) in {0, len(documents)}, "a source consists of pairs or of none"

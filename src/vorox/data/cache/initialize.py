@@ -28,6 +28,7 @@ from vorox.data.cache.recipe import (
 )
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, Unit
+from vorox.data.pipeline.first_pass import find_duplicates
 
 _SOURCE_CHANGED = "the source changed after the cache was built: restore it, or build into another data.cache.directory"
 
@@ -57,7 +58,7 @@ def prepare_directory(
         if manifest.planned_units < len(units) or manifest.planned_files < len(builder.files):
             entry = planned_entry(len(units), builder.recipe.digest, len(builder.files))
             manifest = manifest.append(directory, [entry])
-    builder.with_directory(directory).find_duplicates(units, on_compared=on_compared, stop=stop)
+    find_duplicates(builder.with_directory(directory), units, on_compared=on_compared, stop=stop)
     return manifest
 
 

@@ -1,8 +1,10 @@
 """Build units of a cache: read their text, then filter, tokenize and pack it into the bytes of chunks.
 
 A ``UnitBuilder`` holds all inputs of a cache's units; ``run`` takes units and yields ``BuiltUnit``s in the same order.
-Nothing is written here: the build scheduler commits the bytes. Invariant: the content of a unit is a function of the
-builder and the unit alone, independent of order, process and threads.
+Its stages are fetch, decode, filter, tokenize, augment, gather and pack: units become ``DocumentBatch``es, these become
+``TokenizedDocuments``; those of a unit are joined and packed. Nothing is written here: the build scheduler commits the
+bytes. Invariants: every stage is a pure function of its input, so any number of threads may run it; the content of a
+unit is a function of the builder and the unit alone, independent of order, process and threads.
 """
 
 from __future__ import annotations
@@ -13,22 +15,39 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
 
 from vorox.core.schema.data import PipelineConfig
-from vorox.data.cache.document_tokens import Encoder, unit_statistics
+from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode, finish_documents, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
-from vorox.data.cache.report import TransformCount
+from vorox.data.cache.report import Counts, TransformCount, add_counts
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
 from vorox.data.packing import chunk_contents
-from vorox.data.pipeline.duplicates import FirstPass, corpus_wide, duplicate_check, find_duplicates
-from vorox.data.pipeline.pipeline import Pipeline, PipelineStatistics, Stage, run_serial
-from vorox.data.pipeline.stages import OnDocuments, ReadUnit, TokenizedDocuments, UnitStages
+from vorox.data.pipeline.duplicates import duplicate_check
+from vorox.data.pipeline.pipeline import Flow, Pipeline, PipelineStatistics, Stage, run_serial
+from vorox.data.rows import TokenArray
+from vorox.data.text.unit_reader import (
+    TEXT_OVERHEAD_BYTES,
+    DocumentBatch,
+    DuplicateChecks,
+    FetchedUnit,
+    FetchingReader,
+    ReadUnit,
+    read_batches,
+)
 from vorox.data.transforms.apply import Applier
 from vorox.data.transforms.registry import Transform
+
+OnDocuments = Callable[[int, int, int], None]
+"""Called with the numbers of documents, UTF-8 bytes and tokens added, in unit order."""
 
 _UNITS_AHEAD = 2
 """One unit that is read while others are tokenised and packed, and one that the caller writes."""
@@ -101,31 +120,11 @@ class UnitBuilder:
         """Return the builder for the cache in a directory."""
         return replace(self, directory=directory)
 
-    def find_duplicates(
-        self,
-        units: Sequence[Unit],
-        *,
-        on_compared: Callable[[int], None] | None = None,
-        stop: Callable[[], bool] | None = None,
-        passes: dict[int, FirstPass] | None = None,
-    ) -> None:
-        """Run the first pass, or the rest of it, if a transform removes duplicates across the whole source.
-
-        Args:
-            units: All units of the cache, in order.
-            on_compared: Called after every unit with the bytes of text compared so far.
-            stop: Called before every unit.
-            passes: State of earlier calls with fewer units; pass the same dictionary again.
-
-        Raises:
-            DataError: A text cannot be read, or the earlier results belong to a different source.
-        """
-        if corpus_wide(self.transforms):
-            assert self.directory is not None, "call UnitBuilder.with_directory first"
-            stages = self.stages()
-            find_duplicates(
-                self.directory, stages, units, self.pipeline, on_compared=on_compared, stop=stop, passes=passes
-            )  # fmt: skip
+    @property
+    def cache_directory(self) -> Path:
+        """The directory of ``with_directory``."""
+        assert self.directory is not None, "call UnitBuilder.with_directory first"
+        return self.directory
 
     def run(
         self,
@@ -164,13 +163,13 @@ class UnitBuilder:
             results = self._run_staged(tracked(), on_documents, on_statistics, stop)
         else:
             taken = tracked() if stop is None else _take_until(tracked(), stop)
-            results = run_serial(taken, self.stages(on_documents).stages(self.pipeline))
+            results = run_serial(taken, self.stages(on_documents))
         with contextlib.closing(results):
             for built in results:
                 unit, before = in_progress.popleft()
                 while before != self._fallbacks():
                     before = self._fallbacks()
-                    built = next(run_serial([unit], self.stages().stages(self.pipeline)))
+                    built = next(run_serial([unit], self.stages()))
                 yield built
 
     def _fallbacks(self) -> int:
@@ -195,7 +194,7 @@ class UnitBuilder:
             if on_documents is not None:
                 on_documents(*added)
 
-        stages = self.stages(progress.add).stages(self.pipeline)
+        stages = self.stages(progress.add)
         # Units are leased when they are consumed: only enough to keep every thread busy, so other builders find some.
         most_in_flight = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
         pipeline = Pipeline(
@@ -206,33 +205,101 @@ class UnitBuilder:
         if on_statistics is not None:
             on_statistics(pipeline.statistics())
 
-    def stages(self, on_documents: OnDocuments | None = None) -> UnitStages:
-        """Return the stages from a unit to its chunks; ``on_documents`` is called in one of their threads."""
-        applier = Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
-        stages = UnitStages(
-            self.files,
-            self.read_unit,
-            self.tokenizer,
-            self.recipe,
-            applier,
-            partial(duplicate_check, self.directory, self.files),
-            self._pack,
-            images=self._image_store(),
-        )
-        return stages if on_documents is None else replace(stages, on_documents=on_documents)
+    def stages(self, on_documents: OnDocuments | None = None) -> tuple[Stage | Flow, ...]:
+        """Return the stages in order, omitting those that would do nothing.
 
-    def _image_store(self) -> ImageStore | None:
-        if self.recipe.images is None:
-            return None
-        assert self.directory is not None, "call UnitBuilder.with_directory first"
-        return ImageStore(self.directory, self.recipe.images)
+        Args:
+            on_documents: Called by ``gather`` for every batch, in its thread.
+        """
+        config = self.pipeline
+        stages = [*self.sources(), *self.filters(), Stage("tokenize", self.tokenize, config.tokenize_threads)]
+        if self._transforms_tokens:
+            stages.append(Stage("augment", self.augment, config.augment_threads))
+        gather = partial(self.gather, on_documents=on_documents)
+        return (*stages, Flow("gather", gather), Stage("pack", self.pack, config.pack_threads))
+
+    def sources(self) -> list[Stage | Flow]:
+        """Return the stages up to the records; fetching is a stage of its own if the source supports it."""
+        read, decode = self.read_unit, Flow("decode", self.decode)
+        if isinstance(read, FetchingReader) and read.fetches:
+            return [Stage("fetch", self.fetch, self.pipeline.fetch_threads, reserve_bytes=read.fetched_bytes), decode]
+        return [decode]
+
+    def filters(self) -> list[Stage | Flow]:
+        """Return the stage that applies transforms of text, if there are any."""
+        if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in self.transforms):
+            return [Flow("filter", partial(map, self.filter))]  # depends on the earlier texts of the unit
+        if any(transform.kind != "tokens" for transform in self.transforms):
+            return [Stage("filter", self.filter, self.pipeline.filter_threads)]
+        return []
+
+    @property
+    def _transforms_tokens(self) -> bool:
+        return any(transform.kind == "tokens" for transform in self.transforms)
+
+    @property
+    def _applier(self) -> Applier:
+        return Applier(self.transforms, self.transform_seed, self.files, self.tokenizer)
+
+    def fetch(self, unit: Unit) -> FetchedUnit:
+        """Fetch the bytes of a unit ahead of decoding."""
+        assert isinstance(self.read_unit, FetchingReader)
+        return FetchedUnit(unit, self.read_unit.fetch(unit))
+
+    def decode(self, units: Iterator[Unit | FetchedUnit]) -> Iterator[DocumentBatch]:
+        """Yield the records of units in batches."""
+        return read_batches(units, self.read_unit, self.files, self._duplicate_checks)
+
+    def _duplicate_checks(self, unit: Unit) -> DuplicateChecks:
+        removers = [transform for transform in self.transforms if transform.kind == "duplicates"]
+        return {remover.number: duplicate_check(self.directory, self.files, remover, unit) for remover in removers}
+
+    def filter(self, batch: DocumentBatch) -> DocumentBatch:
+        """Apply the text transforms."""
+        counts: Counts = {}
+        documents = self._applier.texts(batch.documents, batch.duplicates, counts)
+        size_bytes = sum(len(document.text or "") + TEXT_OVERHEAD_BYTES for document in documents)
+        return replace(batch, documents=documents, counts=counts, size_bytes=size_bytes)
+
+    def tokenize(self, batch: DocumentBatch) -> DocumentBatch | TokenizedDocuments:
+        """Encode the documents and convert them to stored form, unless token transforms follow."""
+        found, bad = batch.documents, ()
+        if self.recipe.images is not None:
+            found, bad = ImageStore(self.cache_directory, self.recipe.images).keep(batch.documents, self.files)
+        batch = replace(batch, bad_records=(*batch.bad_records, *bad)) if bad else batch
+        documents, tokens = encode(found, self.files, self.tokenizer, images=self.recipe.images)
+        if self._transforms_tokens:
+            batch = replace(batch, documents=documents)
+            return replace(batch, tokens=tokens, size_bytes=batch.size_bytes + sum(ids.nbytes for ids in tokens))
+        return finish_documents(batch, documents, tokens, self.files, self.recipe)
+
+    def augment(self, batch: DocumentBatch) -> TokenizedDocuments:
+        """Apply the token transforms."""
+        counts = dict(batch.counts)
+        documents, tokens = self._applier.tokens(batch.documents, batch.tokens, counts)
+        return finish_documents(replace(batch, counts=counts), documents, tokens, self.files, self.recipe)
+
+    def gather(
+        self, parts: Iterator[TokenizedDocuments], on_documents: OnDocuments | None = None
+    ) -> Iterator[TokenizedDocuments]:
+        """Join the batches of each unit, and report progress per batch."""
+        unit_parts: list[TokenizedDocuments] = []
+        for part in parts:
+            unit_parts.append(part)
+            if on_documents is not None and len(part.documents_D):
+                text_bytes = int(part.documents_D["text_bytes"].sum(dtype=np.int64))
+                on_documents(len(part.documents_D), text_bytes, len(part.tokens))
+            if part.is_last:
+                yield _join(unit_parts)
+                unit_parts = []
 
     def origins(self, unit: Unit, num_parts: int) -> list[ChunkOrigin]:
         """Return the origin recorded in the header of each chunk of a unit."""
         recipe, source_set = bytes.fromhex(self.recipe.digest), source_set_digest(unit, self.files)
         return [ChunkOrigin(unit.unit_id, part, num_parts, recipe, source_set) for part in range(num_parts)]
 
-    def _pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
+    def pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
+        """Pack a gathered unit into the bytes of its chunks."""
         unit, documents_D = gathered.unit, gathered.documents_D
         contents: list[ChunkContent] = []
         if not gathered.aborted:
@@ -257,6 +324,33 @@ def _take_until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Uni
     iterator = iter(units)
     while not stop() and (unit := next(iterator, None)) is not None:
         yield unit
+
+
+def _join(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
+    counts: Counts = {}
+    for part in parts:
+        add_counts(counts, part.counts)
+    return TokenizedDocuments(
+        unit=parts[0].unit,
+        tokens=cast("TokenArray", np.concatenate([part.tokens for part in parts])),
+        documents_D=np.concatenate([part.documents_D for part in parts]),
+        loss_mask=None
+        if all(part.loss_mask is None for part in parts)
+        else np.concatenate(
+            [np.ones(len(part.tokens), np.bool_) if part.loss_mask is None else part.loss_mask for part in parts]
+        ),
+        rejected_starts_D=_joined_starts([part.rejected_starts_D for part in parts]),
+        bad_records=tuple(chain.from_iterable(part.bad_records for part in parts)),
+        records_read=sum(part.records_read for part in parts),
+        is_last=True,
+        aborted=parts[-1].aborted,
+        counts=counts,
+    )
+
+
+def _joined_starts(parts: Sequence[npt.NDArray[np.int64] | None]) -> npt.NDArray[np.int64] | None:
+    found = [starts for starts in parts if starts is not None]
+    return np.concatenate(found) if found else None
 
 
 class _Progress:

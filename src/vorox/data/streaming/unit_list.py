@@ -21,7 +21,7 @@ from vorox.data.cache.manifest import Manifest, planned_entry
 from vorox.data.cache.recipe import UnitLog
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
-from vorox.data.pipeline.duplicates import FirstPass
+from vorox.data.pipeline.first_pass import FirstPass, find_duplicates
 
 LOCK_NAME = "CUTTING"
 """Lock file of the process that splits the source."""
@@ -114,7 +114,7 @@ class UnitList:
         Raises:
             DataError: The directory has a different recipe or source.
         """
-        self._builder.find_duplicates(self.units, passes=self._passes)
+        find_duplicates(self._builder, self.units, passes=self._passes)
         with contextlib.ExitStack() as stack:
             if self._is_recorded:
                 manifest = stack.enter_context(self._manifest.exclusive(self._directory))

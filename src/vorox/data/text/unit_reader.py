@@ -1,28 +1,62 @@
 """Reading the units of a source as documents and bad records, for one split or for both in one pass.
 
-A source and a split go in once, then units one by one; records come out. ``UnitReader`` can be pickled, so that worker
-processes and other machines read the same records. Invariants: records depend only on the configuration and the content
-of the files; prefetching changes when bytes are read, never which; each split gets the records that a reader of its own
-would yield, in the same order.
+A source and a split go in once, then units one by one; records come out, for a build in ``DocumentBatch``es.
+``UnitReader`` can be pickled, so that worker processes and other machines read the same records. Invariants: records
+depend only on the configuration and the content of the files; prefetching changes when bytes are read, never which;
+each split gets the records that a reader of its own would yield, in the same order; a batch has documents of one unit
+only, and the last batch of a unit is marked.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
+import numpy.typing as npt
+
+from vorox.core.errors import DataError
 from vorox.core.schema.data import ValidationConfig
+from vorox.data.cache.report import Counts
 from vorox.data.chat_template import rendered
-from vorox.data.documents import BadRecord, Record, Unit
+from vorox.data.documents import (
+    BAD_RECORDS_IN_A_ROW,
+    AnyDocument,
+    BadRecord,
+    Document,
+    Record,
+    SourceFile,
+    TokenDocument,
+    Unit,
+)
 from vorox.data.images import placed
-from vorox.data.storage import PrefetchedRanges, RetryPolicy, StoredFile, iterate_in_budget, open_range, retry_budget
+from vorox.data.storage import (
+    PrefetchedRanges,
+    RetryPolicy,
+    StoredFile,
+    iterate_in_budget,
+    open_range,
+    read_prefetched,
+    retry_budget,
+)
 from vorox.data.text.file_content import SequentialReads
 from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import has_many_records, has_row_groups, read_records
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source
+from vorox.data.transforms.apply import IsDuplicate
 
+ReadUnit = Callable[[Unit], Iterable[Record]]
+"""Returns the records of a unit, in order. ``UnitReader`` can be pickled and fetches ahead of decoding."""
+
+DuplicateChecks = Mapping[int, IsDuplicate]
+"""The checks by which transforms find the duplicates of a unit, by the number of the transform."""
+
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 4096
+TEXT_OVERHEAD_BYTES = 64
+"""Approximate size of a document in memory, beyond its text."""
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
 
 
@@ -153,3 +187,132 @@ class SplitPairReader:
         """Return and forget the kept records of a unit; ``None`` if the unit was not read to its end."""
         self._wanted.discard(unit_id)
         return self._kept.pop(unit_id, None)
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """A batch of documents of one unit, before they are stored.
+
+    Attributes:
+        unit: The unit.
+        documents: The documents.
+        size_bytes: Approximate size in memory.
+        bad_records: Unreadable records in this part of the unit.
+        records_read: Records of the batch, including bad and removed ones.
+        is_last: Whether this is the unit's last batch.
+        aborted: Reading stopped after too many consecutive bad records.
+        tokens: Token ids of the documents, if transforms of tokens follow.
+        counts: Counts of each transform.
+        duplicates: Duplicate checks of the unit.
+    """
+
+    unit: Unit
+    documents: Sequence[AnyDocument]
+    size_bytes: int
+    bad_records: tuple[BadRecord, ...] = ()
+    records_read: int = 0
+    is_last: bool = False
+    aborted: bool = False
+    tokens: Sequence[npt.NDArray[Any]] = ()
+    counts: Counts = field(default_factory=dict[str, Any])
+    duplicates: DuplicateChecks = field(default_factory=dict[int, Any], repr=False)
+
+    @property
+    def place(self) -> str:
+        if not self.documents:
+            return self.unit.place
+        first, last = self.documents[0], self.documents[-1]
+        return (
+            f"{self.unit.place}, record {first.ordinal + 1} of file {first.file_index} "
+            f"to record {last.ordinal + 1} of file {last.file_index}"
+        )
+
+
+@runtime_checkable
+class FetchingReader(Protocol):
+    """A ``ReadUnit`` that can fetch bytes ahead of decoding."""
+
+    def __call__(self, unit: Unit, /) -> Iterable[Record]: ...
+    @property
+    def fetches(self) -> bool: ...
+    def fetched_bytes(self, unit: Unit, /) -> int: ...
+    def fetch(self, unit: Unit, /) -> PrefetchedRanges: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedUnit:
+    """A unit and its fetched bytes."""
+
+    unit: Unit
+    ranges: PrefetchedRanges
+
+    @property
+    def size_bytes(self) -> int:
+        return self.ranges.size_bytes
+
+    @property
+    def place(self) -> str:
+        return self.unit.place
+
+
+def read_batches(
+    units: Iterator[Unit | FetchedUnit],
+    read_unit: ReadUnit,
+    files: Sequence[SourceFile],
+    duplicate_checks: Callable[[Unit], DuplicateChecks],
+) -> Iterator[DocumentBatch]:
+    """Yield the records of units in batches; a compressed file is decoded once for consecutive units.
+
+    Args:
+        units: The units, with their bytes if those were fetched ahead.
+        read_unit: Yields the records of a unit.
+        files: The source files.
+        duplicate_checks: Returns the duplicate checks of a unit, which its batches carry.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    with contextlib.closing(SequentialReads()) as reads:
+        for item in units:
+            unit = item.unit if isinstance(item, FetchedUnit) else item
+            try:
+                records = reads.iterate(iter(read_unit(unit)))
+                if isinstance(item, FetchedUnit):
+                    records = read_prefetched(records, item.ranges)
+                yield from _batches(unit, records, duplicate_checks(unit))
+            except OSError as error:
+                raise DataError(
+                    f"Cannot read unit {unit.unit_id} of the source: {error.strerror or error}",
+                    where=str(error.filename or files[unit.spans[0].file_index].uri),
+                    hint="check that the file exists and is readable, then run the same command again",
+                ) from error
+
+
+def _batches(unit: Unit, records: Iterator[Record], duplicates: DuplicateChecks) -> Iterator[DocumentBatch]:
+    documents: list[AnyDocument] = []
+    bad_records: list[BadRecord] = []
+    size_bytes = consecutive_bad = 0
+
+    def batch(*, is_last: bool, aborted: bool = False) -> DocumentBatch:
+        records_read = len(documents) + len(bad_records)
+        return DocumentBatch(
+            unit, documents, size_bytes, tuple(bad_records), records_read, is_last, aborted, duplicates=duplicates
+        )  # fmt: skip
+
+    for record in records:
+        if isinstance(record, BadRecord):
+            bad_records.append(record)
+            consecutive_bad += not record.is_rest_of_file
+            if consecutive_bad == BAD_RECORDS_IN_A_ROW:
+                break
+            continue
+        consecutive_bad = 0
+        if size_bytes >= _BATCH_BYTES or len(documents) >= _BATCH_DOCUMENTS:
+            yield batch(is_last=False)
+            documents, bad_records, size_bytes = [], [], 0
+        documents.append(record)
+        text_bytes = record.tokens.nbytes if isinstance(record, TokenDocument) else len(record.text)
+        if isinstance(record, Document) and record.images:
+            text_bytes += sum(len(image.content) for image in record.images)
+        size_bytes += text_bytes + TEXT_OVERHEAD_BYTES
+    yield batch(is_last=True, aborted=consecutive_bad == BAD_RECORDS_IN_A_ROW)
