@@ -16,16 +16,16 @@ from vorox.core.errors import DataError
 from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
 from vorox.data.cache.initialize import has_planned, prepare_directory
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.paired_scheduler import HeldRecords, PairedScheduler
 from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
 from vorox.data.cache.quarantine import first_quarantined, report_quarantine
 from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
-from vorox.data.cache.report import BuildReport, build_report, transform_counts
-from vorox.data.cache.scheduler import BuildScheduler, OnProgress
+from vorox.data.cache.report import BuildReport, OnProgress, build_report, transform_counts
+from vorox.data.cache.scheduler import BuildScheduler, PairedScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth, damaged_units
 from vorox.data.cache.workers import run_processes
 from vorox.data.documents import Unit
+from vorox.data.text.unit_reader import SplitPairReader
 
 Executor = Literal["process", "ray"]
 _BACKGROUND_DRAIN_SECONDS = 2.0
@@ -109,7 +109,7 @@ def build(
 
 
 def build_pair(
-    first: BuildTarget, second: BuildTarget, held: HeldRecords, options: BuildOptions = _DEFAULTS
+    first: BuildTarget, second: BuildTarget, held: SplitPairReader, options: BuildOptions = _DEFAULTS
 ) -> tuple[BuildReport, BuildReport]:
     """Build the missing units of both splits of a source, reading the text once. For one worker.
 
@@ -149,9 +149,9 @@ class _Build:
             with self.scheduler.translate_os_errors():
                 manifest = prepare_directory(
                     directory, builder, units, stop=options.stop,
-                    on_compared=lambda size: self.scheduler.report_progress(compared_bytes=size),
+                    on_compared=lambda size: self.scheduler.tracker.update(compared_bytes=size),
                 )  # fmt: skip
-                self.scheduler.report_progress(compared_bytes=0)
+                self.scheduler.tracker.update(compared_bytes=0)
             damaged: set[int] = set()
             if options.verify is not None:
                 damaged = set(damaged_units(directory, manifest, options.verify, target.on_verified))
@@ -159,7 +159,7 @@ class _Build:
             self.num_missing = len(manifest.missing_units(0, last_unit)) + len(damaged)
         self._manifest = manifest or Manifest.empty()
 
-    def run(self, companion: BuildScheduler | None = None, held: HeldRecords | None = None) -> None:
+    def run(self, companion: BuildScheduler | None = None, held: SplitPairReader | None = None) -> None:
         """Build the missing units, and alongside them those of a companion."""
         target, scheduler = self._target, self.scheduler
         if not self.num_missing:
@@ -191,9 +191,9 @@ class _Build:
             builder.recipe.row_tokens,
             units_built=scheduler.units_built,
             units_adopted=scheduler.units_adopted,
-            built_text_bytes=scheduler.progress.text_bytes,
+            built_text_bytes=scheduler.tracker.progress.text_bytes,
             seconds=seconds,
-            stages=scheduler.progress.stages,
+            stages=scheduler.tracker.progress.stages,
             transforms=transform_counts(self._target.directory) if builder.transforms else {},
         )
         if report.units_built or report.units_adopted:

@@ -9,12 +9,14 @@ the unit finds it committed and drops its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from vorox.core.atomic import discard_staged, make_directory, rename, stage_file, sync_directory
+from vorox.core.atomic import discard_staged, is_disk_full, make_directory, rename, stage_file, sync_directory
+from vorox.core.disk_errors import disk_error, room_text
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.document_tokens import unit_statistics
@@ -135,3 +137,20 @@ def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[lis
     documents_D = np.unique(np.concatenate([chunk.documents() for chunk in chunks]))
     statistics = unit_statistics(unit.unit_id, documents_D, count_quarantined(directory, unit.unit_id))
     return records, statistics
+
+
+def cache_write_error(error: OSError, directory: Path, *, saved: str, needed_bytes: int) -> DataError:
+    """Return the error for a failed write to a cache."""
+    where = str(error.filename or directory)
+    if not is_disk_full(error):
+        known = disk_error(error, where)
+        return DataError(
+            f"Cannot write to the cache: {os.strerror(error.errno) if error.errno else error}", where=where,
+            saved=saved,
+            hint=known.hint if known else "grant write permission, or set data.cache.directory to a writable path",
+        )  # fmt: skip
+    return DataError(
+        f"No space left for the rest of the cache: {room_text(needed_bytes, directory, error)}",
+        where=where, saved=saved,
+        hint="free some space, or set data.cache.directory to another disk, and run the same command again",
+    )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,10 @@ import numpy.typing as npt
 
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
+from vorox.data.documents import Unit
 from vorox.data.pipeline.pipeline import PipelineStatistics
+
+_DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
 
 PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 """Callback for progress: (phase, done, total, rates), in bytes of text. Phases: ``list NAME``, ``tokenizer``,
@@ -123,6 +127,9 @@ class BuildProgress(_SizeRatios):
     stages: PipelineStatistics | None = None
 
 
+OnProgress = Callable[[BuildProgress], None]
+
+
 @dataclass(frozen=True, slots=True)
 class BuildReport(_SizeRatios):
     """The content of a cache, and this build's share of it.
@@ -178,17 +185,108 @@ def _total(records: npt.NDArray[np.void], name: str) -> int:
     return int(records[name].sum(dtype=np.int64))
 
 
-def committed_progress(manifest: Manifest, source_bytes_U: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Return the fields of ``BuildProgress`` that follow from the manifest; ``source_bytes_U`` has each unit's size."""
-    units = manifest.units["unit"].astype(np.int64)
-    return {
-        "units_done": int(np.count_nonzero(units < len(source_bytes_U))),
-        "source_bytes_done": int(source_bytes_U[units[units < len(source_bytes_U)]].sum()),
-        "chunks": len(manifest.chunks),
-        "rows": manifest.num_rows,
-        "padding_tokens": _total(manifest.chunks, "padding_tokens"),
-        "compressed_bytes": _total(manifest.chunks, "size_bytes"),
-    }
+class ProgressTracker:
+    """The progress of one scheduler, reported whenever it changes, and the bytes that it still has to write.
+
+    Args:
+        units: The planned units; an append-only list is allowed.
+        row_tokens: Tokens of a row.
+        on_progress: Called with every new state.
+
+    Attributes:
+        progress: The latest state.
+    """
+
+    def __init__(self, units: Sequence[Unit], row_tokens: int, on_progress: OnProgress | None) -> None:
+        self._units, self._on_progress = units, on_progress
+        self._sizes_U = _source_bytes(units)
+        self._generation = -1
+        self._writing: tuple[int, int] | None = None
+        self._pending_bytes = 0
+        self.progress = BuildProgress(
+            0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=row_tokens
+        )  # fmt: skip
+
+    def update(self, **changes: int | str) -> None:
+        """Change fields of the progress and report it."""
+        self.progress = replace(self.progress, **changes)
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+
+    def set_stages(self, statistics: PipelineStatistics) -> None:
+        """Set the counters of the pipeline, which the next report includes."""
+        self.progress = replace(self.progress, stages=statistics)
+
+    def add_documents(self, documents: int, text_bytes: int, tokens: int) -> None:
+        """Count documents that were tokenised."""
+        before = self.progress
+        self.update(
+            documents=before.documents + documents,
+            text_bytes=before.text_bytes + text_bytes,
+            tokens=before.tokens + tokens,
+        )
+
+    def observe(self, manifest: Manifest) -> None:
+        """Report what is committed, if that has changed."""
+        if manifest.generation == self._generation:
+            return
+        self._generation = manifest.generation
+        sizes_U = self._unit_bytes()
+        units = manifest.units["unit"].astype(np.int64)
+        self.update(
+            waiting_for="",
+            units_done=int(np.count_nonzero(units < len(sizes_U))),
+            source_bytes_done=int(sizes_U[units[units < len(sizes_U)]].sum()),
+            chunks=len(manifest.chunks),
+            rows=manifest.num_rows,
+            padding_tokens=_total(manifest.chunks, "padding_tokens"),
+            compressed_bytes=_total(manifest.chunks, "size_bytes"),
+        )
+
+    def _unit_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the source bytes of every unit known so far."""
+        if len(self._sizes_U) < len(self._units):
+            self._sizes_U = np.append(self._sizes_U, _source_bytes(self._units[len(self._sizes_U) :]))
+            self.progress = replace(self.progress, units=len(self._units), source_bytes=int(self._sizes_U.sum()))
+        return self._sizes_U
+
+    @contextlib.contextmanager
+    def silenced(self) -> Generator[None]:
+        """Suppress reports: the cache is built alongside another one."""
+        on_progress, self._on_progress = self._on_progress, None
+        try:
+            yield
+        finally:
+            self._on_progress = on_progress
+
+    def start_writing(self, unit: int, size_bytes: int) -> None:
+        """Record that a unit of this size is being written."""
+        self._writing, self._pending_bytes = (unit, size_bytes), size_bytes
+
+    def count_written(self, size_bytes: int) -> None:
+        """Record that a part of the unit is durable."""
+        self._pending_bytes -= size_bytes
+
+    def end_writing(self) -> None:
+        """Record that the unit is committed."""
+        self._writing, self._pending_bytes = None, 0
+
+    def needed_bytes(self, manifest: Manifest) -> int:
+        """Return the bytes still to be written; units not read yet are estimated from the ratio of the others."""
+        known = [int(unit) for unit in manifest.units["unit"] if unit < len(self._units)]
+        known_bytes = _total(manifest.chunks, "size_bytes")
+        if self._writing is not None:
+            known.append(self._writing[0])
+            known_bytes += self._writing[1]
+        sizes_U = self._unit_bytes()
+        known_text_bytes = int(sizes_U[np.unique(np.array(known, np.int64))].sum())
+        rate = known_bytes / known_text_bytes if known_text_bytes else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
+        return self._pending_bytes + round(rate * (int(sizes_U.sum()) - known_text_bytes))
+
+
+def _source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
+    """Return the bytes of source text of each unit."""
+    return np.array([unit.size_bytes for unit in units], np.int64)
 
 
 def bytes_reporter(report: PrepareProgress, name: str) -> Callable[[BuildProgress], None]:

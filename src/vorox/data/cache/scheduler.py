@@ -5,45 +5,39 @@ Builders of one cache, in one process or on many machines, coordinate through th
 them from building the same unit, and ``commit`` decides which result counts. A build command, a worker process, a Ray
 task, a growing cache, a stream and a repair differ only in queue, residency and thread. Invariant: the dataset digest
 does not depend on the order of the units, on interruptions, on the number of builders or on the codec.
+
+A ``PairedScheduler`` builds the caches of both splits of a source in one pass over its text.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from vorox.core.atomic import is_disk_full
-from vorox.core.disk_errors import disk_error, room_text
-from vorox.core.errors import DataError, VoroxError
+from vorox.core.errors import VoroxError
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.build_queue import BuildQueue, Permanent, Residency, never
-from vorox.data.cache.commit import adopt_unit, commit_unit
+from vorox.data.cache.commit import adopt_unit, cache_write_error, commit_unit
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
-from vorox.data.cache.report import BuildProgress, committed_progress
+from vorox.data.cache.report import OnProgress, ProgressTracker
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit
-from vorox.data.pipeline.pipeline import PipelineStatistics
+from vorox.data.text.unit_reader import SplitPairReader
 
 SNAPSHOT_FROM_BYTES = 1 << 15
 """A shorter log, of about ninety chunks, opens as fast without a snapshot."""
 
-_DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
 _SHORTEST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 """How long to hold back before leasing more units than the threads need, so that other builders find some."""
 
 _SERIAL = PipelineConfig(staged=False)
-
-OnProgress = Callable[[BuildProgress], None]
 
 
 class BuildScheduler:
@@ -60,7 +54,7 @@ class BuildScheduler:
 
     Attributes:
         manifest: The latest known state of the cache.
-        progress: Progress of the build and this scheduler's share of it.
+        tracker: Progress of the build and this scheduler's share of it.
         units_built: Units built by this scheduler.
         units_adopted: Units found complete on disk, written by a builder that died.
     """
@@ -80,19 +74,13 @@ class BuildScheduler:
         self.queue = queue or BuildQueue()
         self.residency = residency or Permanent(directory)
         self.units_built = self.units_adopted = 0
-        self._on_progress, self._stop = on_progress, stop
+        self._stop = stop
         stages = builder.pipeline
         self._units_ahead = 1 + stages.fetch_threads + stages.tokenize_threads + stages.pack_threads
         self._rebuilding: set[int] = set()
         self._in_flight: list[int] = []
-        self._writing: int | None = None
-        self._writing_bytes = self._pending_bytes = 0
-        self._reported_generation = -1
         self.manifest = Manifest.empty()
-        self._sizes_U = _source_bytes(units)
-        self.progress = BuildProgress(
-            0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=builder.recipe.row_tokens
-        )
+        self.tracker = ProgressTracker(units, builder.recipe.row_tokens, on_progress)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -111,7 +99,7 @@ class BuildScheduler:
                     if self._process(batch, leases) > 0:
                         wait_seconds = _SHORTEST_WAIT_SECONDS
                     elif not self._stop() and (batch := self._next_batch()):
-                        self.report_progress(waiting_for=f"{leases.holder(batch[0]) or 'another builder'}")
+                        self.tracker.update(waiting_for=f"{leases.holder(batch[0]) or 'another builder'}")
                         self.queue.wait(wait_seconds)
                         wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
             if self.manifest.position.end_bytes >= SNAPSHOT_FROM_BYTES and self.units_built + self.units_adopted:
@@ -156,7 +144,7 @@ class BuildScheduler:
 
     def poll(self, **counts: int) -> None:
         """Read what other builders have committed, and report progress with the given counts."""
-        self.report_progress(**counts)
+        self.tracker.update(**counts)
         self.observe(self.manifest.refreshed(self.directory))
 
     def _next_batch(self) -> list[int] | None:
@@ -223,7 +211,8 @@ class BuildScheduler:
     def _build(self, batch: Sequence[int], leases: Leases) -> int:
         built = 0
         units = self.builder.run(
-            self._lease_units(batch, leases), on_documents=self._add_documents, on_statistics=self._update_stages,
+            self._lease_units(batch, leases),
+            on_documents=self.tracker.add_documents, on_statistics=self.tracker.set_stages,
             stop=lambda: self._stop() or self.queue.preempts(batch),
         )  # fmt: skip
         with contextlib.closing(units):  # ends its read-ahead
@@ -243,7 +232,7 @@ class BuildScheduler:
             return records
 
         builder = replace(self.builder, read_unit=read_unit, pipeline=_SERIAL)
-        for built in builder.run([unit], on_documents=self._add_documents):
+        for built in builder.run([unit], on_documents=self.tracker.add_documents):
             self._commit(built)
 
     def _commit(self, built: BuiltUnit) -> bool:
@@ -252,13 +241,12 @@ class BuildScheduler:
         with self.residency.room(unit, built.size_bytes) as there_is_room:
             if not there_is_room:
                 return False
-            self._writing, self._writing_bytes = unit, built.size_bytes
-            self._pending_bytes = built.size_bytes
+            self.tracker.start_writing(unit, built.size_bytes)
             manifest, counts = commit_unit(
                 self.manifest, self.directory, built, self.builder,
-                replace=unit in self._rebuilding, on_written=self._count_written,
+                replace=unit in self._rebuilding, on_written=self.tracker.count_written,
             )  # fmt: skip
-            self._writing, self._writing_bytes, self._pending_bytes = None, 0, 0
+            self.tracker.end_writing()
             self._rebuilding.discard(unit)
             self.residency.mark_written(unit)
         self.queue.mark_done(unit)
@@ -268,49 +256,10 @@ class BuildScheduler:
             manifest.write_snapshot(self.directory)
         return True
 
-    def _count_written(self, size_bytes: int) -> None:
-        self._pending_bytes -= size_bytes
-
     def observe(self, manifest: Manifest) -> None:
         """Adopt a newer state of the cache and report progress if it changed."""
-        changed = manifest.generation != self._reported_generation
         self.manifest = manifest
-        if changed:
-            self._reported_generation = manifest.generation
-            self.report_progress(waiting_for="", **committed_progress(manifest, self._unit_bytes()))
-
-    def _unit_bytes(self) -> npt.NDArray[np.int64]:
-        """Return the source bytes of every unit known so far."""
-        if len(self._sizes_U) < len(self.units):
-            self._sizes_U = np.append(self._sizes_U, _source_bytes(self.units[len(self._sizes_U) :]))
-            self.progress = replace(self.progress, units=len(self.units), source_bytes=int(self._sizes_U.sum()))
-        return self._sizes_U
-
-    def _update_stages(self, statistics: PipelineStatistics) -> None:
-        self.progress = replace(self.progress, stages=statistics)
-
-    def _add_documents(self, documents: int, text_bytes: int, tokens: int) -> None:
-        progress = self.progress
-        self.report_progress(
-            documents=progress.documents + documents,
-            text_bytes=progress.text_bytes + text_bytes,
-            tokens=progress.tokens + tokens,
-        )
-
-    def report_progress(self, **changes: int | str) -> None:
-        """Update the progress and report it."""
-        self.progress = replace(self.progress, **changes)
-        if self._on_progress is not None:
-            self._on_progress(self.progress)
-
-    @contextlib.contextmanager
-    def without_progress(self) -> Generator[None]:
-        """Suppress progress reports: the cache is built alongside another one."""
-        on_progress, self._on_progress = self._on_progress, None
-        try:
-            yield
-        finally:
-            self._on_progress = on_progress
+        self.tracker.observe(manifest)
 
     @contextlib.contextmanager
     def translate_os_errors(self) -> Generator[None]:
@@ -321,38 +270,116 @@ class BuildScheduler:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> VoroxError:
-        done = f"{self.progress.units_done} of {len(self.units)} units; the next build continues from there"
-        return cache_write_error(error, self.directory, saved=done, needed_bytes=self._needed_bytes())
-
-    def _needed_bytes(self) -> int:
-        """Return the bytes still to be written; units not read yet are estimated from the ratio of the others."""
-        known = [int(unit) for unit in self.manifest.units["unit"] if unit < len(self.units)]
-        if self._writing is not None:
-            known.append(self._writing)
-        sizes = self._unit_bytes()
-        known_text_bytes = int(sizes[np.unique(np.array(known, np.int64))].sum())
-        known_bytes = int(self.manifest.chunks["size_bytes"].sum(dtype=np.int64)) + self._writing_bytes
-        rate = known_bytes / known_text_bytes if known_text_bytes else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
-        return self._pending_bytes + round(rate * (int(sizes.sum()) - known_text_bytes))
+        done = f"{self.tracker.progress.units_done} of {len(self.units)} units; the next build continues from there"
+        return cache_write_error(
+            error, self.directory, saved=done, needed_bytes=self.tracker.needed_bytes(self.manifest)
+        )
 
 
-def _source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
-    """Return the bytes of source text of each unit."""
-    return np.array([unit.size_bytes for unit in units], np.int64)
+class PairedScheduler(BuildScheduler):
+    """A scheduler that also builds units of the other split's cache from the text that it reads.
 
+    Both caches consist of the same pieces of text, grouped into units of different sizes. The reader of the first split
+    holds the records of the other one; once the units that cover a unit of the second cache are committed, its
+    scheduler, the companion, builds that unit from the held records. Units that exist or that another builder holds are
+    skipped. Invariant: the second cache is identical to one built alone; a later build completes what it still lacks.
 
-def cache_write_error(error: OSError, directory: Path, *, saved: str, needed_bytes: int) -> DataError:
-    """Return the error for a failed write to a cache."""
-    where = str(error.filename or directory)
-    if not is_disk_full(error):
-        known = disk_error(error, where)
-        return DataError(
-            f"Cannot write to the cache: {os.strerror(error.errno) if error.errno else error}", where=where,
-            saved=saved,
-            hint=known.hint if known else "grant write permission, or set data.cache.directory to a writable path",
-        )  # fmt: skip
-    return DataError(
-        f"No space left for the rest of the cache: {room_text(needed_bytes, directory, error)}",
-        where=where, saved=saved,
-        hint="free some space, or set data.cache.directory to another disk, and run the same command again",
-    )  # fmt: skip
+    Args:
+        companion: The scheduler of the second cache, which is planned and has units of the same pieces.
+        held: The reader that holds the companion's records: ``builder.read_unit``.
+
+    Other arguments: see ``BuildScheduler``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        builder: UnitBuilder,
+        units: Sequence[Unit],
+        queue: BuildQueue | None = None,
+        *,
+        companion: BuildScheduler,
+        held: SplitPairReader,
+        residency: Residency | None = None,
+        on_progress: OnProgress | None = None,
+        stop: Callable[[], bool] = never,
+    ) -> None:
+        super().__init__(directory, builder, units, queue, residency=residency, on_progress=on_progress, stop=stop)
+        self.companion, self.held = companion, held
+        owner = {(span.file_index, span.start_byte): unit.unit_id for unit in companion.units for span in unit.spans}
+        self._targets = [{owner[span.file_index, span.start_byte] for span in unit.spans} for unit in units]
+        self._owner = owner
+        self._parts: dict[int, dict[int, list[Record]]] = {}
+        self._covering: defaultdict[int, set[int]] = defaultdict(set)
+        for unit, targets in enumerate(self._targets):
+            for target in targets:
+                self._covering[target].add(unit)
+        self._leases: Leases | None = None
+        self._adopting = False
+
+    def run(self) -> None:
+        companion = self.companion
+        with contextlib.ExitStack() as stack:
+            self._leases = stack.enter_context(Leases(companion.directory))
+            stack.enter_context(companion.tracker.silenced())
+            companion.observe(Manifest.open(companion.directory))
+            missing = set(Manifest.open(self.directory).missing_units().tolist())
+            for target, covering in self._covering.items():
+                if covering <= missing and companion._claim(target, self._leases):
+                    self._parts[target] = {}
+            super().run()
+        self._leases = None
+
+    def _adopt(self, batch: Sequence[int], leases: Leases) -> int:
+        self._adopting = True  # adopting reads no records
+        try:
+            return super()._adopt(batch, leases)
+        finally:
+            self._adopting = False
+
+    def _claim(self, unit: int, leases: Leases) -> bool:
+        claimed = super()._claim(unit, leases)
+        for target in self._targets[unit] & self._parts.keys():
+            if claimed and not self._adopting:
+                self.held.hold(unit)
+            else:
+                self._skip(target)
+        return claimed
+
+    def _commit(self, built: BuiltUnit) -> bool:
+        if not super()._commit(built):
+            return False
+        unit = built.unit_id
+        records, targets = self.held.take(unit), self._targets[unit] & self._parts.keys()
+        for target in targets:
+            if records is None:
+                self._skip(target)
+                continue
+            self._parts[target][unit] = [record for record in records if self._find_target(unit, record) == target]
+            if self._parts[target].keys() == self._covering[target]:
+                self._build_companion(target)
+        return True
+
+    def _find_target(self, unit: int, record: Record) -> int:
+        """Return the companion's unit that a record belongs to."""
+        if len(self._targets[unit]) == 1:
+            return next(iter(self._targets[unit]))
+        starts = (
+            span.start_byte
+            for span in self.units[unit].spans
+            if span.file_index == record.file_index and span.start_byte <= record.byte_offset
+        )
+        return self._owner[record.file_index, max(starts)]
+
+    def _build_companion(self, target: int) -> None:
+        assert self._leases is not None
+        parts = self._parts.pop(target)
+        records = [record for unit in sorted(parts) for record in parts[unit]]
+        self.companion.build_from(self.companion.units[target], records)
+        self._leases.release(target)
+
+    def _skip(self, target: int) -> None:
+        """Leave a unit to a later build."""
+        assert self._leases is not None
+        if self._parts.pop(target, None) is not None:
+            self._leases.release(target)

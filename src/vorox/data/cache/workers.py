@@ -26,8 +26,8 @@ from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
 from vorox.data.cache.recipe import read_units
-from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.scheduler import BuildScheduler, OnProgress
+from vorox.data.cache.report import BuildProgress, OnProgress
+from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth
 
@@ -82,7 +82,7 @@ class WorkerCounts:
 
     @classmethod
     def from_scheduler(cls, scheduler: BuildScheduler) -> WorkerCounts:
-        progress = scheduler.progress
+        progress = scheduler.tracker.progress
         return cls(
             progress.documents, progress.text_bytes, progress.tokens, scheduler.units_built, scheduler.units_adopted
         )

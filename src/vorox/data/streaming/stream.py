@@ -106,7 +106,7 @@ class Stream:
     @property
     def stages(self) -> PipelineStatistics | None:
         """Statistics of the build pipeline, once it has run."""
-        return self._scheduler.progress.stages
+        return self._scheduler.tracker.progress.stages
 
     # Called by readers.
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from vorox.data.cache.build_queue import BuildQueue
+from vorox.data.cache.commit import cache_write_error
 from vorox.data.cache.disk_budget import DiskBudget, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.scheduler import cache_write_error
 from vorox.data.streaming.prefetch_scheduler import PrefetchScheduler, SegmentRule
 from vorox.data.streaming.read_windows import PeerReads, ReadWindow, UnitRange
 from vorox.data.streaming.unit_list import UnitList

@@ -1,4 +1,4 @@
-"""A parsed ``tokenizer.json``: the kind of its vocabulary, the bytes of its tokens, the texts that it cannot encode.
+"""What a parsed ``tokenizer.json`` says: the kind of its vocabulary and the bytes of its tokens.
 
 The text of the file goes in; its values and the library's tokenizer come out, and the other functions answer questions
 about the values. Invariant: truncation, padding and dropout, which would change ids, are off.
