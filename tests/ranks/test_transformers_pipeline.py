@@ -26,8 +26,15 @@ ALL = "+".join(f"transformers {name}" for name in ("qwen3", *sorted(PIPELINE_MOD
     [
         ([f"1,1,1,2:{ALL}"], 2),
         (["2,1,1,2:transformers qwen3", "1,2,1,2:transformers qwen3+transformers gemma3_text"], 4),
+        (["1,1,2,2:transformers qwen3+transformers gemma3_text+transformers llama"], 4),
+        (["2,1,2,2:transformers qwen3", "1,2,2,2:transformers qwen3+transformers llama"], 8),
     ],
-    ids=["alone", "with replicas, and with FSDP2"],
+    ids=[
+        "alone",
+        "with replicas, and with FSDP2",
+        "with tensor parallelism",
+        "tensor parallelism with replicas, and with FSDP2",
+    ],
 )
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""

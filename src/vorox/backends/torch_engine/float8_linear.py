@@ -21,9 +21,9 @@ from torch.func import functional_call
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels
-from vorox.backends.torch_engine.quantization import quiet_torchao
 from vorox.core.config.precision_checks import KEY
 from vorox.core.errors import ConfigError
+from vorox.core.library_logs import silence_torchao
 from vorox.core.schema import PrecisionConfig
 
 _SIZE_MULTIPLE = 16
@@ -73,8 +73,9 @@ def convert_modules(model: Any, compute: Compute, precision: PrecisionConfig) ->
 
 def float8_product(compute: Compute, precision: PrecisionConfig) -> Product:
     """Return ``x @ weight.T`` in 8-bit floats, with gradients, rounded as torchao's recipe of that name."""
-    with quiet_torchao():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    silence_torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     assert precision.float8 is not None
     recipe = replace(Float8LinearConfig.from_recipe_name(precision.float8), emulate=precision.float8_emulate)
     template = nn.Linear(_SIZE_MULTIPLE, _SIZE_MULTIPLE, bias=False, device="meta")  # calls bring their weights

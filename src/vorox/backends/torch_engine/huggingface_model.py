@@ -22,6 +22,7 @@ from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.installation import install_command
+from vorox.core.library_logs import silence_torchao
 from vorox.models.huggingface_spec import IMAGE_MODELS, VOLATILE_KEYS, HuggingFaceSpec, auto_class
 from vorox.models.weights_file import open_directory
 
@@ -231,6 +232,7 @@ def _transformers() -> Any:
             "model.kind=huggingface needs transformers, which is not installed", where="model.kind",
             hint=install_command("hf"),
         ) from error  # fmt: skip
+    silence_torchao()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     module.logging.disable_progress_bar()
     return module

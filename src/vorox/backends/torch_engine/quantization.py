@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,34 +30,10 @@ from vorox.core.batch import Batch
 from vorox.core.engine import EvalValues
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
+from vorox.core.library_logs import silence_torchao
 from vorox.core.schema import LossConfig
 
 _KEY = "--quantize"
-_HARMLESS = {
-    "torchao": "Failed to load ",
-    "torch.utils._pytree": "<enum ",
-    "torchao.kernel.intmm": "Warning: Detected no triton",
-}
-"""Loggers and starts of the messages by which importing torchao reports kernels for other devices."""
-
-
-@contextlib.contextmanager
-def quiet_torchao() -> Generator[None]:
-    """Silence what torchao logs when it is first imported, which transformers does for it; all else is logged."""
-    removes: list[Callable[[], None]] = []
-    for name, start in _HARMLESS.items():
-        logger = logging.getLogger(name)
-
-        def is_wanted(record: logging.LogRecord, start: str = start) -> bool:
-            return not record.getMessage().startswith(start)
-
-        logger.addFilter(is_wanted)
-        removes.append(lambda logger=logger, wanted=is_wanted: logger.removeFilter(wanted))
-    try:
-        yield
-    finally:
-        for remove in removes:
-            remove()
 
 
 def check_quantization(scheme: str, device: str) -> None:
@@ -97,32 +72,32 @@ def quantize(source: Path, target: Path, scheme: str) -> None:
     Raises:
         ConfigError: The model has no linear layer to quantise.
     """
-    with quiet_torchao():
-        import transformers
-        from torchao import quantization
-        from transformers.quantizers.auto import AutoHfQuantizer
+    silence_torchao()
+    import transformers
+    from torchao import quantization
+    from transformers.quantizers.auto import AutoHfQuantizer
 
-        settings: Mapping[str, Callable[[], Any]] = {
-            "int8-weight-only": quantization.Int8WeightOnlyConfig,
-            "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
-            "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=GROUP_INPUTS),
-        }
-        torchao_config = transformers.TorchAoConfig(settings[scheme]())
-        with _quiet_transformers(transformers):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(source), quantization_config=None if scheme == "int4" else torchao_config, dtype="float32",
-                local_files_only=True,
+    settings: Mapping[str, Callable[[], Any]] = {
+        "int8-weight-only": quantization.Int8WeightOnlyConfig,
+        "int8-dynamic": quantization.Int8DynamicActivationInt8WeightConfig,
+        "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=GROUP_INPUTS),
+    }
+    torchao_config = transformers.TorchAoConfig(settings[scheme]())
+    with _quiet_transformers(transformers):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(source), quantization_config=None if scheme == "int4" else torchao_config, dtype="float32",
+            local_files_only=True,
+        )  # fmt: skip
+        if scheme == "int4":  # torchao's own needs mslk, and thus CUDA
+            int4_linear.quantize_linears(model)
+            model.hf_quantizer = AutoHfQuantizer.from_config(torchao_config)
+            model.config.quantization_config = torchao_config
+        if not any(_is_quantized(child) for child in model.modules()):
+            raise ConfigError(
+                f"{type(model).__name__} has no linear layer that torchao quantises", where=_KEY,
+                hint=_needs(scheme),
             )  # fmt: skip
-            if scheme == "int4":  # torchao's own needs mslk, and thus CUDA
-                int4_linear.quantize_linears(model)
-                model.hf_quantizer = AutoHfQuantizer.from_config(torchao_config)
-                model.config.quantization_config = torchao_config
-            if not any(_is_quantized(child) for child in model.modules()):
-                raise ConfigError(
-                    f"{type(model).__name__} has no linear layer that torchao quantises", where=_KEY,
-                    hint=_needs(scheme),
-                )  # fmt: skip
-            model.save_pretrained(str(target))
+        model.save_pretrained(str(target))
 
 
 def _needs(scheme: str) -> str:
@@ -132,15 +107,15 @@ def _needs(scheme: str) -> str:
 
 def load_quantized(directory: Path, device: str) -> Any:
     """Load a quantised model with transformers; on a CPU, 4-bit weights get PyTorch's kernel."""
-    with quiet_torchao():
-        import transformers
+    silence_torchao()
+    import transformers
 
-        with _quiet_transformers(transformers):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                str(directory), dtype="auto", local_files_only=True, device_map=device
-            )
-        if device == "cpu":
-            int4_linear.use_cpu_kernel(model)
+    with _quiet_transformers(transformers):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype="auto", local_files_only=True, device_map=device
+        )
+    if device == "cpu":
+        int4_linear.use_cpu_kernel(model)
     return model.eval()
 
 

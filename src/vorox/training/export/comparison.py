@@ -18,6 +18,7 @@ from vorox.core.batch import Int32Array
 from vorox.core.engine import Engine, NamedArray, Weights
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.installation import install_command
+from vorox.core.library_logs import silence_torchao
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.adapter_spec import AdapterSpec
 from vorox.models.decoder_spec import DecoderSpec
@@ -106,6 +107,7 @@ def compare(
         import transformers
     except ImportError as error:
         raise ConfigError("Comparing needs transformers", where="export --check", hint=install_command("hf")) from error
+    silence_torchao()
     transformers.logging.disable_progress_bar()
     is_gguf = (directory / GGUF_NAME).exists()
     ids = _ids(checkpoint, texts) if is_gguf else _same_ids(transformers, directory, texts)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.kernels import Products
 from vorox.backends.torch_engine.model import Linear
+from vorox.backends.torch_engine.parallel.module_tensor_parallel import DividedLinear
 
 
 class DeferredGradients:
@@ -40,10 +41,12 @@ class DeferredGradients:
     def attach(self, blocks: Iterable[nn.Module]) -> None:
         """Make the linear layers of blocks queue the gradients of their parameters, which FSDP2 has sharded already."""
         for layer in (layer for block in blocks for layer in block.modules()):
-            if isinstance(layer, Linear):
-                layer.kernel = partial(self._linear, layer.weight, layer.bias)
-            elif isinstance(layer, nn.Linear):
-                weight, bias = cast("nn.Parameter", layer.weight), layer.bias
+            if not isinstance(layer, Linear | nn.Linear):
+                continue
+            weight, bias = cast("nn.Parameter", layer.weight), cast("nn.Parameter | None", layer.bias)
+            if isinstance(layer, Linear | DividedLinear):
+                cast("Any", layer).kernel = partial(self._linear, weight, bias)
+            else:
                 cast("Any", layer).forward = partial(self._forward, layer, weight, bias)
 
     def _forward(self, layer: Any, own_weight: nn.Parameter, own_bias: nn.Parameter | None, x: Tensor) -> Tensor:

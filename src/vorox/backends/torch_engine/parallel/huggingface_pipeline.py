@@ -20,6 +20,7 @@ from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork, recompute_blocks
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
+from vorox.backends.torch_engine.parallel import module_share
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
@@ -97,14 +98,18 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         self._stages = stages_of_device(self._spec.num_layers, size, per_device, index)
         self._models: dict[int, ModelStage] = {}
         for stage in self._stages:
-            self._models[stage.index] = ModelStage(super()._build(), stage)
+            model = super()._build()
+            self._share = module_share.divide(model, self._spec, self._ranks)  # its plan names layers of all stages
+            self._models[stage.index] = ModelStage(model, stage)
         return nn.ModuleList(self._models.values())
 
     def _place(self) -> None:
         config, spec, device = self._config, self._spec, self._compute.device
+        local, shared = self._share
         groups = optimizer_groups(spec, config.optimizer)
         per_device = config.parallel.pipeline_stages_per_device
-        self.parameters = placed = PipelineParameters(spec, groups, self._ranks, per_device, device)
+        placed = PipelineParameters(local, groups, self._ranks, per_device, device)
+        self.parameters = shared(placed)
         for model in self._models.values():
             replace_tensors(model, {path: placed.modules[name] for path, name in model.names.items()})
             move_buffers(model, device)

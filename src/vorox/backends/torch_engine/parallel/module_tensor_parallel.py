@@ -11,7 +11,7 @@ Shape legend: D width, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,22 +31,30 @@ _WHOLE = frozenset({_HEAD, _EMBEDDING, "rowwise_split_input"})
 """Styles of layers that may stay whole."""
 
 
-class _ColumnLinear(nn.Linear):
+class DividedLinear(nn.Linear):
+    """A linear layer with a share of its inputs or outputs.
+
+    Attributes:
+        parallel: The ranks that share it.
+        kernel: ``kernel(x, weight, bias)`` is the product of the share.
+    """
+
+    parallel: TensorGroup
+    kernel: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+
+
+class _ColumnLinear(DividedLinear):
     """A linear layer with a share of its outputs."""
 
-    parallel: TensorGroup
-
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(self.parallel.share(input), self.weight, self.bias)
+        return self.kernel(self.parallel.share(input), self.weight, self.bias)
 
 
-class _RowLinear(nn.Linear):
+class _RowLinear(DividedLinear):
     """A linear layer with a share of its inputs."""
 
-    parallel: TensorGroup
-
     def forward(self, input: Tensor) -> Tensor:
-        total = self.parallel.sum(F.linear(input, self.weight))
+        total = self.parallel.sum(self.kernel(input, self.weight, None))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 
