@@ -239,6 +239,22 @@ def test_checkpoints_remove(vorox: Run, house: Path) -> None:
     assert out == "No checkpoints.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("export", "latest", "--to", "peft"), "has no "),
+        (("export", "latest", "--to", "hf", "--output", "new/folder/hf"), "not valid"),
+        (("checkpoints", "average", "latest", "8", "12", "--to", "new/folder/mean"), ""),
+    ],
+)
+def test_a_refused_export_leaves_nothing(vorox: Run, house: Path, words: tuple[str, ...], what: str) -> None:
+    before = {path for path in house.rglob("*") if path.is_dir()}
+    code, _, err = vorox(*words)
+    assert code in {2, 5}
+    assert what in err
+    assert {path for path in house.rglob("*") if path.is_dir()} == before
+
+
 def test_saving_needs_a_running_run(vorox: Run, house: Path) -> None:
     code, _, err = vorox("checkpoints", "save", "latest")
     assert code == 2

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eventually import wait_until
+from eventually import PATIENCE_SECONDS, wait_until
 from tiny_runs import configuration
 from vorox.cli import main
 from vorox.cli.launch import ray_driver
@@ -33,8 +33,8 @@ SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do echo "$1" >>srun-options; shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
 printf '%s\\n' "${tasks[@]}" >tasks
-if [ -n "${SIGNAL_AFTER:-}" ]; then  # as --signal=TERM@SECONDS
-  (until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done; kill -TERM "${tasks[@]}") &
+if [ -n "${SIGNAL_AFTER:-}" ]; then  # as --signal=TERM@SECONDS; the ranks wait in step 9
+  (until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done; kill -TERM "${tasks[@]}"; rm "$VOROX_TESTS_HOLD") &
 fi
 highest=0
 for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
@@ -150,7 +150,7 @@ def test_a_signal_to_the_batch_shell_alone_waits_for_the_save(place: Path, capsy
     for name in ("training-0", "training-1", "tasks"):
         wait_until((place / name).exists)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75
     assert (place / "saved").exists()
     assert cluster.requeues() == 1
@@ -165,7 +165,12 @@ def test_a_slurm_job_of_two_machines_saves_requeues_and_finishes(
     settings = ("train.num_steps=40", "checkpoint.every_steps=5", "eval.every_steps=40")
     text = written(capsys, "slurm", "tiny.yaml", "--nodes", "2", "--shared", str(place / "shared"), *settings)
     cluster = Cluster(place, text, port=free_port)
-    first = cluster.run(SIGNAL_AFTER=str(place / "shared/runs/*/checkpoints/step-00000005"))
+    hold = place / "hold"
+    hold.touch()
+    first = cluster.run(
+        SIGNAL_AFTER=str(place / "shared/runs/*/checkpoints/step-00000005"), VOROX_TESTS_HOLD=str(hold),
+        VOROX_TESTS_SETTINGS="backend=torch", PYTHONPATH=str(Path(__file__).parents[1] / "ranks" / "held"),
+    )  # fmt: skip
     assert first == (75, True)
     assert cluster.run() == (0, False)
     (run,) = list_runs(place / "shared" / "runs")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
+from eventually import PATIENCE_SECONDS
 from vorox.core.run_lookup import run_directories
 from vorox.data.corpus import prepare
 from vorox.training.checkpoints.store import step_directories
@@ -75,8 +76,8 @@ class Screen:
     def __init__(self, *words: str, rows: int = 50, columns: int = 80, **environment: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = pexpect.spawn(
-            sys.executable, ["-c", PROGRAM, *words], encoding="utf-8", timeout=60, dimensions=(rows, columns),
-            env={**inherited, "TERM": "xterm", **environment},
+            sys.executable, ["-c", PROGRAM, *words], encoding="utf-8", timeout=PATIENCE_SECONDS,
+            dimensions=(rows, columns), env={**inherited, "TERM": "xterm", **environment},
         )  # fmt: skip
         self.text = ""
 
@@ -258,7 +259,7 @@ def test_growth_is_found_and_a_name_of_ones_own_is_kept(folder: Path) -> None:
 @pytest.mark.slow
 def test_without_a_terminal_and_leaving_the_menu(folder: Path) -> None:
     words = [sys.executable, "-c", PROGRAM, "train", "--menu"]
-    ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "The menu needs a terminal" in ended.stderr
     screen = Screen("train")

@@ -100,10 +100,10 @@ def test_a_process_that_was_asked_to_stop_leaves_the_others_their_time(
 def test_a_killed_process_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")) == 1
-    )
+    later = f"until [ -e {tmp_path}/dies ]; do sleep 0.05; done; sleep 0.2; exit 7"
+    text = f"1) touch {tmp_path}/dies; kill -9 $$;;\n*) {later};;"
+    assert rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, text)) == 1
     assert "Rank 1 of 2 was killed by SIGKILL. Run the same command again to resume.\n" in capfd.readouterr().err
-    words = as_program(monkeypatch, tmp_path, "1) kill -9 $$;;\n*) sleep 0.2; exit 7;;")
-    assert rank_launcher.launch_ranks(2, words, advice="Run the check again.") == 1
+    (tmp_path / "dies").unlink()
+    assert rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, text), advice="Run the check again.") == 1
     assert "Rank 1 of 2 was killed by SIGKILL. Run the check again.\n" in capfd.readouterr().err

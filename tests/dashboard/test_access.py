@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from eventually import wait_until
+from eventually import PATIENCE_SECONDS, wait_until
 from vorox.cli import main
 
 pytest.importorskip("starlette")
@@ -191,10 +191,10 @@ def test_ctrl_c_ends_the_server_while_a_page_follows_its_events(root: Path) -> N
         assert server.stdout is not None
         url = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
         wait_until(lambda: is_open(url))
-        with urllib.request.urlopen(f"{url}/api/live", timeout=30) as events:
+        with urllib.request.urlopen(f"{url}/api/live", timeout=PATIENCE_SECONDS) as events:
             assert events.readline() == b"event: open\n"
             server.send_signal(signal.SIGINT)
-            _, errors = server.communicate(timeout=30)
+            _, errors = server.communicate(timeout=PATIENCE_SECONDS)
     assert errors == ""
 
 

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
+from eventually import PATIENCE_SECONDS
 from vorox.cli import main
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 CHROMIUM = Path("/usr/bin/chromium")
+PATIENCE_MS = 1000 * PATIENCE_SECONDS
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium"),
@@ -94,15 +96,16 @@ class Watched:
 
     def open(self, address: str, text: str) -> None:
         self.page.goto(address)
-        self.page.get_by_text(text, exact=False).first.wait_for(timeout=15_000)
+        self.page.get_by_text(text, exact=False).first.wait_for()
 
 
 @pytest.fixture(params=[(1280, "light"), (390, "dark")], ids=["wide light", "narrow dark"])
 def browser(request: pytest.FixtureRequest) -> Iterator[Watched]:
     width, scheme = request.param
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"], timeout=PATIENCE_MS)
         context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(PATIENCE_MS)
         yield Watched(context.new_page())
         chromium.close()
 
@@ -126,7 +129,7 @@ def is_whole(browser: Watched) -> bool:
 def test_every_page(browser: Watched, runs: Path, url: str) -> None:
     ids, base = run_ids(runs), url.split("?")[0]
     browser.open(url, ids[0])
-    assert browser.page.get_by_text(HOSTILE).first.is_visible()
+    browser.page.get_by_text(HOSTILE).first.wait_for()
     assert fits(browser)
     for page in PAGES:
         browser.open(f"{base}#/run/{ids[0]}/{page}", OPENED[page])
@@ -138,9 +141,9 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
         assert tab["x"] >= 0, page
         assert tab["x"] + tab["width"] <= browser.page.evaluate("innerWidth"), page
     browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
-    assert browser.page.get_by_text("optimizer.lr", exact=True).first.is_visible()
-    assert browser.page.get_by_text("bit-exact, 12 steps; from step 0 to step 12, 2 checkpoints compared").is_visible()
-    assert browser.page.get_by_text(f"Not checked: {ids[0]}.").is_visible()
+    browser.page.get_by_text("optimizer.lr", exact=True).first.wait_for()
+    browser.page.get_by_text("bit-exact, 12 steps; from step 0 to step 12, 2 checkpoints compared").wait_for()
+    browser.page.get_by_text(f"Not checked: {ids[0]}.").wait_for()
     assert fits(browser)
     assert is_whole(browser)
     browser.open(f"{base}#/run/{HOSTILE}/samples", "Samples by step")
@@ -185,6 +188,10 @@ def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url
         assert box["x"] + box["width"] <= around["x"] + around["width"] + 1
     at_corner = "(one, [x, y]) => one.contains(document.elementFromPoint(x + 4, y + 4))"
     assert region.locator("tbody th").evaluate(at_corner, [box["x"], box["y"]]), "no sample lies over the prompt"
+    if browser.page.evaluate("innerWidth") < 760:
+        lefts = region.locator("td").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
+        shown_lefts = [left for left in lefts if around["x"] - around["width"] + 1 < left < around["x"] + around["width"] - 1]
+        assert shown_lefts == [pytest.approx(around["x"], abs=1)], "one sample at a time, and none is cut"
     assert fits(browser)
     assert browser.problems == []
 
@@ -223,10 +230,10 @@ def test_a_curve_shows_the_documents_of_the_step_under_the_cursor(browser: Watch
 def test_the_verdicts_of_two_engines_are_compared(browser: Watched, runs: Path, url: str, torch_run: str) -> None:
     """What ``vorox parity`` finds about a run appears while the page is open."""
     browser.open(f"{url}#/compare?ids={run_ids(runs)[0]}/{torch_run}", "Replay chains: ")
-    assert browser.page.get_by_text("Parity: ").is_visible()
+    browser.page.get_by_text("Parity: ").wait_for()
     before = browser.page.get_by_text("Equal over 2 steps").count()
     assert main(["parity", str(runs / torch_run), "--steps", "2", "runtime.num_threads=null"]) == 0
-    browser.page.get_by_text("Equal over 2 steps").nth(before).wait_for(timeout=15_000)
+    browser.page.get_by_text("Equal over 2 steps").nth(before).wait_for()
     assert fits(browser)
     assert browser.problems == []
 
@@ -239,7 +246,7 @@ def test_the_box_prompts_a_checkpoint(browser: Watched, runs: Path, url: str, to
     browser.page.get_by_label("Tokens").fill("8")
     browser.page.get_by_role("button", name="Complete").click()
     answer = browser.page.locator(".answer pre")
-    browser.page.locator(".answer pre, .answer .problem").wait_for(timeout=100_000)
+    browser.page.locator(".answer pre, .answer .problem").wait_for()
     assert not browser.page.locator(".problem").count(), browser.page.locator(".problem").text_content()
     words = [
         "generate",
@@ -266,7 +273,7 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
     step = sum(1 for _ in (runs / HOSTILE / "metrics.jsonl").open(encoding="utf-8")) + 1
     with (runs / HOSTILE / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(line_of(step))
-    facts.get_by_text(f"{5 / step:.3f}", exact=True).wait_for(timeout=10_000)
+    facts.get_by_text(f"{5 / step:.3f}", exact=True).wait_for()
     assert browser.problems == []
 
 
@@ -295,14 +302,14 @@ def test_a_process_that_trains_updates_every_page(browser: Watched, runs: Path, 
             for page in pages:
                 browser.page.goto(f"{base}#/{page}")
                 place = browser.page.locator("main > .page")
-                place.locator(".card, .runs").first.wait_for(timeout=60_000)
+                place.locator(".card, .runs").first.wait_for()
                 for _ in range(2):
                     before = place.text_content()
-                    playwright.expect(place).not_to_have_text(before or "", timeout=60_000)
+                    playwright.expect(place).not_to_have_text(before or "", timeout=PATIENCE_MS)
                 assert fits(browser), page
             browser.page.goto(f"{base}#/run/{name}/health")
             training.terminate()
-            browser.page.get_by_text("preempted").first.wait_for(timeout=60_000)
+            browser.page.get_by_text("preempted").first.wait_for()
         finally:
             killer.cancel()
             training.kill()
@@ -339,10 +346,9 @@ def test_a_stall_is_shown_with_the_stacks_of_its_ranks(browser: Watched, runs: P
               "traceback": f"rank 1:\n  File {HOSTILE} in all_reduce"}  # fmt: skip
     (watchdog / "stall-00001.json").write_text(json.dumps(record), encoding="utf-8")
     browser.open(f"{url}#/run/{run_ids(runs)[1]}/health", "Stall of attempt 1")
-    assert browser.page.get_by_text("Rank 1 on host b").is_visible()
+    browser.page.get_by_text("Rank 1 on host b").wait_for()
     browser.page.get_by_text("Stacks of all ranks").press("Enter")
-    playwright.expect(browser.page.locator("pre.trace")).to_contain_text("in all_reduce")
-    assert browser.page.locator("pre.trace").is_visible()
+    browser.page.locator("pre.trace", has_text="in all_reduce").wait_for()
     assert not browser.page.locator("main img").count()
     assert fits(browser)
     assert browser.problems == []
@@ -355,9 +361,9 @@ def test_an_exported_file_opens_from_disk(browser: Watched, runs: Path, tmp_path
     browser.open(file.as_uri(), ids[0])
     for page in PAGES:
         browser.page.goto(f"{file.as_uri()}#/run/{ids[0]}/{page}")
-        browser.page.get_by_text(OPENED[page]).first.wait_for(timeout=15_000)
+        browser.page.get_by_text(OPENED[page]).first.wait_for()
         assert fits(browser), page
         assert not browser.page.locator(".problem").count(), page
-    assert browser.page.get_by_text("Exported").is_visible()
+    browser.page.get_by_text("Exported").wait_for()
     assert browser.problems == []
     assert {request.split(":")[0] for request in browser.requests} <= {"file", "data"}

@@ -10,7 +10,7 @@ from pathlib import Path
 from eventually import wait_until
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.rank_activity import HISTORY_READINGS, RankActivity, stalls
-from vorox.runtime.heartbeat import Heartbeat, read_beat
+from vorox.runtime.heartbeat import Heartbeat, Phase, read_beat
 
 CHILD = """
 import sys, time
@@ -18,8 +18,6 @@ from pathlib import Path
 from vorox.runtime.heartbeat import Heartbeat
 with Heartbeat(Path(sys.argv[1]), rank=1, local_rank=1, attempt=2) as heartbeat:
     heartbeat.enter("sync", 4)
-    time.sleep(1.5)
-    print("ready", flush=True)
     time.sleep(600)
 """
 
@@ -29,13 +27,16 @@ def test_phase_history_idle_time_and_the_slowest_rank(tmp_path: Path) -> None:
     activity = RankActivity(lambda: now)
     assert activity.read(tmp_path)["ranks"] == []
     layout = RunLayout(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)])
+
+    def wait_for(rank: int, phase: Phase, step: int) -> None:
+        wait_until(lambda: (b := read_beat(layout.heartbeat(rank))) is not None and (b.phase, b.step) == (phase, step))
+
     try:
         with Heartbeat(tmp_path, attempt=2) as heartbeat:
             heartbeat.enter("step", 4)
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            wait_until(lambda: (beat := read_beat(layout.heartbeat(0))) is not None and beat.step == 4, 10)
+            wait_for(0, "step", 4)
+            wait_for(1, "sync", 4)
             found = activity.read(tmp_path)
             assert [(one["rank"], one["step"], one["activity"]) for one in found["ranks"]] == [
                 (0, 4, "compute"), (1, 4, "wait"),
@@ -43,7 +44,7 @@ def test_phase_history_idle_time_and_the_slowest_rank(tmp_path: Path) -> None:
             assert found["slowest"] == 0, "rank 1 waits for it"
             now += 30.0
             heartbeat.enter("data", 5)
-            wait_until(lambda: (beat := read_beat(layout.heartbeat(0))) is not None and beat.step == 5, 10)
+            wait_for(0, "data", 5)
             child.kill()
             child.wait()
             first, second = activity.read(tmp_path)["ranks"]
@@ -58,7 +59,7 @@ def test_phase_history_idle_time_and_the_slowest_rank(tmp_path: Path) -> None:
         assert [one["rank"] for one in activity.read(tmp_path)["ranks"]] == [1], "the killed one stays"
     finally:
         child.kill()
-        child.communicate()
+        child.wait()
     with Heartbeat(tmp_path, attempt=3):
         assert [one["rank"] for one in activity.read(tmp_path)["ranks"]] == [0], "of the newest attempt"
 

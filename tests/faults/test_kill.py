@@ -8,6 +8,7 @@ logged steps, while a checkpoint is written.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 STEPS = 40
 KILLS = 20
 KILLS_OF_A_LIFE = 5
+LIVES = 10
 TIMEOUT_SECONDS = 600.0
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SETTINGS = [
@@ -116,6 +118,22 @@ def kill(life: Life, children: WarmChildren, due: Callable[[], bool], delay_seco
     return alive
 
 
+def logged(steps: int) -> Callable[[Life], bool]:
+    return lambda life: life.logged_steps() >= steps
+
+
+def killed_life(
+    folder: Path, children: WarmChildren, dues: Sequence[Callable[[Life], bool]], settings: Sequence[str] = ()
+) -> Life:
+    """A run that was killed at each of these moments; on a busy machine, a life may end before, and is void."""
+    for number in range(LIVES):
+        life = Life(folder / f"killed-{number}", settings=list(settings))
+        life.directory.mkdir()
+        if all(kill(life, children, functools.partial(due, life), 0.01) for due in dues):
+            return life
+    pytest.fail(f"{LIVES} runs ended before they were killed")
+
+
 @pytest.fixture(scope="module")
 def torch_children() -> Iterator[WarmChildren]:
     with WarmChildren("torch", ENVIRONMENT) as children:
@@ -188,11 +206,8 @@ def test_the_jax_engine_resumes_after_kills_bit_for_bit(tmp_path: Path, model: l
     calm = Life(tmp_path / "calm", settings=settings)
     calm.directory.mkdir()
     straight = calm.finish()
-    life = Life(tmp_path / "killed", settings=settings)
-    life.directory.mkdir()
     with WarmChildren("jax", ENVIRONMENT) as children:
-        for due in (lambda: life.logged_steps() >= 7, life.is_saving, lambda: life.logged_steps() >= 25):
-            assert kill(life, children, due, 0.01)
+        life = killed_life(tmp_path, children, [logged(7), Life.is_saving, logged(25)], settings)
     assert_same(life.finish(), straight, "with the JAX engine")
     if model:
         assert_replays_exactly(life)
@@ -205,8 +220,7 @@ def test_loader_threads_change_nothing(straight: dict[str, Any], tmp_path: Path,
 
 
 def test_replay_says_bit_exact(tmp_path: Path, torch_children: WarmChildren) -> None:
-    life = Life(tmp_path)
-    assert kill(life, torch_children, lambda: life.logged_steps() >= 12, 0.01)
+    life = killed_life(tmp_path, torch_children, [logged(12)])
     life.finish()
     assert_replays_exactly(life)
 

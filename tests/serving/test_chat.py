@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
+from eventually import PATIENCE_SECONDS
 from vorox.api.model import Model, find_model
 from vorox.cli import main
 from vorox.data.documents import Message
@@ -113,8 +114,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(run: Path) -> None:
     pexpect = pytest.importorskip("pexpect", exc_type=ImportError)
     environment = {**os.environ, "TESTS": str(Path(tiny_runs.__file__).parent), "TERM": "dumb"}
     process = pexpect.spawn(
-        sys.executable, ["-c", PROGRAM, "chat", str(run), "--tokens", "200"], encoding="utf-8", timeout=60,
-        env=environment,
+        sys.executable, ["-c", PROGRAM, "chat", str(run), "--tokens", "200"], encoding="utf-8",
+        timeout=PATIENCE_SECONDS, env=environment,
     )  # fmt: skip
     try:
         process.expect_exact("> ")

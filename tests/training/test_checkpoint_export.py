@@ -224,7 +224,7 @@ def test_a_full_disk_says_how_much_is_needed(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with atomic.observe(full), pytest.raises(CheckpointError, match=r"refused .* [\d,]+ are free") as caught:
-        export(run, tmp_path / "hf")
+        export(run, tmp_path / "new" / "folder" / "hf")
     assert caught.value.saved == "the checkpoint is unchanged"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

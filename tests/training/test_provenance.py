@@ -12,13 +12,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eventually import PATIENCE_SECONDS, wait_until
 from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
 from tiny_runs import at_step, configuration, run, use_numpy_engine
@@ -28,7 +29,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.experiments.metadata import MetadataCache
+from vorox.experiments.metadata import MetadataCache, databases
 from vorox.experiments.metadata.spool import Spool
 from vorox.experiments.metadata.tables import TABLES
 from vorox.training import provenance_recorder as provenance_module
@@ -39,7 +40,6 @@ from vorox.training.replay_chain import read_chain
 CONSUMED = (
     "SELECT attempt, parent, first_step, last_step, outcome FROM consumed WHERE run_id LIKE ? ORDER BY attempt, 3"
 )
-WAIT_SECONDS = 30.0
 
 
 class Killed(BaseException):
@@ -80,6 +80,13 @@ def run_until(step: int, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> 
 def consumed(target: Path | str, run_name: str = "") -> list[tuple[Any, ...]]:
     statement = CONSUMED.replace("?", f"'{run_name}%'")
     return MetadataCache.query(target, statement).rows
+
+
+def has_rows(dsn: str) -> bool:
+    """Whether a run has recorded rows; false also while it has created no tables, or a statement took too long."""
+    with contextlib.suppress(ConfigError):
+        return consumed(dsn) != []
+    return False
 
 
 def chain(directory: Path) -> list[str]:
@@ -303,32 +310,18 @@ def test_postgres_stopped_in_mid_run_and_started_again(
     def told(kind: str) -> bool:
         return any(event["kind"] == kind for event in read_lines(directory() / "events.jsonl"))
 
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def is_written() -> bool:
-        try:
-            return consumed(dsn) != []
-        except ConfigError as error:
-            if "does not exist" not in error.what:  # the recorder has not created its tables yet
-                raise
-            return False
-
     def stop() -> None:
-        until(is_written)
+        wait_until(lambda: has_rows(dsn))
         postgres.stop()
 
     try:
         with monkeypatch.context() as patch:
             at_step(patch, 22, stop)
-            at_step(patch, 26, lambda: until(lambda: told("metadata_away")))  # steps since then want to be written
+            at_step(patch, 26, lambda: wait_until(lambda: told("metadata_away")))  # steps since then want to be written
             run_until(31, config, patch)
         assert Spool(directory()).size_bytes > 0
         with monkeypatch.context() as patch:
-            at_step(patch, 50, lambda: (postgres.start(), until(lambda: told("metadata_back")))[-1])
+            at_step(patch, 50, lambda: (postgres.start(), wait_until(lambda: told("metadata_back"))))
             run(config)
     finally:
         postgres.start()
@@ -348,33 +341,27 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
 
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
     monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr("vorox.experiments.metadata.databases._STATEMENT_MILLISECONDS", 300)
+    patience = databases._STATEMENT_MILLISECONDS
+    monkeypatch.setattr(databases, "_STATEMENT_MILLISECONDS", 300)
     config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
     other = psycopg.connect(dsn)
-
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
     def told(kind: str) -> bool:
         directory = next((tmp_path / "other" / "runs").iterdir())
         return any(event["kind"] == kind for event in read_lines(directory / "events.jsonl"))
 
-    def has_rows() -> bool:
-        with contextlib.suppress(ConfigError):  # on a busy machine, 0.3 s may not suffice to create the tables
-            return consumed(dsn) != []
-        return False
-
     def hold() -> None:
-        until(has_rows)
+        wait_until(lambda: has_rows(dsn))
         other.execute("LOCK TABLE vorox.attempt IN ACCESS EXCLUSIVE MODE")
 
-    def release() -> None:
-        until(lambda: told("metadata_away"))
+    def free() -> None:
         other.rollback()
-        until(lambda: told("metadata_back"))
+        monkeypatch.setattr(databases, "_STATEMENT_MILLISECONDS", patience)  # a busy machine may need it to catch up
+
+    def release() -> None:
+        wait_until(lambda: told("metadata_away"))
+        free()
+        wait_until(lambda: told("metadata_back"))
 
     began = time.monotonic()
     at_step(monkeypatch, 22, hold)
@@ -382,11 +369,11 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
         at_step(monkeypatch, 40, release)
     outcome = run(config)
     # The time is the subject: a statement gives up the lock after 0.3 s, and a run that waited for it would never end.
-    assert time.monotonic() - began < 4 * WAIT_SECONDS
+    assert time.monotonic() - began < PATIENCE_SECONDS
     assert chain(outcome.run_directory) == chain(straight)
     if not released_in_mid_run:
         assert Spool(outcome.run_directory).size_bytes > 0
-        other.rollback()
+        free()
         run(config)
     other.close()
     assert Spool(outcome.run_directory).size_bytes == 0
@@ -425,14 +412,13 @@ def test_a_deadlock_with_a_second_session_stops_no_run(
     held = threading.Event()
 
     def hold() -> None:
-        while not consumed(dsn):
-            time.sleep(0.01)
+        wait_until(lambda: has_rows(dsn))
         other.execute("SET LOCAL deadlock_timeout = '5min'")  # so that it is ours that is chosen
         other.execute("LOCK TABLE vorox.exception IN ACCESS EXCLUSIVE MODE")
         held.set()
 
     def go_on() -> None:
-        assert granted.wait(WAIT_SECONDS), "the server ended our transaction"
+        assert granted.wait(PATIENCE_SECONDS), "the server ended our transaction"
         other.rollback()
 
     monkeypatch.setattr(PostgresDatabase, "upsert", deadlocking)
@@ -456,6 +442,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
     program = """
         import os, pytest, signal, sys
         from tiny_runs import configuration, run, use_numpy_engine
+        from eventually import wait_until
         from numpy_engine import NumpyEngine
         from pathlib import Path
         from vorox.core.run_layout import RunLayout
@@ -467,10 +454,8 @@ def test_killed_with_a_spool_the_next_start_drains_it(
             if batch.step + 1 == 7:
                 run_directory = next((directory / "runs").iterdir())
                 spool = run_directory / "metadata.spool"
-                while not spool.exists() or b"nonfinite_step" not in spool.read_bytes():
-                    pass
-                while not RunLayout(run_directory).checkpoint(4).exists():  # it is written while training goes on
-                    pass
+                wait_until(lambda: spool.exists() and b"nonfinite_step" in spool.read_bytes())
+                wait_until(RunLayout(run_directory).checkpoint(4).exists)  # it is written while training goes on
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(self, batch, **kwargs)
             if batch.step + 1 == 3:
@@ -484,7 +469,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
     try:
         child = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=False, capture_output=True,
-            timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            timeout=PATIENCE_SECONDS, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         )  # fmt: skip
         assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     finally:
@@ -509,10 +494,10 @@ def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
     config = configuration(tmp_path, ["log.metadata=postgres"])
 
     def wipe() -> None:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not MetadataCache.query(dsn, "SELECT to_regclass('vorox.sample') IS NOT NULL AS made").rows[0][0]:
-            assert time.monotonic() < deadline
+        made = "SELECT to_regclass('vorox.sample') IS NOT NULL AS made"
+        wait_until(lambda: MetadataCache.query(dsn, made).rows[0][0])
         with psycopg.connect(dsn) as connection:
+            connection.execute("SET LOCAL deadlock_timeout = '5min'")  # so that the run's transaction is chosen
             connection.execute("DROP SCHEMA vorox CASCADE")
 
     run_until(7, config, monkeypatch)
@@ -546,7 +531,8 @@ def test_two_runs_into_one_database_at_the_same_time(tmp_path: Path, dsn: str) -
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
     assert failures == []
     names = {run_identity(directory) for directory in directories}
     assert len(names) == 3, "also of one configuration in two places"

@@ -19,9 +19,10 @@ from vorox.data import loader
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.rank_statistics import RankStatistics
 from vorox.training.replay_chain import ReplayChain, read_chain
+from vorox.training.step_sync import Exchange
 from vorox.training.stop import StopRequest
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_ranks_decide_while_they_compute(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_batch_that_takes_longer_than_the_step_is_a_wait_of_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, computed = list[Any](), threading.Event()
+    slow, has_ended = list[Any](), threading.Event()
     original_read, original_init = loader._BatchReader.read, loader._BatchReader.__init__
 
     def create(self: Any, *arguments: Any) -> None:
@@ -90,25 +91,27 @@ def test_a_batch_that_takes_longer_than_the_step_is_a_wait_of_its_rank(
 
     def read(self: Any, number: int) -> Any:
         if number + 1 == 6 and self in slow:
-            assert computed.wait(LIMIT_SECONDS)
+            assert has_ended.wait(LIMIT_SECONDS)
             time.sleep(0.1)
         return original_read(self, number)
 
-    original_step = NumpyEngine.train_step
+    original_end = Exchange.end_step
 
-    def train_step(self: NumpyEngine, batch: Any, **arguments: Any) -> Any:
-        result = original_step(self, batch, **arguments)
-        if batch.step + 1 == 5 and RANK.dist.rank == 1:
-            computed.set()
-        return result
+    def end_step(self: Exchange) -> None:
+        """Rank 0 computes until its batch is there, rank 1 ends before its batch is read."""
+        if self.progress.step == 5 and RANK.dist.rank == 0:
+            assert self.is_batch_known.wait(LIMIT_SECONDS)
+        original_end(self)
+        if self.progress.step == 5 and RANK.dist.rank == 1:
+            has_ended.set()
 
     monkeypatch.setattr(loader._BatchReader, "__init__", create)
     monkeypatch.setattr(loader._BatchReader, "read", read)
-    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    monkeypatch.setattr(Exchange, "end_step", end_step)
     reports = reports_of(monkeypatch)
     run_ranks(2, configuration(tmp_path, ["data.loader.num_threads=0", "eval.every_steps=null"]))
-    assert reports[4][1]["waited_seconds"] > 0.05
-    assert reports[4][0]["waited_seconds"] < 0.05
+    assert reports[4][1]["waited_seconds"] >= 0.1
+    assert reports[4][0]["waited_seconds"] == 0.0
 
 
 def test_a_step_that_fails_on_one_rank_ends_all_and_their_exchange(

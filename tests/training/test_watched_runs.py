@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from eventually import PATIENCE_SECONDS
 from tiny_runs import configuration, result, run, use_numpy_engine
 from vorox.core.config.resolve import dump_yaml
 from vorox.core.run_layout import RunLayout
@@ -17,8 +18,7 @@ from vorox.run import Outcome
 from vorox.training.checkpoints.store import latest_valid
 from vorox.training.replay_chain import read_chain
 
-TIMEOUT_SECONDS = 2.0
-PATIENCE_SECONDS = 120.0
+TIMEOUT_SECONDS = 5.0
 SETTINGS = [f"runtime.stall_timeout_seconds={TIMEOUT_SECONDS}", "eval.at_end=false"]
 
 
@@ -69,7 +69,7 @@ def test_a_stall_ends_the_run_and_a_resume_is_bit_exact(
 
 @pytest.mark.slow
 def test_a_slow_store_and_a_long_validation_are_no_stall(tmp_path: Path, straight: Outcome) -> None:
-    """Each takes three times the limit; no bit changes."""
+    """Each takes more than twice the limit; no bit changes."""
     done, directory = train(tmp_path, "slow")
     assert done.returncode == 0, done.stderr
     assert read_chain(directory) == read_chain(straight.run_directory)

@@ -16,7 +16,7 @@ from vorox.cli.failure import report_failure
 from vorox.core.config import load_config
 from vorox.data.storage.stalls import track_stall
 
-STEP, FOREVER_SECONDS, SLOW_SECONDS = 6, 600.0, 6.0
+STEP, FOREVER_SECONDS, SLOW_SECONDS = 6, 600.0, 12.0
 
 
 def stuck() -> None:
@@ -44,12 +44,13 @@ def main() -> int:
         return original(self, step)
 
     patch.setattr(reader, "read", read)
-    slow_validation = vorox.training.evaluation.evaluate.Evaluations.run
+    original_run = vorox.training.evaluation.evaluate.Evaluations.run
 
     def validate(self: Any, *arguments: Any) -> Any:
         if fault == "slow":
+            patch.setattr(vorox.training.evaluation.evaluate.Evaluations, "run", original_run)  # once
             time.sleep(SLOW_SECONDS)
-        return slow_validation(self, *arguments)
+        return original_run(self, *arguments)
 
     patch.setattr(vorox.training.evaluation.evaluate.Evaluations, "run", validate)
     try:

@@ -22,7 +22,7 @@ import numpy as np
 
 from vorox.api.model import derived_config, find_checkpoint_named, find_derived, open_engine
 from vorox.core import atomic
-from vorox.core.atomic import make_directory, pretty_json
+from vorox.core.atomic import pretty_json
 from vorox.core.batch import Batch
 from vorox.core.engine import Engine, EvalValues, NamedArray
 from vorox.core.errors import ConfigError
@@ -143,7 +143,6 @@ def compress(
         check_pruning(spec, pruning)
     if quantization is not None:
         _quantizer().check_quantization(quantization, _device(config, quantization))
-    make_directory(target.absolute().parent)
     with closing(_ValidationSet(config, source.path)) as validation:
         task = _Task(target, config, source, spec, pruning, validation)
         return task.prune() if quantization is None else task.quantize(quantization)
@@ -288,12 +287,14 @@ def _find(
 def _temporary_directory(target: Path) -> Generator[Path]:
     """Yield a directory to create beside a target; it is removed in the end."""
     parent = target.absolute().parent
+    created = atomic.make_directory(parent)
     atomic.sweep_temporary(parent)
     folder = atomic.temporary_name(parent / "plain")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        atomic.remove_if_empty(created)
 
 
 def _size(directory: Path) -> int:

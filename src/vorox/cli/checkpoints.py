@@ -231,7 +231,6 @@ def average(
     as_json: AsJson = False,
 ) -> None:
     """Average the weights of checkpoints into a directory for --from-weights, export and vorox.load_model."""
-    from vorox.core.atomic import make_directory
     from vorox.core.errors import ConfigError
     from vorox.core.run_lookup import find_run
     from vorox.experiments.artifacts import find_checkpoints
@@ -250,7 +249,6 @@ def average(
                 f"Run has {pluralize(len(paths), 'checkpoint')}, not {last}", where=str(directory),
                 hint="average fewer, or train with a larger checkpoint.keep_last",
             )  # fmt: skip
-    make_directory(to.absolute().parent)
     found = average_checkpoints(paths, to)
     if as_json:
         print_json({"run": directory.name, "path": str(found.path), "steps": found.metadata[AVERAGED]})

@@ -44,7 +44,6 @@ def export(
     """Export a checkpoint to Hugging Face format, GGUF or a peft adapter. Existing files are never overwritten."""
     from vorox.api.model import derived_config, find_checkpoint, find_derived, open_engine
     from vorox.cli.generate import report_skipped
-    from vorox.core.atomic import make_directory
     from vorox.core.config import config_values, load_config
     from vorox.core.errors import ConfigError
     from vorox.core.run_context import recorded_config
@@ -59,7 +58,6 @@ def export(
     if derived is not None and output is None:
         raise ConfigError("Averaged and pruned weights belong to no run", where=str(derived.path), hint="set --output")
     target = output or RunLayout(directory).exports / f"{kind}-step-{checkpoint.step:08d}"
-    make_directory(target.absolute().parent)
     merges = to == "hf" and "adapter" in checkpoint.metadata.get("spec", {})
     engine = None
     if check or merges:

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -128,8 +128,8 @@ def sync_directory(path: Path) -> None:
     _perform("fsync_directory", path, action)
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents, each made durable in its own parent."""
+def make_directory(path: Path) -> list[Path]:
+    """Create a directory and its parents, each made durable in its own parent; return the new ones, innermost first."""
     missing: list[Path] = []
     current = path
     while not current.exists():
@@ -138,6 +138,14 @@ def make_directory(path: Path) -> None:
     for directory in reversed(missing):
         _perform("mkdir", directory, lambda directory=directory: directory.mkdir(DIRECTORY_MODE, exist_ok=True))
         sync_directory(directory.parent)
+    return missing
+
+
+def remove_if_empty(directories: Sequence[Path]) -> None:
+    """Remove what ``make_directory`` created, innermost first, up to the first one that is not empty."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def rename(source: Path, target: Path) -> None:

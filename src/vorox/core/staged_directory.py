@@ -89,7 +89,9 @@ class StagedPart:
 
 
 class StagedDirectory(StagedPart):
-    """A directory under construction, invisible to readers until ``commit``; leaving without a commit removes it.
+    """A directory under construction, invisible to readers until ``commit``.
+
+    Leaving without a commit removes it, and the parents that were created for it.
 
     Args:
         target: Its final path, which must not exist at commit.
@@ -98,15 +100,17 @@ class StagedDirectory(StagedPart):
     def __init__(self, target: Path) -> None:
         super().__init__(atomic.temporary_name(target))
         self.target = target
+        self._new: list[Path] = []
         self._committed = False
 
     def __enter__(self) -> StagedDirectory:
-        atomic.make_directory(self.path)
+        self._new = atomic.make_directory(self.path)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._committed:
             shutil.rmtree(self.path, ignore_errors=True)
+            atomic.remove_if_empty(self._new[1:])
 
     def add(self, name: str, entry: FileEntry) -> None:
         """Add a file that another rank wrote, fsynced and hashed.

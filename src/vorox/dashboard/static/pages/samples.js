@@ -13,16 +13,18 @@ export async function samplesPage(root, { run }) {
       return void replace(grid, card("Samples", h("p", { class: "note" },
         "No samples yet. Set eval.prompts: each validation completes them, and this page shows them step by step.")));
     }
-    const before = grid.querySelector(".samples"), end = Number.MAX_SAFE_INTEGER;
+    const before = grid.querySelector(".samples");
     const isAtEnd = !before || before.scrollLeft + before.clientWidth >= before.scrollWidth - 1;
-    const left = isAtEnd ? end : before.scrollLeft;
+    const left = before?.scrollLeft;
+    const label = (index) => `Step ${whole(found.steps[index])} · ${index + 1} of ${found.steps.length}`;  // one at a time
     replace(grid, card("Samples by step", h("div", { class: "scroll samples", tabindex: 0, role: "region", "aria-label": "Samples by step" },
       h("table", null,
         h("thead", null, h("tr", null, h("th", { scope: "col" }, "Prompt"), found.steps.map((step) => h("th", { scope: "col" }, `Step ${whole(step)}`)))),
         h("tbody", null, found.prompts.map((row) => h("tr", null, h("th", { scope: "row" }, h("code", null, row.prompt)),
-          row.texts.map((text, index) => h("td", { "data-label": `Step ${whole(found.steps[index])}` }, text === null ? h("span", { class: "muted" }, "–") : h("div", { class: "text" }, text))))))))));
+          row.texts.map((text, index) => h("td", { "data-label": label(index) }, text === null ? h("span", { class: "muted" }, "–") : h("div", { class: "text" }, text))))))))));
     grid.querySelector("table").style.setProperty("--steps", found.steps.length);
-    grid.querySelector(".samples").scrollLeft = left;  // the newest samples are the last columns
+    const shown = grid.querySelector(".samples");
+    shown.scrollLeft = isAtEnd ? shown.scrollWidth : left;  // the newest samples are the last columns
   }
   await refresh();
   return { refresh };
