@@ -34,10 +34,16 @@ while [[ $1 == --* ]]; do echo "$1" >>srun-options; shift; done
 for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=($!); done
 printf '%s\\n' "${tasks[@]}" >tasks
 if [ -n "${SIGNAL_AFTER:-}" ]; then  # as --signal=TERM@SECONDS; the ranks wait in step 9
-  (until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done; kill -TERM "${tasks[@]}"; rm "$VOROX_TESTS_HOLD") &
+  (
+    until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done
+    kill -TERM "${tasks[@]}"
+    rm "$VOROX_TESTS_HOLD"
+  ) &
+  signaler=$!
 fi
 highest=0
 for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
+kill $signaler 2>/dev/null  # the job may end without that checkpoint
 exit $highest
 """
 SCONTROL = """#!/bin/bash

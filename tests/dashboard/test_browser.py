@@ -190,7 +190,7 @@ def test_the_newest_of_many_samples_is_in_view(browser: Watched, runs: Path, url
     assert region.locator("tbody th").evaluate(at_corner, [box["x"], box["y"]]), "no sample lies over the prompt"
     if browser.page.evaluate("innerWidth") < 760:
         lefts = region.locator("td").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
-        shown_lefts = [left for left in lefts if around["x"] - around["width"] + 1 < left < around["x"] + around["width"] - 1]
+        shown_lefts = [left for left in lefts if abs(left - around["x"]) < around["width"] - 1]
         assert shown_lefts == [pytest.approx(around["x"], abs=1)], "one sample at a time, and none is cut"
     assert fits(browser)
     assert browser.problems == []

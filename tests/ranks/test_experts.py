@@ -39,6 +39,33 @@ def alone(runs: Runs) -> Path:
     return runs.train("alone", [])[0]
 
 
+STEPS = """
+import torch.distributed as dist
+
+
+def halves(micro_batch):
+    micro_batch.forward_backward(weight=0.5)
+    micro_batch.forward_backward(weight=0.5)
+
+
+def uneven(micro_batch):
+    for _ in range(2 if micro_batch.step == 2 and dist.get_rank() == 1 else 1):
+        micro_batch.forward_backward()
+"""
+
+
+@pytest.mark.parametrize("layout", ["expert_parallel", "fsdp"])
+def test_passes_of_a_function_that_ranks_run_unequally_often_end_the_run(layout: str, runs: Runs, alone: Path) -> None:
+    """A pass has collectives: ranks that run equally many are one process, all others end before they hang."""
+    file = runs.directory / "steps.py"
+    file.write_text(STEPS)
+    settings = [f"parallel.{layout}_size=2", "--nproc", "2"]
+    run, _ = runs.train(f"halves-{layout}", [*settings, f"train.forward_backward={file}:halves"])
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    _, errors = runs.train(f"uneven-{layout}", [*settings, f"train.forward_backward={file}:uneven"], code=2)
+    assert "Ranks call micro_batch.forward_backward a different number of times in step 3" in errors
+
+
 def router_metrics(run: Path) -> list[dict[str, float]]:
     return [
         {key: value for key, value in record["values"].items() if key.startswith("router/")}

@@ -250,6 +250,14 @@ class Ranks:
         self.maximum(largest)
         return int(largest)
 
+    def are_equal(self, number: int) -> bool:
+        """Return whether all ranks have the same number on the host. Waits for the ranks, not for their devices."""
+        if self.mesh is None:
+            return True
+        largest = torch.tensor([number, -number])
+        self.maximum(largest)
+        return int(largest.sum()) == 0
+
     def sum_over_shards(self, tensor: Tensor) -> None:
         """Add the tensors of the ranks that share one replica, in place."""
         if self.mesh is not None:

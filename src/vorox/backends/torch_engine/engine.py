@@ -230,9 +230,7 @@ class TorchEngine:
             if self._user_step is None:
                 reference_H = None if references is None else references[index]
                 return train(batch, index, scale=scale, reference_H=reference_H)
-            micro_batch = MicroBatch(
-                batch, index, self.model, self._spec, lambda rows, weight: train(rows, 0, scale=weight * scale)
-            )
+            micro_batch = MicroBatch(batch, index, self.model, self._spec, train, scale, self._ranks)
             self._user_step(micro_batch)
             return micro_batch.total()
 

@@ -2,6 +2,7 @@
 
 It receives a ``MicroBatch`` and calls ``forward_backward`` once or several times, perhaps with other tokens or labels.
 PyTorch's generators are seeded from (seed, step, micro-batch) while it runs, so a replay draws the same numbers.
+Where ranks share a replica, a pass has collectives, so all ranks must run equally many; they compare before each one.
 
 Shape legend: B rows, T positions.
 """
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.dpo_loss import PairSums
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.core.batch import Batch, Int32Array
@@ -27,8 +29,8 @@ from vorox.models.spec import ModelSpec
 
 _KEY = "train.forward_backward"
 
-Train = Callable[[Batch, float], LossSums | PairSums]
-"""(batch of one micro-batch, weight) -> loss sums; adds to the gradients. Never those of DPO, which is refused."""
+Train = Callable[..., LossSums | PairSums]
+"""(batch, micro-batch of it, scale=of the gradients) -> loss sums, never those of DPO; adds to the gradients."""
 
 
 class MicroBatch:
@@ -42,7 +44,9 @@ class MicroBatch:
         module: The model.
     """
 
-    def __init__(self, batch: Batch, index: int, module: nn.Module, spec: ModelSpec, train: Train) -> None:
+    def __init__(
+        self, batch: Batch, index: int, module: nn.Module, spec: ModelSpec, train: Train, scale: float, ranks: Ranks
+    ) -> None:
         here = slice(index, index + 1)
         segments, positions = batch.segment_ids_ABT, batch.position_ids_ABT
         self._batch = dataclasses.replace(
@@ -56,7 +60,7 @@ class MicroBatch:
         self.step, self.index, self.module = batch.step, index, module
         self.tokens_BT: Int32Array = batch.tokens_ABT[index]
         self.labels_BT: Int32Array = batch.labels_ABT[index]
-        self._spec, self._train = spec, train
+        self._spec, self._train, self._scale, self._ranks = spec, train, scale, ranks
         self._sums: list[list[Tensor]] = []
 
     def forward_backward(
@@ -71,6 +75,9 @@ class MicroBatch:
 
         Returns:
             The cross entropy, summed over the targets, on the device.
+
+        Raises:
+            ConfigError: The rows have another shape, or other ranks run no further pass.
         """
         batch = dataclasses.replace(
             self._batch,
@@ -78,7 +85,8 @@ class MicroBatch:
             labels_ABT=self._like(self.labels_BT, labels_BT),
         )
         check_tokens(batch, self._spec)
-        sums = self._train(batch, weight)
+        self._agree(is_over=False)
+        sums = self._train(batch, 0, scale=weight * self._scale)
         assert isinstance(sums, LossSums), "loss.name=dpo refuses train.forward_backward"
         self._sums.append([weight * value for value in sums])
         return sums.cross_entropy
@@ -92,12 +100,22 @@ class MicroBatch:
             )  # fmt: skip
         return np.ascontiguousarray(found_BT)[None]
 
+    def _agree(self, *, is_over: bool) -> None:
+        """Check that all ranks run another pass, or that none does; otherwise its collectives would hang."""
+        if self._ranks.num_shards > 1 and not self._ranks.are_equal(int(is_over)):
+            raise ConfigError(
+                f"Ranks call micro_batch.forward_backward a different number of times in step {self.step + 1}",
+                where=_KEY, hint="call it equally often for every micro-batch, with weight=0 where nothing is to be "
+                "added; or use replicas, parallel.data_parallel_size alone, which need not agree",
+            )  # fmt: skip
+
     def total(self) -> LossSums:
         """Return the weighted sums of all passes.
 
         Raises:
-            ConfigError: There were none.
+            ConfigError: There were none, or other ranks run another one.
         """
+        self._agree(is_over=True)
         if not self._sums:
             raise ConfigError(
                 "The function ran no backward pass", where=_KEY, hint="call micro_batch.forward_backward() in it"

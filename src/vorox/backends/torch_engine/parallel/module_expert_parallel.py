@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,16 +24,25 @@ from vorox.backends.torch_engine.module_table import named_tensors
 from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
 from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
+from vorox.backends.torch_engine.parameters import FlatParameters
 
 
 class StackedExpertParameters(TensorParallelParameters):
     """See ``Parameters``; a rank has some rows of the stacks of experts, and all of every other parameter."""
 
     def sum_gradients(self, ranks: Ranks) -> None:
-        """Add shared gradients over all ranks, and those of experts over the ranks that have the same ones."""
-        for piece in self._inner.pieces(self._inner.gradients):
-            add = ranks.sum if self._dims[piece.name] is None else ranks.sum_over_replicas
-            add(piece.view)
+        """Add shared gradients over all ranks, and those of experts over the ranks that have the same ones.
+
+        The shared parameters between the experts of two blocks are one range of a gradient buffer, and one sum.
+        """
+        assert isinstance(self._inner, FlatParameters), "divided experts refuse FSDP2 and DeepSpeed"
+        for group, (buffer,) in self._inner.gradients.items():
+            slices = [one for one in self._inner.slices.values() if one.group == group]
+            slices.sort(key=lambda one: one.start)
+            for is_shared, run in groupby(slices, key=lambda one: self._dims[one.parameter.name] is None):
+                ends = [(one.start, one.start + one.parameter.num_elements) for one in run]
+                add = ranks.sum if is_shared else ranks.sum_over_replicas
+                add(buffer[ends[0][0] : ends[-1][1]])
 
     def finish_gradients(self) -> None:
         """Do nothing: the exchange of tokens brought every gradient to the rank of its expert."""
