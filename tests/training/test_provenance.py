@@ -321,7 +321,7 @@ def test_postgres_stopped_in_mid_run_and_started_again(
             run_until(31, config, patch)
         assert Spool(directory()).size_bytes > 0
         with monkeypatch.context() as patch:
-            at_step(patch, 50, lambda: (postgres.start(), wait_until(lambda: told("metadata_back"))))
+            at_step(patch, 50, lambda: (postgres.start(), wait_until(lambda: told("metadata_back")))[1])
             run(config)
     finally:
         postgres.start()

@@ -252,8 +252,6 @@ class Ranks:
 
     def are_equal(self, number: int) -> bool:
         """Return whether all ranks have the same number on the host. Waits for the ranks, not for their devices."""
-        if self.mesh is None:
-            return True
         largest = torch.tensor([number, -number])
         self.maximum(largest)
         return int(largest.sum()) == 0
