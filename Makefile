@@ -7,7 +7,7 @@
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make mutate [ARGS="vorox.data.permutation*"] change the code that order, caches and replay rest on, one expression at a time
-#   make structure                         packages with their lines and imports, and the modules of four call paths
+#   make structure                         packages with their lines and imports, and the modules of five call paths
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 

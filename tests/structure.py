@@ -1,4 +1,4 @@
-"""Print the structure of vorox: packages with their lines, the imports between them, and four call paths.
+"""Print the structure of vorox: packages with their lines, the imports between them, and five call paths.
 
     python tests/structure.py [--no-paths]
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,18 @@ import pytest
 from numpy_engine import NumpyEngine
 from servers.web import http_server
 from tiny_runs import configuration, run, use_numpy_engine, write_text
+from vorox.core import json_lines
 from vorox.core.batch import Progress
+from vorox.core.staged_directory import StagedDirectory
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.corpus import prepare
+from vorox.experiments.tracking import JsonLinesSink
 from vorox.training import resume as resume_module
-from vorox.training.evaluation.evaluate import Evaluations
+from vorox.training.session import Session
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
+LOGGED_STEP = 6  # and logs every 2
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,15 @@ class ModuleTrace:
         finally:
             self._is_recording = False
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside the block."""
+        before, self._is_recording = self._is_recording, False
+        try:
+            yield
+        finally:
+            self._is_recording = before
+
     def stop(self) -> None:
         self._is_recording = False
 
@@ -199,28 +212,65 @@ def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
 
 
 def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
-    """From the end of a step to its metrics, its link in the replay chain and its committed checkpoint.
+    """From the return of the engine's step to its line in the replay chain and in the metrics; the step is not saved.
 
-    Recorded from the return of the engine's step to the moment when the loop asks whether a validation is due. A save
-    settles its step first, so all three are on disk by then; validation, tasks and the start of the next step (learning
-    rate, recomputation) come after that moment. Only the thread of the loop is recorded, because the loader's threads
-    read later batches meanwhile. The checkpoint is written synchronously, so that the whole commit is recorded. The
-    metadata database is off: a thread writes it every few seconds, whatever the step.
+    A step settles while the next one runs. So the trace starts when the engine returns step 7, which the loop then
+    counts and decides about, and ends when the line of step 6 is in both files: the loop settles it in between. The
+    chain writes 256 lines at a time; here it writes each one. Not recorded: the display, which shows the line after it
+    is written; the start of the next step (its batch, its learning rate); saves and validation, of which no step here
+    has any; other threads, which read batches ahead. The metadata database is off: a thread writes it every few
+    seconds, whatever the step.
     """
-    is_due = Evaluations.due
+    write = JsonLinesSink.write
 
-    def traced(self: Evaluations, progress: Progress) -> bool:
-        if progress.step == SAVED_STEP:
+    def traced(self: JsonLinesSink, step: int, values: Mapping[str, float]) -> None:
+        write(self, step, values)
+        if step == LOGGED_STEP:
             trace.stop()
-        return is_due(self, progress)
 
     def start(step: int) -> None:
-        if step == SAVED_STEP:
+        if step == LOGGED_STEP + 1:
             trace.start(only_this_thread=True)
 
-    settings = ["checkpoint.asynchronous=false", "log.metadata=off"]
+    settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "log.metadata=off"]
     with around_steps(lambda step: None, start), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluations, "due", traced)
+        patch.setattr(json_lines, "BUFFERED_LINES", 1)
+        patch.setattr(JsonLinesSink, "write", traced)
+        run(configuration(directory, settings))
+    keep_packages(trace, "core", "experiments", "models", "runtime", "training")
+
+
+def save(directory: Path, trace: ModuleTrace) -> None:
+    """From the decision of the loop to save to the committed checkpoint.
+
+    Recorded from ``Session.save`` to the rename that makes the checkpoint visible. The step in flight settles first;
+    this is the path ``step_to_disk`` and not recorded again. Not recorded either: what follows the commit (retention,
+    the log, the mirror). The checkpoint is written synchronously, so that one thread does all of it.
+    """
+    save_state, settle, commit = Session.save, Session.settle, StagedDirectory.commit
+
+    def traced_save(self: Session, progress: Progress, **options: bool) -> Progress:
+        trace.start(only_this_thread=True)
+        try:
+            return save_state(self, progress, **options)
+        finally:
+            trace.stop()
+
+    def traced_settle(self: Session, progress: Progress) -> Progress:
+        with trace.paused():
+            return settle(self, progress)
+
+    def traced_commit(self: StagedDirectory, metadata: Mapping[str, Any]) -> Path:
+        try:
+            return commit(self, metadata)
+        finally:
+            trace.stop()
+
+    settings = ["checkpoint.asynchronous=false", "log.metadata=off"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "save", traced_save)
+        patch.setattr(Session, "settle", traced_settle)
+        patch.setattr(StagedDirectory, "commit", traced_commit)
         run(configuration(directory, settings))
     keep_packages(trace, "core", "experiments", "models", "runtime", "training")
 
@@ -265,7 +315,7 @@ def keep_packages(trace: ModuleTrace, *packages: str) -> None:
 
 
 def print_paths() -> None:
-    for path in (document_to_chunk, chunk_to_batch, step_to_disk, resume):
+    for path in (document_to_chunk, chunk_to_batch, step_to_disk, save, resume):
         trace = ModuleTrace()
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             use_numpy_engine(patch)
