@@ -37,6 +37,7 @@ from vorox.training import resume as resume_module
 from vorox.training.session import Session
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
+LOOP = SOURCE / "training" / "loop.py"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
 LOGGED_STEP = 6  # and logs every 2
 
@@ -129,8 +130,9 @@ class ModuleTrace:
             sys.setprofile(None)
             threading.setprofile(None)
 
-    def start(self, *, only_this_thread: bool = False) -> None:
-        self.modules.clear()
+    def start(self, *, only_this_thread: bool = False, running: Path | None = None) -> None:
+        """Start to record; ``running`` is a module on the path whose function was called before."""
+        self.modules = {} if running is None else {running: None}
         self._thread = threading.get_ident() if only_this_thread else None
         self._is_recording = True
 
@@ -230,7 +232,7 @@ def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
 
     def start(step: int) -> None:
         if step == LOGGED_STEP + 1:
-            trace.start(only_this_thread=True)
+            trace.start(only_this_thread=True, running=LOOP)
 
     settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "log.metadata=off"]
     with around_steps(lambda step: None, start), pytest.MonkeyPatch.context() as patch:
@@ -250,7 +252,7 @@ def save(directory: Path, trace: ModuleTrace) -> None:
     save_state, settle, commit = Session.save, Session.settle, StagedDirectory.commit
 
     def traced_save(self: Session, progress: Progress, **options: bool) -> Progress:
-        trace.start(only_this_thread=True)
+        trace.start(only_this_thread=True, running=LOOP)
         try:
             return save_state(self, progress, **options)
         finally:

@@ -9,18 +9,18 @@ from typing import Any
 from step_clock import StepClock
 
 from vorox.cli import main
-from vorox.training.observer import Observer
+from vorox.training.observer import SpeedMeter
 
 
 def run() -> int:
     report, *words = sys.argv[1:]
-    clock, original = StepClock.from_environment(), Observer.started
+    clock, original = StepClock.from_environment(), SpeedMeter.count
 
-    def started(observer: Observer, *arguments: Any) -> None:
+    def count(speed: SpeedMeter, *arguments: Any) -> None:
         clock.mark()
-        original(observer, *arguments)
+        original(speed, *arguments)
 
-    Observer.started = started
+    SpeedMeter.count = count
     code = main(words)
     if code == 0:
         clock.write(Path(report))

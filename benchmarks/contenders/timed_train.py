@@ -30,7 +30,7 @@ from vorox.cli.build_display import RunScreen
 from vorox.experiments.tracking import Tracker
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training.loss_spikes import LossSpikes
-from vorox.training.observer import Observer
+from vorox.training.observer import SpeedMeter
 from vorox.training.session import Session
 from vorox.training.step_profiler import StepProfiler
 
@@ -38,7 +38,7 @@ DISPLAY = ("step", "message", "sample", "waiting")
 TRACKER = ("observe", "log", "flush")
 MONITORS = (
     (Session, "record"), (Heartbeat, "enter"), (Heartbeat, "compute"), (StepProfiler, "begin"), (StepProfiler, "end"),
-    (LossSpikes, "max_loss"), (Observer, "started"),
+    (LossSpikes, "max_loss"), (SpeedMeter, "count"),
 )  # fmt: skip
 CALLS = ("display", "tracker", "record", "monitor")
 
@@ -75,13 +75,13 @@ class Clocks:
         setattr(owner, method, timed)
 
     def follow_steps(self) -> None:
-        original = Observer.started
+        original = SpeedMeter.count
 
-        def started(observer: Observer, *arguments: Any) -> None:
+        def count(speed: SpeedMeter, *arguments: Any) -> None:
             self._step()
-            original(observer, *arguments)
+            original(speed, *arguments)
 
-        Observer.started = started
+        SpeedMeter.count = count
 
     def _step(self) -> None:
         """Mark a step that has been started; only whole steps after the first ones count."""

@@ -133,6 +133,30 @@ def test_without_a_time_limit_the_file_follows_from_a_thread_and_no_watchdog_sta
     assert not (tmp_path / "no folder").exists()
 
 
+def test_the_time_of_every_phase_is_counted_also_if_it_fails_inside_another(tmp_path: Path) -> None:
+    now = [100.0]
+    heartbeat = Heartbeat(tmp_path, clock=lambda: now[0])
+    phases: tuple[tuple[Phase, float], ...] = (("data", 1.0), ("step", 2.0), ("data", 4.0))
+    for phase, seconds in phases:
+        heartbeat.enter(phase)
+        now[0] += seconds
+
+    def validate() -> None:
+        with heartbeat.during("validation"):
+            now[0] += 8.0
+            with heartbeat.during("save"):
+                now[0] += 16.0
+                raise OSError
+
+    with pytest.raises(OSError):
+        validate()
+    now[0] += 32.0
+    assert heartbeat.seconds["data"] == 5.0, "the phase that has not ended is not counted yet"
+    heartbeat.enter("settle")
+    counted = {phase: seconds for phase, seconds in heartbeat.seconds.items() if seconds}
+    assert counted == {"data": 37.0, "step": 2.0, "validation": 8.0, "save": 16.0}
+
+
 CHILD = """
 import sys, time
 from pathlib import Path

@@ -135,13 +135,13 @@ def test_at_most_one_write_is_under_way(tmp_path: Path) -> None:
 
 def test_the_chain_is_durable_before_the_writer_begins(tmp_path: Path) -> None:
     run, order = Run(tmp_path), list[str]()
-    make_durable = run.pending.make_durable
+    flush = run.pending.chain.flush
 
     def noted() -> None:
-        make_durable()
+        flush()
         order.append("chain")
 
-    run.pending.make_durable = noted  # type: ignore[method-assign]
+    run.pending.chain.flush = noted  # type: ignore[method-assign]
     with atomic.observe(lambda operation: order.append(operation.kind)):
         run.save(10)
     assert order.index("chain") < order.index("rename")

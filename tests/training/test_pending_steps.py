@@ -52,7 +52,7 @@ class Steps:
 
     def drain(self) -> Progress:
         self._take(self.pending.drain())
-        return replace(self.progress, chain=self.pending.head)
+        return replace(self.progress, chain=self.pending.chain.head)
 
     def _take(self, settled: SettledStep | None) -> None:
         if settled is not None:
@@ -71,7 +71,7 @@ def test_settles_one_step_late_and_catches_up(tmp_path: Path) -> None:
     assert steps.fetched == [1, 2]
     assert steps.drain() == progress
     assert steps.fetched == [1, 2], "nothing is fetched twice"
-    steps.pending.make_durable()
+    steps.pending.chain.flush()
     assert progress.chain == read_chain(tmp_path)[2].chain
 
 

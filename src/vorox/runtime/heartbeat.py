@@ -1,7 +1,8 @@
 """Heartbeats: what a rank is doing, in a small mapped file that the watchdog of its machine reads.
 
 In: the phase and step of the training loop. Out: ``watchdog/rank-00000.beat`` in the run directory, for the dashboard
-and the watchdog. The loop only stores into memory, without a system call.
+and the watchdog; and the time that the loop has spent in each phase. The loop only stores into memory, without a system
+call.
 
 Without a time limit, a thread writes the file twice a second, and an error of the disk is ignored. With one, the file
 is mapped, so that it is current also while the interpreter hangs; a thread adds what the main thread cannot report
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
@@ -86,8 +88,10 @@ class Heartbeat:
         timeout_seconds: Time without progress after which the watchdog ends the run; ``None``: no watchdog.
         notice: A program that the watchdog runs after it ended a stalled run, or found the run killed: its words, and
             environment variables.
+        clock: A monotonic clock, in seconds.
 
     Attributes:
+        seconds: Time spent in each phase, without the one that has not ended.
         observe: Returns the number of ready batches, and whether storage waits for a store; called from a thread.
         listen: Called at the start of every phase, also without a watchdog.
     """
@@ -95,18 +99,24 @@ class Heartbeat:
     def __init__(
         self, run_directory: Path, *, rank: int = 0, local_rank: int = 0, attempt: int = 1,
         timeout_seconds: float | None = None, notice: tuple[Sequence[str], Mapping[str, str]] = ((), {}),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._local_rank, self._attempt = RunLayout(run_directory), rank, local_rank, attempt
         self._timeout_seconds, self._notice = timeout_seconds, notice
         self._cells = memoryview(bytearray(_FILE_BYTES - _FIXED_BYTES)).cast("Q")
         self._shapes: set[tuple[int, ...]] = set()
+        self._clock, self._entered_at = clock, clock()
+        self.seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         self._closed = threading.Event()
         self._stack = contextlib.ExitStack()
         self.observe: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self.listen: Callable[[Phase], None] = lambda _: None
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """Record the start of a phase, with three memory stores."""
+        """Record the start of a phase, and the time of the one before."""
+        now = self._clock()
+        self.seconds[PHASES[self._cells[_PHASE]]] += now - self._entered_at
+        self._entered_at = now
         if step is not None:
             self._cells[_STEP] = step
         self._cells[_PHASE] = PHASES.index(phase)

@@ -1,6 +1,6 @@
 """Throughput, MFU and time breakdown of a run, and what slows it down.
 
-In: the work of every step (tokens and FLOPs), the time that the loop waited for data, and pauses for checkpoints and
+In: the work of every step (tokens and FLOPs), and the time that the loop waited for data and spent on saves and
 validation. Out: a ``Reading`` per window and for the whole process. The clock starts at the end of the first step, so
 compilation and warm-up are excluded.
 
@@ -20,11 +20,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from vorox.core.errors import NumericalError
 from vorox.core.schema import RunConfig
+from vorox.runtime.heartbeat import Phase
 
 MATMUL_PEAK_TOLERANCE = 1.15
 """Accepted ratio of a speed to the measured matmul peak; clocks and load differ between two measurements."""
@@ -33,6 +33,8 @@ _SLOW_FRACTION = 0.2
 _SLOW_SECONDS = 5.0
 """Shorter measurements name none."""
 _MAX_READER_THREADS = 8
+_PAUSES: Mapping[str, Phase] = {"save": "save", "eval": "validation"}
+"""Uses of time that are not training, and their phases of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,26 +123,33 @@ class Reading:
 
 @dataclass(slots=True)
 class _Window:
-    """Sums since the start of a window."""
+    """Sums since the start of a window, and the totals at its start."""
 
     started_at: float
     waited_before: float
+    paused_before: Mapping[str, float]
     num_steps: int = 0
     work: Work = Work()
-    paused: dict[str, float] = field(default_factory=lambda: {"save": 0.0, "eval": 0.0})
 
 
 class Throughput:
     """Measures the throughput of one process.
 
     Args:
+        phase_seconds: Time that the loop has spent in each phase so far: ``Heartbeat.seconds``, which stays current.
         limits: Upper bounds of the speed.
         clock: A monotonic clock in seconds.
     """
 
-    def __init__(self, limits: Limits | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        phase_seconds: Mapping[Phase, float],
+        limits: Limits | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.limits = limits or Limits()
-        self._clock = clock
+        self._phase_seconds, self._clock = phase_seconds, clock
         self._window: _Window | None = None
         self._whole: _Window | None = None
         self._waited = 0.0
@@ -154,24 +163,18 @@ class Throughput:
         """
         self._waited = waited_seconds
         if self._window is None or self._whole is None:
-            now = self._clock()
-            self._window, self._whole = _Window(now, waited_seconds), _Window(now, waited_seconds)
+            self._window, self._whole = self._open_window(), self._open_window()
             return
         for window in (self._window, self._whole):
             window.num_steps += 1
             window.work += work
 
-    @contextlib.contextmanager
-    def pause(self, use: Literal["save", "eval"]) -> Generator[None]:
-        """Count the time inside as saving or validation, not as training. Does not nest."""
-        started_at = self._clock()
-        try:
-            yield
-        finally:
-            spent = self._clock() - started_at
-            for window in (self._window, self._whole):
-                if window is not None:
-                    window.paused[use] += spent
+    def _open_window(self) -> _Window:
+        return _Window(self._clock(), self._waited, self._paused())
+
+    def _paused(self) -> dict[str, float]:
+        """Return the total seconds of what is not training."""
+        return {use: self._phase_seconds[phase] for use, phase in _PAUSES.items()}
 
     @contextlib.contextmanager
     def excluded(self) -> Generator[None]:
@@ -195,9 +198,8 @@ class Throughput:
         window = self._window
         if window is None:
             return Reading(0, 0, {"compute": 0.0, "data": 0.0, "save": 0.0, "eval": 0.0})
-        now = self._clock()
-        self._window = _Window(now, self._waited)
-        return self._reading(window, now)
+        self._window = self._open_window()
+        return self._reading(window, self._window.started_at)
 
     def total(self) -> Reading:
         """Return the reading of the whole process since the end of the first step."""
@@ -207,9 +209,10 @@ class Throughput:
         return self._reading(whole, self._clock())
 
     def _reading(self, window: _Window, now: float) -> Reading:
-        training = max(0.0, now - window.started_at - sum(window.paused.values()))
+        paused = {use: seconds - window.paused_before[use] for use, seconds in self._paused().items()}
+        training = max(0.0, now - window.started_at - sum(paused.values()))
         waited = min(training, max(0.0, self._waited - window.waited_before))
-        seconds = {"compute": training - waited, "data": waited, **window.paused}
+        seconds = {"compute": training - waited, "data": waited, **paused}
         reading = Reading(window.num_steps, window.work.num_tokens, seconds)
         if not window.num_steps or training <= 0:
             return reading

@@ -49,7 +49,8 @@ def train(session: Session, progress: Progress) -> Progress:
         progress, decision = after, session.sync.finish(exchange)
         missing = decision.missing
         session.provenance.attempt.record_started(progress.step)
-        session.observer.started(progress, batch.row_tokens, session.batches.wait_seconds + session.sync.waited_seconds)
+        waited_seconds = session.batches.wait_seconds + session.sync.waited_seconds
+        session.speed.count(progress.num_tokens, batch.row_tokens, waited_seconds)
         step = InFlightStep(progress, decision.batch_digest, result, lr, weight_decay, batch, max_loss)
         session.heartbeat.enter("settle", progress.step)
         session.record(session.pending.submit(step))
@@ -73,9 +74,9 @@ def _evaluate(session: Session, progress: Progress) -> Progress:
     if session.tasks.due(progress):
         progress = session.save(progress)
         session.wait_for_save()
+        report = session.observer.evaluating_tasks(progress)
         with (
             session.heartbeat.during("validation"),
-            session.observer.evaluating_tasks(progress) as report,
             validated_weights(session.engine, session.setup.workload.config),
         ):
             session.tasks.run(progress, session.sync.stop, report)
@@ -87,10 +88,10 @@ def _validate(session: Session, progress: Progress) -> Progress:
     if not session.checkpoints.saves_alone:  # after a failure on one rank, the others cannot take part in a save
         progress = session.save(progress)
         session.wait_for_save()
+    report = session.observer.validating(progress)
     with (
         session.heartbeat.during("validation"),
         session.saving_on_failure(progress),
-        session.observer.validating(progress) as report,
         validated_weights(session.engine, session.setup.workload.config),
     ):
         found = session.evaluations.run(session.engine, progress, session.sync.stop)

@@ -7,11 +7,10 @@ with a measured matmul rate, which is measured again a few times before a readin
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vorox.core.batch import Progress
@@ -24,6 +23,7 @@ from vorox.models import flops
 from vorox.models.memory_estimate import estimate_memory
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
+from vorox.runtime.heartbeat import Heartbeat
 from vorox.runtime.host_memory import HostMemory
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds, slow_cause
@@ -77,10 +77,6 @@ class Observer:
             earlier = MeasuredTimes.of_run(setup.run.directory)
             self.notice = PreemptionNotice(seconds, workload.log, earlier, workload.distributed)
         self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
-
-    def started(self, progress: Progress, row_tokens: int, waited_seconds: float) -> None:
-        """Count a started step. Settling would be the wrong moment: a save settles a step early."""
-        self._speed.count(progress.num_tokens, row_tokens, waited_seconds)
 
     def settled(self, settled: SettledStep) -> None:
         """Report the first loss, and steps that are not finite."""
@@ -162,21 +158,6 @@ class Observer:
             slow_cause=slow_cause(reading.seconds, self._config),
         )
 
-    @contextlib.contextmanager
-    def saving(self) -> Generator[None]:
-        """Count the time inside as saving; flush the metrics first."""
-        with self.waiting_for_save():
-            self._tracker.flush()
-            yield
-
-    @contextlib.contextmanager
-    def waiting_for_save(self) -> Generator[None]:
-        """Count the time inside as waiting for a checkpoint."""
-        started = time.perf_counter()
-        with self._speed.pause("save"):
-            yield
-        self._tracker.observe({"checkpoint_seconds": time.perf_counter() - started})
-
     def saved(self, path: Path, progress: Progress, seconds: float) -> None:
         """Report a committed checkpoint; from any thread."""
         self._tracker.observe({"checkpoint_write_seconds": seconds})
@@ -185,9 +166,9 @@ class Observer:
         text = f"Saved {path.name} in {seconds:.2f} s"
         self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain, seconds=seconds)
 
-    @contextlib.contextmanager
-    def validating(self, progress: Progress) -> Generator[Callable[[Evaluation, Sequence[tuple[str, str]]], None]]:
-        """Count the time inside as validation; yield a function that reports the result and the completions."""
+    def validating(self, progress: Progress) -> Callable[[Evaluation, Sequence[tuple[str, str]]], None]:
+        """Return a function that reports the result, the completions and the time since this call."""
+        started = time.perf_counter()
 
         def report(found: Evaluation, completions: Sequence[tuple[str, str]]) -> None:
             unit = "pair" if self._is_dpo else "token"
@@ -212,22 +193,18 @@ class Observer:
             }
             self._tracker.log(progress.step, {name: value for name, value in numbers.items() if value is not None})
 
-        started = time.perf_counter()
-        with self._speed.pause("eval"):
-            yield report
+        return report
 
-    @contextlib.contextmanager
-    def evaluating_tasks(self, progress: Progress) -> Generator[Callable[[TasksReport], None]]:
-        """Count the time inside as validation; yield a function that reports the results."""
+    def evaluating_tasks(self, progress: Progress) -> Callable[[TasksReport], None]:
+        """Return a function that reports the results and the time since this call."""
+        started = time.perf_counter()
 
         def report(found: TasksReport) -> None:
             seconds = time.perf_counter() - started
             log_report(found, progress, seconds, self._log)
             self._tracker.log(progress.step, {"tasks_seconds": seconds, **task_metrics(found.results)})
 
-        started = time.perf_counter()
-        with self._speed.pause("eval"):
-            yield report
+        return report
 
     def finish(self, progress: Progress) -> Reading:
         """Flush the last metrics; return the throughput of the whole process."""
@@ -251,20 +228,21 @@ class SpeedMeter:
 
     Args:
         workload: The model whose FLOPs are counted, and the engine whose matmul rate is measured.
+        heartbeat: Knows the time of saves and validation.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, heartbeat: Heartbeat) -> None:
         self._workload = workload
         config = workload.config
         self._work = functools.cache(functools.partial(_work, workload.spec, config.data.document_mask))
         self._measures = config.log.matmul_peak and workload.distributed.is_main
         self._remeasured, self._reported_impossible = 0, False
         self._num_tokens = 0  # after the last step; the first step of a process only starts the clock
-        throughput = Throughput(self._limits())
-        self.pause, self.total, self._throughput = throughput.pause, throughput.total, throughput
+        self._throughput = Throughput(heartbeat.seconds, self._limits())
+        self.total = self._throughput.total
 
     def count(self, num_tokens: int, row_tokens: int, waited_seconds: float) -> None:
-        """Count a started step.
+        """Count a step when it has started; a save settles a step early, so settled ones would distort the speed.
 
         Args:
             num_tokens: Positions that the run has processed after this step.

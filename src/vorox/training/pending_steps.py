@@ -115,20 +115,18 @@ class PendingSteps:
         max_nonfinite_steps: Consecutive non-finite steps that are skipped before the run stops.
         nonfinite_in_a_row: Consecutive non-finite steps at the end of the checkpoint.
         spikes: Receives the losses; ``None`` without a limit (``train.spike_policy: off``).
+
+    Attributes:
+        chain: The replay chain, up to the last settled step.
     """
 
     def __init__(
         self, chain: ReplayChain, *, max_nonfinite_steps: int, nonfinite_in_a_row: int, spikes: LossSpikes | None = None
     ) -> None:
         self._spikes = spikes
-        self._chain, self._max_nonfinite_steps = chain, max_nonfinite_steps
+        self.chain, self._max_nonfinite_steps = chain, max_nonfinite_steps
         self._in_flight: InFlightStep | None = None
         self.nonfinite_in_a_row = nonfinite_in_a_row
-
-    @property
-    def head(self) -> str:
-        """The head of the replay chain, after the last settled step."""
-        return self._chain.head
 
     def submit(self, step: InFlightStep) -> SettledStep | None:
         """Add a started step; settle and return the previous one."""
@@ -140,13 +138,9 @@ class PendingSteps:
         pending, self._in_flight = self._in_flight, None
         return None if pending is None else self._settle(pending)
 
-    def make_durable(self) -> None:
-        """Flush all settled steps to disk; raises ``OSError`` if the disk is full or failed."""
-        self._chain.flush()
-
     def _settle(self, step: InFlightStep) -> SettledStep:
         values = step.result.fetch()
-        self._chain.record(step.progress.step, step.batch_digest, values)
+        self.chain.record(step.progress.step, step.batch_digest, values)
         if not _is_adapting(values):
             self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
         ends_run = self.nonfinite_in_a_row > self._max_nonfinite_steps

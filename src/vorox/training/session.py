@@ -77,6 +77,8 @@ class Session:
     evaluations: Evaluations
     tasks: ScheduledTasks
     sampler: PromptSampler
+    tracker: Tracker
+    speed: SpeedMeter
     observer: Observer
     provenance: ProvenanceRecorder
     nonfinite: NonfiniteRecorder
@@ -148,12 +150,13 @@ class Session:
         """
         self.heartbeat.enter("settle")
         self.record(self.pending.drain())
-        return replace(progress, chain=self.pending.head)
+        return replace(progress, chain=self.pending.chain.head)
 
     def save(self, progress: Progress, *, is_last: bool = False) -> Progress:
         """Settle the step in flight and take a checkpoint, if there is anything new to save."""
         progress = self.settle(progress)
-        with self.heartbeat.during("save"), self.observer.saving():
+        with self._saving():
+            self.tracker.flush()
             self.checkpoints.save(self.engine, progress, self.pending, self._publish, is_last=is_last)
         return progress
 
@@ -169,8 +172,16 @@ class Session:
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that is being written is committed."""
         if self.checkpoints.is_writing:
-            with self.heartbeat.during("save"), self.observer.waiting_for_save():
+            with self._saving():
                 self.checkpoints.wait()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Generator[None]:
+        """Count the time inside as blocked by a checkpoint."""
+        before = self.heartbeat.seconds["save"]
+        with self.heartbeat.during("save"):
+            yield
+        self.tracker.observe({"checkpoint_seconds": self.heartbeat.seconds["save"] - before})
 
     def save_and_preempt(self, progress: Progress, *, reason: str = "", where: str = "", hint: str) -> Preempted:
         """Save the current state, unless a signal leaves no time; return the error that names the newest checkpoint."""
@@ -284,7 +295,7 @@ def open_session(
         ) as batches,
     ):  # fmt: skip
         heartbeat.observe = lambda: (batches.queue_depth, waiting_for_data() is not None)
-        sampler = PromptSampler(config, corpus.tokenizer, workload.spec)
+        sampler, speed = PromptSampler(config, corpus.tokenizer, workload.spec), SpeedMeter(workload, heartbeat)
         chain, spikes = ReplayChain(run.directory, progress, writes=is_main), _loss_spikes(setup)
         pending = PendingSteps(
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row,
@@ -299,7 +310,7 @@ def open_session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),
             sync, next_batch, pending, checkpoints, evaluations, ScheduledTasks.of(setup, tasks or {}), sampler,
-            Observer(setup, tracker, display, SpeedMeter(workload)), provenance,
+            tracker, speed, Observer(setup, tracker, display, speed), provenance,
             NonfiniteRecorder(run.directory, alone, log, writes=is_main),
             spikes, recomputation, heartbeat, profiler, statistics,
         )  # fmt: skip

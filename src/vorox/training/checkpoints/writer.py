@@ -174,7 +174,7 @@ class CheckpointWriter:
         Args:
             engine: The engine, in the state after step ``progress.step``.
             progress: Progress of the run, with the head of the replay chain.
-            pending: Drained up to this step; made durable first.
+            pending: Drained up to this step; its chain is made durable first.
             publish: Called after the commit; not called if nothing is saved.
             is_last: Whether the run ends here.
 
@@ -187,7 +187,7 @@ class CheckpointWriter:
         started_at = self._clock()
         snapshot = engine.snapshot(detached=self._writer is not None)
         try:
-            pending.make_durable()
+            pending.chain.flush()
         except OSError as error:
             raise self._failure(snapshot, progress.step, error) from error
         state = RunState(progress, self._horizon, pending.nonfinite_in_a_row)
