@@ -244,7 +244,7 @@ def test_checkpoints_remove(vorox: Run, house: Path) -> None:
     [
         (("export", "latest", "--to", "peft"), "has no "),
         (("export", "latest", "--to", "hf", "--output", "new/folder/hf"), "not valid"),
-        (("checkpoints", "average", "latest", "8", "12", "--to", "new/folder/mean"), ""),
+        (("checkpoints", "average", "latest", "8", "12", "--to", "new/folder/mean"), "not valid"),
     ],
 )
 def test_a_refused_export_leaves_nothing(vorox: Run, house: Path, words: tuple[str, ...], what: str) -> None:

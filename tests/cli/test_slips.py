@@ -55,6 +55,12 @@ def test_common_names_are_understood(words: str, line: str, capsys: pytest.Captu
     [
         ("train t.txt", "vorox train --data t.txt"),
         ("data stats t.txt", "vorox train --data t.txt"),
+        ("data show tiny.yaml", "use `vorox data stats CONFIG`"),
+        ("data rows tiny.yaml", "use `vorox data peek CONFIG`"),
+        ("data where latest --by loss", "use `vorox data losses RUN`"),
+        ("data export tiny.yaml", "Missing option '--to'. Choose from: bin, mds, npy"),
+        ("data export tiny.yaml --to out", "Invalid value for '--to': 'out' is not one of 'bin', 'mds', 'npy'"),
+        ("plan nope", "name a YAML file or a preset: a100"),
         ("train tiny.yaml optimizer.lr = 1e-3", "optimizer.lr=1e-3"),
         ("train tiny.yaml optimizer.lr= 1e-3", "optimizer.lr=1e-3"),
         ("train tiny.yaml optimizer.lr =1e-3", "optimizer.lr=1e-3"),

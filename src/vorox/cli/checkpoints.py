@@ -121,7 +121,7 @@ def verify(
     known = [entry for entry in list_checkpoints(directory) if step is None or entry.step == step]
     if not known:
         what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
-        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {run_argument(directory)}")
+        raise ConfigError(what, where=str(directory), hint=f"see `vorox checkpoints list {run_argument(directory)}`")
     found = [verify_checkpoint(entry) for entry in known]
     _print(found, as_json)
     unreadable = [entry for entry in found if entry.state == "unreadable"]
@@ -174,7 +174,7 @@ def sign(
     steps = [known for known in step_directories(directory) if step is None or known == step]
     if not steps:
         what = "No checkpoint" + ("" if step is None else f" of step {step:,}")
-        raise ConfigError(what, where=str(directory), hint=f"see vorox checkpoints list {run_argument(directory)}")
+        raise ConfigError(what, where=str(directory), hint=f"see `vorox checkpoints list {run_argument(directory)}`")
     private_key = load_private_key(key)
     signatures = [sign_checkpoint(directory, known, private_key) for known in steps]
     if as_json:
@@ -281,7 +281,7 @@ def save(
         raise ConfigError(
             f"Run {directory.name} is not running, so there is nothing to save",
             where=str(directory),
-            hint=f"see vorox checkpoints list {run_argument(directory)}",
+            hint=f"see `vorox checkpoints list {run_argument(directory)}`",
         )
     before = {entry.name for entry in list_checkpoints(directory)}
     request_save(directory)
@@ -292,7 +292,7 @@ def save(
             raise ConfigError(
                 f"Run {directory.name} ended before it saved a checkpoint",
                 where=str(directory),
-                hint=f"see vorox runs show {run_argument(directory)}",
+                hint=f"see `vorox runs show {run_argument(directory)}`",
             )
         if time.monotonic() > deadline:
             raise StalledError(

@@ -117,22 +117,22 @@ def _usage_error(error: BaseException, arguments: Sequence[str]) -> VoroxError |
         return None
     context = getattr(error, "ctx", None)
     command = " ".join(["vorox", *arguments[:1]]) if context is None else str(context.command_path)
-    what, *suggested = re.split(r" Did you mean | \(Possible options: ", message().replace("\n", " "))
+    text = " ".join(message().split()).replace("Value error, ", "")  # of lists of choices, and of pydantic
+    what, *suggested = re.split(r" Did you mean | \(Possible options: ", text)
     meant = [f"`{command} {word}`" for word in re.findall(r"[\w-]+", " ".join(suggested)) if word != "or"]
     unknown = re.fullmatch(r"No such command '(.+)'\.?", what)
     option = re.fullmatch(r"No such option: (.+?)\.?", what)
-    if option and f"{command} {option[1]}" in _OTHER_OPTIONS:
-        hint = f"use `{_OTHER_OPTIONS[f'{command} {option[1]}']}`"
+    wrong = unknown or option
+    if wrong and (other := _OTHERS.get(f"{command} {wrong[1]}".removeprefix("vorox "))):
+        hint = f"use `{other}`"
     elif meant:
         hint = f"write {' or '.join(meant)}; see `{command} --help`"
-    elif unknown and command == "vorox" and unknown[1] in _OTHER_COMMANDS:
-        hint = f"use `{_OTHER_COMMANDS[unknown[1]]}`"
     else:
         hint = f"see `{command} --help`"
     return ConfigError(what.rstrip("."), where=_command(arguments), hint=hint)
 
 
-_OTHER_COMMANDS = {
+_OTHERS = {
     **dict.fromkeys(("resume", "continue", "restart"), "vorox train --resume latest"),
     **dict.fromkeys(("pretrain", "finetune", "fit", "run", "start", "quickstart"), "vorox train quickstart"),
     **dict.fromkeys(("sample", "infer", "complete"), "vorox generate latest -p TEXT"),
@@ -143,10 +143,13 @@ _OTHER_COMMANDS = {
     **dict.fromkeys(("ckpt", "verify"), "vorox checkpoints list|verify RUN"),
     "init": "vorox train --menu",
     "menu": "vorox train --menu",
+    **dict.fromkeys(("data show", "data info", "data inspect", "data list"), "vorox data stats CONFIG"),
+    **dict.fromkeys(("data rows", "data sample", "data view"), "vorox data peek CONFIG"),
+    **dict.fromkeys(("data import", "data prepare", "data tokenize"), "vorox data build CONFIG"),
+    "data steps": "vorox data where RUN --step STEP",
+    "data where --by": "vorox data losses RUN",
 }
-"""Commands of other trainers, and what to write instead."""
-_OTHER_OPTIONS = {"vorox data where --by": "vorox data losses RUN"}
-"""Options that are commands of their own."""
+"""Commands of other trainers, and options that are commands of their own, to what to write instead."""
 
 
 def _machine_error(error: BaseException) -> VoroxError | None:

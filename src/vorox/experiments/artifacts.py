@@ -329,7 +329,7 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
     directory = directory.resolve()
     record = _read_json(RunLayout(directory).record) or {}
     if not str(record.get("format", "")).startswith("vorox-run/"):
-        raise ConfigError("This directory has no run.json of a run", where=str(directory), hint="see vorox runs list")
+        raise ConfigError("This directory has no run.json of a run", where=str(directory), hint="see `vorox runs list`")
     with lock_run(directory):
         foreign = RunLayout(directory).foreign_files()
         if foreign:

@@ -35,6 +35,7 @@ from vorox.models.stored_weights import from_stored, stored_entries, to_stored
 from vorox.models.weights_file import WEIGHTS_INDEX_FILE, TensorEntry, WeightsFile, weights_index, write_weights
 
 FORMAT = "vorox-engine/1"
+_HINT = "it is damaged, or of another version: verify it with `vorox checkpoints verify RUN`, or take an earlier step"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 AVERAGE = "weights_ema"
 """Kind of the moving average of the weights (``train.ema_decay``) among the moments."""
@@ -278,9 +279,10 @@ def _read_body(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"Cannot read the engine's state: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("The engine's state is not valid", where=str(path)) from error
+        raise CheckpointError("The engine's state is not valid", where=str(path), hint=_HINT) from error
     if version != FORMAT or not known:
-        raise CheckpointError(f"The engine's state has format {version}; expected {FORMAT}", where=str(path))
+        what = f"The engine's state has format {version}; expected {FORMAT}"
+        raise CheckpointError(what, where=str(path), hint=_HINT)
     arrays = body.setdefault("arrays", "safetensors")
     if arrays not in get_args(ArrayForm):
         raise CheckpointError(

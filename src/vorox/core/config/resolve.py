@@ -218,7 +218,7 @@ def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[
     here = relative_to or Path()
     files = [str(file) for pattern in ("*.y*ml", "configs/*.y*ml") for file in sorted(here.glob(pattern))]
     near = nearest(str(source), [*presets, *files])
-    hint = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"name a YAML file or a preset: {', '.join(presets)}"
     raise ConfigError(f"No preset or file {source}", hint=hint)
 
 
