@@ -9,10 +9,12 @@ the loss seldom find the place of the one before. JAX's compiler plans a step as
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from math import prod
 
 from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.optimizer_groups import ORTHOGONAL, Group, optimizer_groups
 from vorox.models.spec import ModelSpec
 
 _FP32_BYTES = 4
@@ -27,7 +29,8 @@ def cpu_workspace(spec: ModelSpec, config: RunConfig) -> int:
     if not spec.has_whole_logits:
         largest = max(largest, spec.vocab_size * spec.hidden_size)
     # A product, and its place in the chunk before. Muon's update may take one of them.
-    elements = 2 * largest + max(0, muon_elements(spec, config) + _muon_holes(spec, config) - largest)
+    update = max((_update_elements(shapes) + _holes(shapes) for shapes in _muon_shapes(spec, config)), default=0)
+    elements = 2 * largest + max(0, update - largest)
     if isinstance(spec, DecoderSpec):
         elements += positions * _block_elements(spec, recomputes=config.train.activation_checkpointing == "block")
         length, copies = config.data.sequence_length_tokens, window_copy_elements(spec)
@@ -57,12 +60,16 @@ def _block_elements(spec: DecoderSpec, *, recomputes: bool) -> int:
 
 
 def muon_elements(spec: ModelSpec, config: RunConfig) -> int:
-    """Return elements of Muon's update: directions and new momentum, or directions and what one shape's matrices take.
+    """Return elements of Muon's update of the largest group of matrices; 0 with other optimizers."""
+    return max(map(_update_elements, _muon_shapes(spec, config)), default=0)
+
+
+def _update_elements(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return elements of an update: directions and new momentum, or directions and what one shape's matrices take.
 
     Of every matrix of a shape, there are a stacked direction, the normalised one and its product, and two Gram matrices
     of its smaller dimension.
     """
-    shapes = _muon_shapes(spec, config)
     by_shape = Counter[tuple[int, ...]]()
     for shape in shapes:
         by_shape[shape] += 3 * prod(shape) + 2 * min(shape, default=0) ** 2
@@ -70,24 +77,25 @@ def muon_elements(spec: ModelSpec, config: RunConfig) -> int:
     return max(2 * total, total + max(by_shape.values(), default=0))
 
 
-def _muon_holes(spec: ModelSpec, config: RunConfig) -> int:
-    """Return elements that Muon's update leaves free, and that its later tensors do not fill.
+def _holes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return elements that an update leaves free, and that its later tensors do not fill.
 
     These are the place of the new momentum, and one of a product: glibc aligns a tensor inside a larger chunk, so a new
     product does not fit into the place of the one before.
     """
-    shapes = _muon_shapes(spec, config)
     by_shape = Counter[tuple[int, ...]]()
     for shape in shapes:
         by_shape[shape] += prod(shape)
     return sum(by_shape.values()) + max(by_shape.values(), default=0)
 
 
-def _muon_shapes(spec: ModelSpec, config: RunConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that Muon updates together."""
-    if config.optimizer.name != "muon":
-        return []
-    shapes = [row.shape for row in spec.parameters if row.kind == "matrix"]
+def _muon_shapes(spec: ModelSpec, config: RunConfig) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of the matrices that Muon updates together, by optimizer group."""
+    by_group: dict[Group, list[tuple[int, ...]]] = {}
+    groups = optimizer_groups(spec, config.optimizer)
+    for row in spec.parameters:
+        if groups[row.name].rule == ORTHOGONAL.rule:
+            by_group.setdefault(groups[row.name], []).append(row.shape)
     if config.optimizer.in_backward:  # one parameter of the modules at a time: at most two of these
-        shapes = 2 * [max(shapes, key=prod, default=())]
-    return shapes
+        return [2 * [max(shapes, key=prod)] for shapes in by_group.values()]
+    return list(by_group.values())

@@ -128,9 +128,12 @@ class NewTensors(TorchDispatchMode):
     [GPT2 | {"num_heads": 2}, LLAMA | {"intermediate_size": 640}, LLAMA | {"num_kv_heads": 1, "num_layers": 12}],
     ids=["square", "wide", "many"],
 )
-def test_an_update_takes_the_memory_that_the_plan_expects(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("frozen", [[], [{"match": "blocks.1.*", "frozen": True}]], ids=["all", "a frozen block"])
+def test_an_update_takes_the_memory_that_the_plan_expects(model: dict[str, Any], frozen: list[Any]) -> None:
     """The oracle counts the tensors of an update while they exist, without the products' own working memory."""
-    engine = make({"hidden_size": 64, "num_layers": 3, "num_heads": 4, **model}, optimizer__name="muon")
+    engine = make(
+        {"hidden_size": 64, "num_layers": 3, "num_heads": 4, **model}, optimizer__name="muon", optimizer__groups=frozen
+    )
     engine.train_step(batch_of(random_rows(4)), lr=LR, weight_decay=0.1)
     buffers = engine.parameters.gradients[ORTHOGONAL], engine.optimizer.momentum[ORTHOGONAL]
     one = torch.ones(())
