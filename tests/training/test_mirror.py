@@ -41,7 +41,7 @@ from vorox.training.display import Level, NoDisplay
 from vorox.training.mirror import list_mirror, ownership, run_mirror
 from vorox.training.replay_chain import read_chain
 
-POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05, stall_seconds=2)
+POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05)
 
 
 @pytest.fixture(autouse=True)
