@@ -1,6 +1,6 @@
 """A training step against the sum of its own matrix products: how much a step costs besides them.
 
-    step_products.py [--sizes demo small 124m] [--seconds 60] [--threads N] [--write-docs] [--results DIR]
+    step_products.py [--sizes demo small 124m] [--seconds 60] [--threads N] [--operators] [--write-docs] [--results DIR]
 
 In: the fp32 torch engine on the CPU with its defaults, and random tokens. Out: the ratio of a step to its products,
 ``results/step_products.json``, and with ``--write-docs`` a table in docs/performance.md. One step runs under a
@@ -9,6 +9,10 @@ products of oneDNN, and both directions of fused attention, which are products w
 and all recorded products take turns in one process, with the same threads, so each round has a ratio. Outputs of
 repeated products are freed at once and may stay in the cache, so the products are, if anything, timed too fast. A step
 is ``engine.train_step(batch).fetch()``: forward, backward, clipping, the update and the numbers on the host.
+
+``--operators`` times every operator inside steps instead: the lowest of each call over all steps, added up by operator.
+So operands are as warm as a step leaves them, and a busy machine adds little. ``torch.profiler`` adds up to 0.4 ms to
+each oneDNN operator.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ BEGIN, END = "<!-- step_products: begin -->", "<!-- step_products: end -->"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise"}
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 LEAST_ROUNDS, SETTLE_ROUNDS = 3, 1
+LEAST_SECONDS = 1e-4
+"""Operators that need less of a step have no row of their own."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,59 @@ class Recorder(TorchDispatchMode):
             func(*args, **kwargs)
 
 
+@dataclass
+class OperatorTimes(TorchDispatchMode):
+    """The lowest time of each operator call of a step.
+
+    Attributes:
+        clock: Processor time with one thread, which leaves out waits for a core; else wall time.
+        lowest: Operator and seconds, by place in the step.
+    """
+
+    clock: Callable[[], float]
+    lowest: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._place = 0
+
+    def begin_step(self) -> None:
+        self._place = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        started = self.clock()
+        found = func(*args, **(kwargs or {}))
+        seconds = self.clock() - started
+        _, least = self.lowest.get(self._place, ("", seconds))
+        self.lowest[self._place] = func._schema.name, min(least, seconds)
+        self._place += 1
+        return found
+
+
+def operator_table(step: Callable[[], None], seconds: float) -> str:
+    """Return the milliseconds of each operator in a step, and those of whole steps without the recorder."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    times, whole, ends = OperatorTimes(clock), list[float](), time.perf_counter() + seconds
+    step()
+    while not whole or time.perf_counter() < ends:
+        started = clock()
+        step()
+        whole.append(clock() - started)
+        with times:
+            times.begin_step()
+            step()
+    sums: dict[str, tuple[int, float]] = {}
+    for name, least in times.lowest.values():
+        count, total = sums.get(name, (0, 0.0))
+        sums[name] = count + 1, total + least
+    rows = [(name, count, 1e3 * total) for name, (count, total) in sums.items() if total > LEAST_SECONDS]
+    rows.sort(key=lambda row: -row[2])
+    rows.append(("all operators", len(times.lowest), 1e3 * sum(total for _, total in sums.values())))
+    rows.append(("step, lowest", len(whole), 1e3 * min(whole)))
+    return "\n".join(["| operator | calls | ms |", "|---|---|---|", *(f"| {a} | {b} | {c:.2f} |" for a, b, c in rows)])
+
+
 def configuration(size: Size, extra: list[str]) -> RunConfig:
     return load_config(str(ROOT / "configs" / "char_demo.yaml"), [*size.settings, "backend=torch", *extra])
 
@@ -125,8 +184,8 @@ def random_batch(config: RunConfig, vocabulary: int) -> Batch:
     )  # fmt: skip
 
 
-def measure(size: Size, seconds: float, extra: list[str]) -> dict[str, Any]:
-    """Return times of steps and of their products, in turn, and what was counted."""
+def make_step(size: Size, extra: list[str]) -> Callable[[], None]:
+    """Create an engine with a batch, and return what runs a step."""
     config = configuration(size, extra)
     length = config.data.sequence_length_tokens
     spec = decoder_spec(config.model, tokenizer_vocab_size=size.vocabulary, sequence_length_tokens=length)
@@ -136,6 +195,12 @@ def measure(size: Size, seconds: float, extra: list[str]) -> dict[str, Any]:
     def step() -> None:
         engine.train_step(batch, lr=1e-4, weight_decay=0.1).fetch()
 
+    return step
+
+
+def measure(size: Size, seconds: float, extra: list[str]) -> dict[str, Any]:
+    """Return times of steps and of their products, in turn, and what was counted."""
+    step = make_step(size, extra)
     step()
     with Recorder() as recorder:
         step()
@@ -182,14 +247,22 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["demo", "small"])
     parser.add_argument("--seconds", type=float, default=60.0, help="Time of the rounds of each size.")
     parser.add_argument("--threads", type=int, help="Instead of the engine's default.")
+    parser.add_argument("--operators", action="store_true", help="Time the operators of a step instead.")
     parser.add_argument("--write-docs", action="store_true", help="Put the table into docs/performance.md.")
     parser.add_argument("--results", type=Path, default=interleave.RESULTS)
     given = parser.parse_args()
     extra = ["runtime.device=cpu", *([f"runtime.num_threads={given.threads}"] if given.threads else [])]
     results: list[dict[str, Any]] = []
     for name in given.sizes:
+        if given.operators:
+            print(
+                f"{SIZES[name].title}\n\n{operator_table(make_step(SIZES[name], extra), given.seconds)}\n", flush=True
+            )
+            continue
         results.append(measure(SIZES[name], given.seconds, extra))
         print(row(results[-1]), flush=True)
+    if given.operators:
+        return
     given.results.mkdir(exist_ok=True)
     record = json.dumps({"machine": interleave.machine(), "results": results}, indent=1)
     (given.results / "step_products.json").write_text(record + "\n", encoding="utf-8")

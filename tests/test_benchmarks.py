@@ -37,6 +37,20 @@ def test_step_products(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
+def test_operators_of_a_step() -> None:
+    script = [sys.executable, BENCHMARKS / "step_products.py", "--operators", "--sizes", "demo", "--seconds", "2"]
+    done = subprocess.run([*script, "--threads", "1"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {
+        name: (int(calls), float(ms)) for name, calls, ms in re.findall(r"\| (.+) \| (\d+) \| (.+) \|", done.stdout)
+    }
+    assert rows["aten::addmm_"][0] == 4 * 4 + 1  # weights of four linear layers in each block, and of the head
+    assert 0 < rows["aten::addmm_"][1] < rows["all operators"][1] < 60_000
+    assert 0 < rows["step, lowest"][1] < 60_000
+
+
+@pytest.mark.slow
+@pytest.mark.torch
 @pytest.mark.skipif(sys.platform == "win32", reason="it needs pseudo-terminals")
 def test_display_cost(tmp_path: Path) -> None:
     sizes = ["--rounds", "1", "--steps", "23", "--warmup-steps", "2", "--hidden-size", "32"]

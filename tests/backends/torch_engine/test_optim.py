@@ -188,3 +188,10 @@ def test_the_norm_of_a_large_buffer_is_exact_to_a_millionth(num_elements: int) -
     values = (generator.standard_normal(num_elements) * generator.random(num_elements) ** 4).astype(np.float32)
     expected = float(np.linalg.norm(values.astype(np.float64)))
     assert float(optim.tensor_norm(torch.from_numpy(values))) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 1 << 14, 50_000, 7 << 14, 15 << 14, 100_001])
+def test_the_norm_is_that_of_pieces_bit_for_bit(size: int) -> None:
+    values = torch.from_numpy(np.random.default_rng(size).normal(size=size).astype(np.float32))
+    norms = [torch.linalg.vector_norm(piece) for piece in values.split(1 << 14)]
+    assert torch.equal(optim.tensor_norm(values), torch.linalg.vector_norm(torch.stack(norms)))

@@ -270,8 +270,12 @@ def tensor_norm(values: Tensor) -> Tensor:
     """
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values)
-    pieces = torch.ops.aten._foreach_norm(list(values.flatten().split(NORM_PIECE_ELEMENTS)))
-    return torch.linalg.vector_norm(torch.stack(pieces))
+    flat = values.flatten()
+    whole, rest = flat.split((flat.numel() - flat.numel() % NORM_PIECE_ELEMENTS, flat.numel() % NORM_PIECE_ELEMENTS))
+    norms = torch.linalg.vector_norm(whole.view(-1, NORM_PIECE_ELEMENTS), dim=1)
+    if len(rest):
+        norms = torch.cat([norms, torch.linalg.vector_norm(rest)[None]])
+    return torch.linalg.vector_norm(norms)
 
 
 def vector_adamw(
