@@ -114,6 +114,9 @@ def test_the_command_refuses_what_does_not_fit_and_its_hint_fits(capsys: pytest.
     assert main([*words[:-1], *[one for one in settings if "micro" in one], "precision.dtype=fp32", *settings]) == 0
     assert main(["plan", "gpt2-124m", "--hardware", "a100-80x4", "parallel.fsdp_size=8"]) == 3
     assert main(["plan", "gpt2-124m", "--hardware", "h300"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "gpt2-124m", "--hardware", "h200x8", "parallel.tensor_parallel_size=8"]) == 2
+    assert "model.num_heads = 12 is not divisible by tensor_parallel_size = 8" in capsys.readouterr().err
     assert main(["plan"]) == 2
     assert main(["plan", "quickstart"]) == 0
     found = json.loads(CliRunner().invoke(app, ["plan", "gpt2-124m", "--hardware", "h200x8", "--json"]).output)
