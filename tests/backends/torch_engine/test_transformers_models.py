@@ -179,11 +179,14 @@ def test_what_is_not_supported_is_refused_before_step_1(tmp_path: Path) -> None:
     directory = write_model(tmp_path, "llama")
     values = json.loads((directory / "config.json").read_bytes())
     remote = {**values, "model_type": "mine", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    without_plan = transformers.AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_head=2, n_layer=1).to_dict()
+    tensor_parallel = "parallel.tensor_parallel_size=2"
     for changed, overrides, tokenizer, match in (
         (values, (), VOCAB + 1, "98 tokens, the model's embedding 97 rows"),
         (values, ("model.vocab_size=50",), 2, "would drop rows"),
         (values, ("data.sequence_length_tokens=128",), 2, "more than the model's 64 positions"),
         (values, ("runtime.compile=true",), 2, "runtime.compile is not supported"),
+        (without_plan, (tensor_parallel,), 2, "GPT2LMHeadModel has no tensor-parallel plan"),
         (remote, (), 2, "needs code from its repository, which is never run"),
         ({**values, "model_type": "nothing"}, (), 2, "has no architecture 'nothing'"),
         ({**values, "quantization_config": {"quant_method": "gptq"}}, (), 2, "quantised"),

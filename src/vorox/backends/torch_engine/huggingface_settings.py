@@ -7,6 +7,7 @@ from typing import Any
 
 from vorox.backends.torch_engine import adapters, huggingface_model
 from vorox.backends.torch_engine.huggingface_network import ATTENTION
+from vorox.backends.torch_engine.parallel import module_tensor_parallel
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.huggingface_spec import HuggingFaceSpec
@@ -28,6 +29,8 @@ def resolve(
     """
     _check(config)
     own = huggingface_model.describe(values, revision=revision)
+    if config.parallel.tensor_parallel_size > 1:
+        module_tensor_parallel.check_plan(huggingface_model.build(own.config))
     wanted = config.model.vocab_size
     if wanted is not None and wanted < own.vocab_size:
         raise ConfigError(

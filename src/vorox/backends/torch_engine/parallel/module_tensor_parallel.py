@@ -11,7 +11,7 @@ Shape legend: D width, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -84,39 +84,50 @@ def divide(module: Any, parallel: TensorGroup) -> Division:
     Raises:
         ConfigError: The model has no plan, or the plan has what is not supported.
     """
-    name, plan = type(module).__name__, dict(getattr(module, "_tp_plan", None) or {})
     dims: dict[int, int] = {}
     per_head: set[int] = set()
-    for path, layer, style in _planned_layers(module, plan):
-        is_linear = type(layer) is nn.Linear
-        if style == _COLUMNS and is_linear:
+    for _, layer, style in check_plan(module):
+        if style == _COLUMNS:
             dims |= _divide_rows(layer, _ColumnLinear, parallel)
-        elif style == _ROWS and is_linear:
+        elif style == _ROWS:
             _change(layer, _RowLinear, parallel)
             dims[id(layer.weight)] = 1
         elif style == _PER_HEAD:
             per_head |= {id(parameter) for parameter in layer.parameters()}
-        elif style not in _WHOLE:
-            raise _refusal(f"The tensor-parallel plan of {name} has {path}: {style} ({type(layer).__name__})")
-    if 1 not in dims.values():
-        raise _refusal(f"{name} has no tensor-parallel plan in this version of transformers")
-    dims |= _divide_vocabulary(module, plan, parallel)
+    dims |= _divide_vocabulary(module, parallel)
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     return Division({name: dims.get(key) for key, name in names.items()}, frozenset(names[key] for key in per_head))
 
 
-def _planned_layers(module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def check_plan(module: Any) -> list[tuple[str, Any, str]]:
+    """Return the layers that the plan of a model names, with their path and style, if all are supported.
+
+    Raises:
+        ConfigError: The model has no plan, or the plan has what is not supported.
+    """
+    name, found = type(module).__name__, list(_planned_layers(module))
+    for path, layer, style in found:
+        is_supported = style in {_PER_HEAD, *_WHOLE} or (style in {_COLUMNS, _ROWS} and type(layer) is nn.Linear)
+        if not is_supported:
+            raise _refusal(f"The tensor-parallel plan of {name} has {path}: {style} ({type(layer).__name__})")
+    if not any(style == _ROWS for _, _, style in found):
+        raise _refusal(f"{name} has no tensor-parallel plan in this version of transformers")
+    return found
+
+
+def _planned_layers(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Yield the layers that the plan names, with their path and style."""
+    plan: dict[str, str] = dict(getattr(module, "_tp_plan", None) or {})
     for path, layer in list(module.named_modules()):
         style = plan.get(re.sub(r"\d+", "*", path))
         if style is not None:
             yield path, layer, style
 
 
-def _divide_vocabulary(module: Any, plan: Mapping[str, str], parallel: TensorGroup) -> dict[int, int]:
+def _divide_vocabulary(module: Any, parallel: TensorGroup) -> dict[int, int]:
     """Divide embedding and head, if the plan does and they are plain layers; tied ones together or not at all."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    styles = {id(layer): style for _, layer, style in _planned_layers(module, plan)}
+    styles = {id(layer): style for _, layer, style in _planned_layers(module)}
     has_embedding = type(embedding) is nn.Embedding and styles.get(id(embedding)) == _EMBEDDING
     has_head = type(head) is nn.Linear and styles.get(id(head)) == _HEAD
     if head is not None and head.weight is embedding.weight and not (has_embedding and has_head):
