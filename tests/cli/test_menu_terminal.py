@@ -259,7 +259,9 @@ def test_growth_is_found_and_a_name_of_ones_own_is_kept(folder: Path) -> None:
 @pytest.mark.slow
 def test_without_a_terminal_and_leaving_the_menu(folder: Path) -> None:
     words = [sys.executable, "-c", PROGRAM, "train", "--menu"]
-    ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+    )
     assert ended.returncode == 2
     assert "The menu needs a terminal" in ended.stderr
     screen = Screen("train")

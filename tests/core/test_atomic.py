@@ -137,6 +137,13 @@ def test_make_directory_makes_every_level_durable_in_its_parent(tmp_path: Path) 
     assert recorded(lambda: atomic.make_directory(tmp_path / "a" / "b")) == []
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_make_directory_that_fails_leaves_no_level(tmp_path: Path, number: int) -> None:
+    with atomic.observe(Refusal(number, OSError("refused"))), pytest.raises(OSError, match="refused"):
+        atomic.make_directory(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_staged_directory_writes_the_manifest_last_and_renames_after_everything_is_durable(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
 

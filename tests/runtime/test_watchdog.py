@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from eventually import wait_until
+from vorox.core.errors import LostRankError, NumericalError, VoroxError
+from vorox.core.failure_record import failure_record
 from vorox.core.process_identity import ProcessIdentity
 from vorox.core.run_layout import RunLayout
 from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat, request_end, request_stacks
@@ -76,6 +78,40 @@ def test_failure_json_keeps_the_likeliest_cause_of_all_machines(tmp_path: Path, 
         record = json.loads(path.read_bytes())
         assert "SIGSTOP" in record["what"]
         assert record["traceback"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [(NumericalError("Loss is not finite"), True), (LostRankError("Rank 0 lost the connection"), False)],
+)
+def test_an_error_before_the_stall_stays_but_not_that_of_a_lost_rank(
+    tmp_path: Path, error: VoroxError, stays: bool
+) -> None:
+    layout = RunLayout(tmp_path)
+    layout.failure.write_text(json.dumps(failure_record(error) | {"attempt": 1}))
+    watchdog = Watchdog(layout, 1, 3.0, host="b")
+    for _ in range(4):
+        watchdog.update({0: (beat(0, "sync"), "running")}, 1.0)
+    watchdog.record(watchdog.stalled())
+    assert (json.loads(layout.failure.read_bytes())["error"] == type(error).__name__) == stays
+    layout.failure.write_text("[]")
+    watchdog.record(watchdog.stalled())
+    assert json.loads(layout.failure.read_bytes())["error"] == "StalledError", "what was there is damaged"
+
+
+def test_of_equal_causes_the_first_stays_with_its_stacks(tmp_path: Path) -> None:
+    """A cut network is a stall on both sides."""
+    layout = RunLayout(tmp_path)
+    layout.watchdog.mkdir()
+    watchdogs = [Watchdog(layout, 1, 3.0, host=host) for host in ("b", "c")]
+    for watchdog in watchdogs:
+        for _ in range(4):
+            watchdog.update({0: (beat(0, "step"), "running")}, 1.0)
+    for stacks in ("", "stacks"):
+        for watchdog in watchdogs:
+            watchdog.record(watchdog.stalled(), stacks and f"{stacks} of {watchdog.host}")
+    for path in (layout.failure, layout.stall(1)):
+        assert json.loads(path.read_bytes())["traceback"] == "stacks of b"
 
 
 @pytest.mark.parametrize("phase", ["start", "compile", "save", "validation", "end"])

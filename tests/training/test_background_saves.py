@@ -311,6 +311,7 @@ def test_on_and_off_leave_the_same_bytes_and_both_replay(tmp_path: Path) -> None
         wrote = sum(values.get("checkpoint_write_seconds", 0.0) for values in metrics.values())
         assert stood_still > 0
         assert wrote > 0
+        assert any(values.get("time/save_fraction", 0.0) > 0 for values in metrics.values())
 
         def setting_of(config: Any) -> Any:
             from vorox.core.distributed_context import DistributedContext

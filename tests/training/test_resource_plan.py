@@ -115,8 +115,11 @@ def test_the_command_refuses_what_does_not_fit_and_its_hint_fits(capsys: pytest.
     assert main(["plan", "gpt2-124m", "--hardware", "a100-80x4", "parallel.fsdp_size=8"]) == 3
     assert main(["plan", "gpt2-124m", "--hardware", "h300"]) == 2
     capsys.readouterr()
-    assert main(["plan", "gpt2-124m", "--hardware", "h200x8", "parallel.tensor_parallel_size=8"]) == 2
+    divided = ["plan", "gpt2-124m", "--hardware", "h200x8"]
+    assert main([*divided, "backend=torch", "parallel.tensor_parallel_size=8"]) == 2
     assert "model.num_heads = 12 is not divisible by tensor_parallel_size = 8" in capsys.readouterr().err
+    only_jax = ["model.qk_norm=full_width", "parallel.tensor_parallel_size=2"]
+    assert [main([*divided, f"backend={backend}", *only_jax]) for backend in ("torch", "jax")] == [2, 0]
     assert main(["plan"]) == 2
     assert main(["plan", "quickstart"]) == 0
     found = json.loads(CliRunner().invoke(app, ["plan", "gpt2-124m", "--hardware", "h200x8", "--json"]).output)

@@ -370,7 +370,8 @@ def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str,
     from vorox.models.divisibility import check_divisible
     from vorox.models.optimizer_groups import optimizer_groups
 
-    check_divisible(config, spec)  # what one small layer cannot show
+    if config.backend == "torch":
+        check_divisible(config, spec)  # what one small layer cannot show
     optimizer_groups(spec, config.optimizer)  # names that one layer does not have
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"groups": ()})})
     if isinstance(spec, DecoderSpec):

@@ -117,7 +117,7 @@ def _usage_error(error: BaseException, arguments: Sequence[str]) -> VoroxError |
         return None
     context = getattr(error, "ctx", None)
     command = " ".join(["vorox", *arguments[:1]]) if context is None else str(context.command_path)
-    text = " ".join(message().split()).replace("Value error, ", "")  # of lists of choices, and of pydantic
+    text = re.sub(r"[\t\n]+", " ", message()).replace(": Value error, ", ": ")  # of lists of choices, and of pydantic
     what, *suggested = re.split(r" Did you mean | \(Possible options: ", text)
     meant = [f"`{command} {word}`" for word in re.findall(r"[\w-]+", " ".join(suggested)) if word != "or"]
     unknown = re.fullmatch(r"No such command '(.+)'\.?", what)

@@ -129,15 +129,22 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Create a directory and its parents, each made durable in its own parent; return the new ones, innermost first."""
+    """Create a directory and its parents, each made durable in its own parent; return the new ones, innermost first.
+
+    If one cannot be created, the others are removed.
+    """
     missing: list[Path] = []
     current = path
     while not current.exists():
         missing.append(current)
         current = current.parent
-    for directory in reversed(missing):
-        _perform("mkdir", directory, lambda directory=directory: directory.mkdir(DIRECTORY_MODE, exist_ok=True))
-        sync_directory(directory.parent)
+    try:
+        for directory in reversed(missing):
+            _perform("mkdir", directory, lambda directory=directory: directory.mkdir(DIRECTORY_MODE, exist_ok=True))
+            sync_directory(directory.parent)
+    except OSError:
+        remove_if_empty([directory for directory in missing if directory.exists()])
+        raise
     return missing
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from vorox.core import errors
 from vorox.core.atomic import canonical_json
-from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.errors import ConfigError, LostRankError, VoroxError
 
 COORDINATOR, COUNT, INDEX = "VOROX_COORDINATOR", "VOROX_PROCESS_COUNT", "VOROX_PROCESS_INDEX"
 NODE_COUNT, NODE_INDEX = "VOROX_NODE_COUNT", "VOROX_NODE_INDEX"
@@ -299,12 +299,12 @@ class DistributedContext:
                     raise lost from error
             raise
 
-    def lost_rank(self, error: BaseException) -> VoroxError | None:
+    def lost_rank(self, error: BaseException) -> LostRankError | None:
         """Return the explanation of a framework's error because another rank has ended; ``None`` for other errors."""
         is_lost = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
         if self.world_size == 1 or not is_lost:
             return None
-        return VoroxError(
+        return LostRankError(
             f"Rank {self.rank} lost the connection to another rank: {str(error).splitlines()[0]}",
             hint="see the output of the rank that ended first; the same command resumes the run",
         )

@@ -83,6 +83,10 @@ class StalledError(VoroxError):
     exit_code = 6
 
 
+class LostRankError(VoroxError):
+    """A rank has lost another one, which ended for a reason of its own."""
+
+
 class NumericalError(VoroxError):
     """The loss or a gradient is not finite, or a reported number is impossible."""
 

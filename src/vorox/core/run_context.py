@@ -256,8 +256,8 @@ class RunContext:
 
     def record_failure(self, error: BaseException) -> None:
         """Write ``failure.json``. Never raises, so that the original error is reported."""
-        if not self._is_main or (isinstance(error, StalledError) and self._recorded_stall()):
-            return  # what a watchdog recorded stays: it has the stacks
+        if not self._is_main or self._recorded_stall():
+            return  # a watchdog ends the ranks, so what they report after its record is a consequence
         failure = {**failure_record(error), "attempt": self.attempt, "at": time_stamp()}
         with contextlib.suppress(OSError):
             atomic.write_file(self.layout.failure, atomic.pretty_json(failure), private=True)
@@ -280,7 +280,7 @@ class RunContext:
             raise self._recorded_stall() or lost from error
 
     def _recorded_stall(self) -> StalledError | None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             failure: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
             if (failure["attempt"], failure["exit_code"]) == (self.attempt, StalledError.exit_code):
                 parts = {name: str(failure[name]) for name in ("where", "saved", "hint")}

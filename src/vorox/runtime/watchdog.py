@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from vorox.core import atomic
-from vorox.core.errors import StalledError
+from vorox.core.errors import LostRankError, StalledError
 from vorox.core.failure_record import failure_record
 from vorox.core.process_identity import ProcessIdentity
 from vorox.core.redaction import redact
@@ -222,7 +222,7 @@ class Watchdog:
         return "\n".join(texts)
 
     def record(self, stalled: Sequence[Watched], stacks: str = "") -> None:
-        """Write ``failure.json``, unless the watchdog of another machine has recorded a likelier cause.
+        """Write ``failure.json``, unless it names a likelier cause of this attempt.
 
         Args:
             stalled: The ranks that the others wait for.
@@ -233,15 +233,26 @@ class Watchdog:
             "attempt": self.attempt,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "precedence": stalled[0].precedence,
+            "watchdog_host": self.host,
             "traceback": stacks,
         }
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            known: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
-            if known["attempt"] == self.attempt and known["precedence"] < failure["precedence"]:
-                return
+        if self._names_likelier_cause(failure):
+            return
         for path in [self.layout.failure, *([self.layout.stall(self.attempt)] if stacks else [])]:
             with contextlib.suppress(OSError):
                 atomic.write_file(path, atomic.pretty_json(failure), private=True)
+
+    def _names_likelier_cause(self, failure: Mapping[str, Any]) -> bool:
+        """Whether ``failure.json`` has an error that a rank reported before, or the verdict of another watchdog."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
+            if known["attempt"] != self.attempt:
+                return False
+            if "precedence" not in known:
+                return known["error"] != LostRankError.__name__
+            if known["watchdog_host"] != self.host:
+                return known["precedence"] <= failure["precedence"]
+        return False
 
 
 def condition_of(process: ProcessIdentity, host: str) -> Condition:

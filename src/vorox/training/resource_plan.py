@@ -112,7 +112,8 @@ def plan_resources(
     Raises:
         ConfigError: The devices cannot divide the model, or the micro-batches of a step do not fill the pipeline.
     """
-    check_divisible(config, spec)
+    if config.backend == "torch":  # JAX checks its layout on the devices
+        check_divisible(config, spec)
     resolved = on_devices(config, hardware.num_devices)
     fault = micro_batches_fault(resolved, resolved.parallel.num_row_parts)
     if fault:

@@ -263,6 +263,6 @@ class TestRefusals:
         data[400] ^= 1
         chunk.write_bytes(data)
         with pytest.raises(DataError) as caught:
-            export_tokens(corpus, "bin", tmp_path / "out")
+            export_tokens(corpus, "bin", tmp_path / "new" / "out")
         assert str(chunk) in caught.value.where
-        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "new").exists()

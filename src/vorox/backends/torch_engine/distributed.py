@@ -242,7 +242,8 @@ class Ranks:
     def maximum(self, tensor: Tensor) -> None:
         """Take the maximum over all ranks, in place."""
         if self.mesh is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            with self.collective_time.measured():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
     def maximum_count(self, count: int) -> int:
         """Return the maximum of a number on the host over all ranks. Waits for the ranks, not for their devices."""

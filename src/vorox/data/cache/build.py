@@ -116,7 +116,7 @@ def build_pair(
     Args:
         first: The cache whose reader reads the text.
         second: The other cache, which is built from the records that ``held`` holds.
-        held: Part of the reader of the first.
+        held: The reader of the first.
         options: Options of both builds.
 
     Raises:

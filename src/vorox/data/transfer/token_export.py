@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.data.cache.reader import CacheReader
@@ -96,7 +95,6 @@ def export_tokens(
     if not caches:
         raise DataError("No validation text is held out, so there is none to export", where="data.validation")
     try:
-        make_directory(output.parent)
         with StagedDirectory(output) as directory:
             digests = [reader.digest for _, _, reader in caches]  # refuses incomplete caches before any work
             exported = [

@@ -99,7 +99,7 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         self._models: dict[int, ModelStage] = {}
         for stage in self._stages:
             model = super()._build()
-            self._share = module_share.divide(model, self._spec, self._ranks)  # its plan names layers of all stages
+            self._share = module_share.divide(model, self._spec, self._ranks)  # the same for every stage
             self._models[stage.index] = ModelStage(model, stage)
         return nn.ModuleList(self._models.values())
 
