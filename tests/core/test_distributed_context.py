@@ -8,7 +8,7 @@ import pytest
 
 from rank_threads import together
 from vorox.core.distributed_context import DistributedContext, Membership, membership
-from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.errors import ConfigError, DataError, LostRankError
 from vorox.core.rank_comparison import compare_ranks
 
 
@@ -69,7 +69,7 @@ def test_a_lost_rank_is_no_bug_of_this_one() -> None:
         raise lost
 
     results, _ = together(2, program)
-    assert {type(error) for error in results} == {VoroxError}
+    assert {type(error) for error in results} == {LostRankError}
     assert results[1].what.startswith("Rank 1 lost the connection to another rank: [gloo/")
     assert results[1].what.endswith("Connection reset by peer")
     with pytest.raises(RuntimeError, match="Connection reset"), DistributedContext().propagating_failure():

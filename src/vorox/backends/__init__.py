@@ -24,6 +24,7 @@ from vorox.core.redaction import redact_value
 from vorox.core.rendezvous import Rendezvous
 from vorox.core.schema import ParallelConfig, RunConfig
 from vorox.core.version import __version__
+from vorox.models import divisibility
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface_families import ARCHITECTURES
 from vorox.models.memory_advice import Devices
@@ -163,6 +164,16 @@ def measured_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
         )  # fmt: skip
     module = importlib.import_module(f"{_TRANSFORMERS[config.backend].rpartition('.')[0]}.activation_memory")
     return module.measured(spec)
+
+
+def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
+    """Check that devices can divide a model as a configuration wants; JAX checks its layout when it has the devices.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if config.backend in _ONE_DEVICE_PER_PROCESS:
+        divisibility.check_divisible(config, spec)
 
 
 def check_memory_estimate(config: RunConfig) -> None:

@@ -367,11 +367,9 @@ def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str,
     from vorox.core.distributed_context import DistributedContext
     from vorox.core.schema.model import ModelConfig
     from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-    from vorox.models.divisibility import check_divisible
     from vorox.models.optimizer_groups import optimizer_groups
 
-    if config.backend == "torch":
-        check_divisible(config, spec)  # what one small layer cannot show
+    backends.check_divisible(config, spec)  # what one small layer cannot show
     optimizer_groups(spec, config.optimizer)  # names that one layer does not have
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"groups": ()})})
     if isinstance(spec, DecoderSpec):

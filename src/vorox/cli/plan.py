@@ -71,6 +71,7 @@ def plan(
         )
     config = load_config_with_weights(*source_and_overrides(parsed))
     spec = planned_model(config)
+    backends.check_divisible(config, spec)
     devices = (
         this_machine(use_gpus=config.runtime.device in {"auto", "cuda"})
         if hardware is None

@@ -14,7 +14,6 @@ from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.divisibility import check_divisible
 from vorox.models.flops import flops_per_token
 from vorox.models.memory_advice import Alternative, Devices, alternatives, largest_micro_batch, on_devices
 from vorox.models.memory_estimate import MemoryEstimate
@@ -110,10 +109,8 @@ def plan_resources(
         compiled: Returns the memory of the compiled step; ``None``: the estimate counts. Alternatives are estimates.
 
     Raises:
-        ConfigError: The devices cannot divide the model, or the micro-batches of a step do not fill the pipeline.
+        ConfigError: The micro-batches of a step do not fill the pipeline.
     """
-    if config.backend == "torch":  # JAX checks its layout on the devices
-        check_divisible(config, spec)
     resolved = on_devices(config, hardware.num_devices)
     fault = micro_batches_fault(resolved, resolved.parallel.num_row_parts)
     if fault:
