@@ -84,7 +84,7 @@ def consumed(target: Path | str, run_name: str = "") -> list[tuple[Any, ...]]:
 
 def has_rows(dsn: str) -> bool:
     """Whether a run has recorded rows; false also while it has created no tables, or a statement took too long."""
-    with contextlib.suppress(ConfigError):
+    with contextlib.suppress(ConfigError, DataError):
         return consumed(dsn) != []
     return False
 
