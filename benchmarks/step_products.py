@@ -251,8 +251,8 @@ def main() -> None:
     parser.add_argument("--write-docs", action="store_true", help="Put the table into docs/performance.md.")
     parser.add_argument("--results", type=Path, default=interleave.RESULTS)
     given = parser.parse_args()
-    if given.operators and given.write_docs:
-        parser.error("--operators only prints; leave out --write-docs")
+    if given.operators and (given.write_docs or given.results != interleave.RESULTS):
+        parser.error("--operators only prints; leave out --write-docs and --results")
     extra = ["runtime.device=cpu", *([f"runtime.num_threads={given.threads}"] if given.threads else [])]
     results: list[dict[str, Any]] = []
     for name in given.sizes:

@@ -4,8 +4,9 @@ Sums over ranks are made in another order, so losses and norms of 20 steps agree
 activations to 1e-4, gradients of the first step to 1e-5 of their largest element, and weights to a hundredth of the
 distance that training moves them, plus 1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is
 nearly singular: how much is measured with the rows of the test, in one process that adds the micro-batches of each step
-in reverse order. Gradient norms of transformers models agree to 1e-3, because rounding grows from step to step there.
-Parameters and optimizer state of checkpoints are equal element by element.
+in reverse order. Logits after 20 steps agree to 1e-3. In transformers models, rounding grows from step to step:
+gradient norms agree to 1e-3, and logits to 5e-3. Parameters and optimizer state of checkpoints are equal element by
+element.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
             assert len({str(found["bits"]) for found in ranks}) == 1, "replicated parameters have the same bits"
             for rank, found in enumerate(ranks):
                 where = f"seed {seed}, {layout}, {case}, rank {rank}"
-                check_case(found, on_one_device(case, seed), start, where, tolerances(case, seed))
+                logits = 5e-3 if case.startswith("transformers") else 1e-3
+                check_case(found, on_one_device(case, seed), start, where, tolerances(case, seed), logits)
         saved = folder / f"saved-{layout}"
         verify_directory(saved)
         found_state = stored_arrays(saved)
@@ -105,6 +107,7 @@ def check_case(
     start: dict[str, np.ndarray],
     where: str,
     tolerance: tuple[float, float],
+    logits_tolerance: float,
 ) -> None:
     losses_and_norms = np.array(expected["values"])
     np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=tolerance[0], err_msg=where)
@@ -113,7 +116,7 @@ def check_case(
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-4, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)
     for key in ("logits", "decoded"):  # of the last weights, which differ by up to 1e-4 each
-        np.testing.assert_allclose(found[key], expected[key], atol=5e-3, err_msg=f"{where}, {key}")
+        np.testing.assert_allclose(found[key], expected[key], atol=logits_tolerance, err_msg=f"{where}, {key}")
     names = {key for key in expected if key.startswith(("gradient.", "weight."))}
     assert names == {key for key in found if key.startswith(("gradient.", "weight."))}
     for key in names:
