@@ -321,7 +321,8 @@ class DecoderNetwork:
         exchange: ContextParallel | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardContext:
-        self.module.train(is_training)  # the residual stream is divided in training only
+        if self.module.training != is_training:  # `train` visits every module
+            self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
         part = None if exchange is None else exchange.part
         if is_training and self._parallel is not None:
