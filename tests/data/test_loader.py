@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,26 +260,6 @@ def test_read_ahead_is_bounded(plan: DataPlan, readers: list[FakeRows]) -> None:
             wait_until(lambda: batches.queue_depth == 4)
             assert sorted(started) == list(range(5, step + 4))
             assert next(batches) == step
-
-
-def test_waiting_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on only while something is read."""
-    now = [0.0]
-    monkeypatch.setattr(prefetching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
-
-    def read(step: int) -> Any:
-        now[0] += 1
-        return step
-
-    with Prefetcher(read, lambda: 4, num_threads=0, depth=1) as direct:
-        for _ in range(3):
-            next(direct)
-    assert direct.wait_seconds == 3
-    with Prefetcher(read, lambda: 4, num_threads=1, depth=4) as ahead:
-        wait_until(lambda: ahead.queue_depth == 4)
-        for _ in range(3):
-            next(ahead)
-    assert ahead.wait_seconds == 0
 
 
 @pytest.mark.parametrize("threads", [0, 1, 4])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vorox.core.log import RunLog
+from vorox.runtime.heartbeat import PHASES
 from vorox.training.rank_statistics import RankStatistics, Straggler, StragglerDetector
 
 STEPS = 100
@@ -56,21 +57,25 @@ def test_the_wait_for_the_slowest_rank_is_not_its_compute() -> None:
             return {}
 
     engine: Any = Engine()
-    mine = RankStatistics(engine, RunLog(None), lambda step: True)
+    seconds = dict.fromkeys(PHASES, 0.0)
+    mine = RankStatistics(engine, seconds, RunLog(None), lambda step: True)
     for step in (1, 2):
         assert "compute_seconds" not in mine.report(step), "the first step compiles, and is timed when it has ended"
         mine.start_step()
         engine.collective_time.seconds += 3600.0
         mine.end_step()
-    assert mine.report(3)["compute_seconds"] == 0.0
+        seconds["data"] += 5.0 * step
+        seconds["sync"] += 3600.0
+    report = mine.report(3)
+    assert (report["compute_seconds"], report["waited_seconds"]) == (0.0, 10.0)
 
 
 def test_metrics_are_combined_by_their_reductions_and_a_straggler_is_logged() -> None:
     logged: list[str] = []
     log = RunLog(None, echo=lambda text, level: logged.append(f"{level}: {text}"))
     detector = StragglerDetector(window_seconds=1.0, num_windows=1)
-    main = RankStatistics(None, log, lambda step: True, detector)  # type: ignore[arg-type]
-    main.receive([{"host": "a", "waited_seconds": 9.0}, {"host": "b", "waited_seconds": 0.0}])
+    main = RankStatistics(None, {}, log, lambda step: True, detector)  # type: ignore[arg-type]
+    main.receive([{"host": "a"}, {"host": "b"}])
     assert not main.metrics, "the first step compiles"
     memory = [{"memory/host_bytes": 3.0, "memory/host_available_bytes": 7.0}]
     memory += [{"memory/host_bytes": 5.0, "memory/host_available_bytes": 2.0}]

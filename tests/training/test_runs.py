@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
 from vorox.core.json_lines import read_history
 from vorox.core.run_context import recorded_config
+from vorox.data import loader
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
@@ -97,6 +99,24 @@ def test_reading_ahead_changes_nothing(threads: int, prefetch: int, straight: di
     if threads:
         loader.append(f"data.loader.prefetch_batches={prefetch}")
     assert result(run(configuration(tmp_path, loader))) == straight
+
+
+def test_the_time_of_reading_is_waiting_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a loop that reads each batch itself; validation reads too, and is not waiting."""
+    read, seconds = loader._BatchReader.read, 0.05
+
+    def slow(self: Any, number: int) -> Any:
+        time.sleep(seconds)
+        return read(self, number)
+
+    monkeypatch.setattr(loader._BatchReader, "read", slow)
+    found = run(configuration(tmp_path, ["data.loader.num_threads=0"]))
+    waited = found.speed.seconds["data"]
+    assert waited >= 11 * seconds, "the clock starts at the end of step 1"
+    metrics = read_metrics(found.run_directory)
+    last = [metrics[step]["data_wait_seconds"] for step in range(2, 13, 2)]
+    assert min(last) >= seconds
+    assert metrics[12]["time/data_fraction"] <= 1
 
 
 def test_saving_validating_and_logging_change_nothing(straight: dict[str, Any], tmp_path: Path) -> None:

@@ -50,8 +50,6 @@ class Prefetcher(Generic[Item]):
         self._ready: dict[int, Callable[[], Item]] = {}  # each returns its item, or raises the error of reading it
         self._closed = False
         self._changed = threading.Condition()
-        self.wait_seconds = 0.0
-        """Total time that ``next`` has waited for items."""
         self._threads = [
             threading.Thread(target=self._work, name=f"vorox-prefetch-{number}", daemon=True)
             for number in range(num_threads)
@@ -74,11 +72,7 @@ class Prefetcher(Generic[Item]):
             Exception: The error that ``read`` raised for this item, or for the index past the end. It closes the
                 iterator.
         """
-        start = time.perf_counter()
-        try:
-            result = self._await_next()
-        finally:
-            self.wait_seconds += time.perf_counter() - start
+        result = self._await_next()
         with self._changed:
             self._ready.pop(self._next_index, None)
             self._next_index += 1

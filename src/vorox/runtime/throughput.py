@@ -1,8 +1,8 @@
 """Throughput, MFU and time breakdown of a run, and what slows it down.
 
-In: the work of every step (tokens and FLOPs), and the time that the loop waited for data and spent on saves and
-validation. Out: a ``Reading`` per window and for the whole process. The clock starts at the end of the first step, so
-compilation and warm-up are excluded.
+In: the work of every step (tokens and FLOPs), and the time that the loop has spent in each phase. Out: a ``Reading``
+per window and for the whole process. The clock starts at the end of the first step, so compilation and warm-up are
+excluded.
 
     training seconds   = wall seconds - save seconds - eval seconds
     tokens_per_second  = positions processed / training seconds
@@ -33,8 +33,8 @@ _SLOW_FRACTION = 0.2
 _SLOW_SECONDS = 5.0
 """Shorter measurements name none."""
 _MAX_READER_THREADS = 8
-_PAUSES: Mapping[str, Phase] = {"save": "save", "eval": "validation"}
-"""Uses of time that are not training, and their phases of the loop."""
+_PHASES: Mapping[str, Phase] = {"data": "data", "save": "save", "eval": "validation"}
+"""Uses of time that are not compute, and their phases of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,10 @@ class Reading:
 
 @dataclass(slots=True)
 class _Window:
-    """Sums since the start of a window, and the totals at its start."""
+    """Sums since the start of a window, and the seconds by use at its start."""
 
     started_at: float
-    waited_before: float
-    paused_before: Mapping[str, float]
+    spent_before: Mapping[str, float]
     num_steps: int = 0
     work: Work = Work()
 
@@ -152,16 +151,9 @@ class Throughput:
         self._phase_seconds, self._clock = phase_seconds, clock
         self._window: _Window | None = None
         self._whole: _Window | None = None
-        self._waited = 0.0
 
-    def count(self, work: Work, *, waited_seconds: float) -> None:
-        """Count a step; call it at the same point of every step. The first call only starts the clock.
-
-        Args:
-            work: Arithmetic of the step.
-            waited_seconds: Total time that the loop has waited for data so far (``Prefetcher.wait_seconds``).
-        """
-        self._waited = waited_seconds
+    def count(self, work: Work) -> None:
+        """Count the work of a step; call it at the same point of every step. The first call only starts the clock."""
         if self._window is None or self._whole is None:
             self._window, self._whole = self._open_window(), self._open_window()
             return
@@ -170,11 +162,11 @@ class Throughput:
             window.work += work
 
     def _open_window(self) -> _Window:
-        return _Window(self._clock(), self._waited, self._paused())
+        return _Window(self._clock(), self._spent())
 
-    def _paused(self) -> dict[str, float]:
-        """Return the total seconds of what is not training."""
-        return {use: self._phase_seconds[phase] for use, phase in _PAUSES.items()}
+    def _spent(self) -> dict[str, float]:
+        """Return the total seconds of what is not compute."""
+        return {use: self._phase_seconds[phase] for use, phase in _PHASES.items()}
 
     @contextlib.contextmanager
     def excluded(self) -> Generator[None]:
@@ -209,12 +201,10 @@ class Throughput:
         return self._reading(whole, self._clock())
 
     def _reading(self, window: _Window, now: float) -> Reading:
-        paused = {use: seconds - window.paused_before[use] for use, seconds in self._paused().items()}
-        training = max(0.0, now - window.started_at - sum(paused.values()))
-        waited = min(training, max(0.0, self._waited - window.waited_before))
-        seconds = {"compute": training - waited, "data": waited, **paused}
+        spent = {use: seconds - window.spent_before[use] for use, seconds in self._spent().items()}
+        seconds = {"compute": max(0.0, now - window.started_at - sum(spent.values())), **spent}
         reading = Reading(window.num_steps, window.work.num_tokens, seconds)
-        if not window.num_steps or training <= 0:
+        if not window.num_steps or reading.training_seconds <= 0:
             return reading
         return _with_rates(reading, window.work, self.limits)
 

@@ -49,8 +49,7 @@ def train(session: Session, progress: Progress) -> Progress:
         progress, decision = after, session.sync.finish(exchange)
         missing = decision.missing
         session.provenance.attempt.record_started(progress.step)
-        waited_seconds = session.batches.wait_seconds + session.sync.waited_seconds
-        session.speed.count(progress.num_tokens, batch.row_tokens, waited_seconds)
+        session.speed.count(progress.num_tokens, batch.row_tokens)
         step = InFlightStep(progress, decision.batch_digest, result, lr, weight_decay, batch, max_loss)
         session.heartbeat.enter("settle", progress.step)
         session.record(session.pending.submit(step))

@@ -228,7 +228,7 @@ class SpeedMeter:
 
     Args:
         workload: The model whose FLOPs are counted, and the engine whose matmul rate is measured.
-        heartbeat: Knows the time of saves and validation.
+        heartbeat: Knows the time that the loop waits for data, saves and validates.
     """
 
     def __init__(self, workload: Workload, heartbeat: Heartbeat) -> None:
@@ -241,17 +241,16 @@ class SpeedMeter:
         self._throughput = Throughput(heartbeat.seconds, self._limits())
         self.total = self._throughput.total
 
-    def count(self, num_tokens: int, row_tokens: int, waited_seconds: float) -> None:
+    def count(self, num_tokens: int, row_tokens: int) -> None:
         """Count a step when it has started; a save settles a step early, so settled ones would distort the speed.
 
         Args:
             num_tokens: Positions that the run has processed after this step.
             row_tokens: Positions per row.
-            waited_seconds: Total time that the loop has waited for batches.
         """
         work = self._work(num_tokens - self._num_tokens, row_tokens)
         self._num_tokens = num_tokens
-        self._throughput.count(work, waited_seconds=waited_seconds)
+        self._throughput.count(work)
 
     def read(self) -> Reading:
         """Return the speed since the last reading."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.experiments.metrics import reduce
+from vorox.runtime.heartbeat import Heartbeat, Phase
 from vorox.runtime.host_memory import HostMemory
 from vorox.training.observer import is_logged_step
 from vorox.training.workload import Workload
@@ -100,6 +101,7 @@ class RankStatistics:
 
     Args:
         engine: Whose steps are timed.
+        phase_seconds: Time that the loop has spent in each phase: ``Heartbeat.seconds``, which stays current.
         log: Receives the warning.
         is_logged: Whether the metrics of a step are recorded.
         detector: Finds a straggler.
@@ -111,23 +113,24 @@ class RankStatistics:
     def __init__(
         self,
         engine: Engine,
+        phase_seconds: Mapping[Phase, float],
         log: RunLog,
         is_logged: Callable[[int], bool],
         detector: StragglerDetector | None = None,
     ) -> None:
-        self._engine, self._log, self._is_logged = engine, log, is_logged
+        self._engine, self._phase_seconds, self._log, self._is_logged = engine, phase_seconds, log, is_logged
         self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
         self._memory, self._host = HostMemory(), platform.node()
-        self._started_at = self._collectives_before = self._compute_seconds = 0.0
+        self._started_at = self._collectives_before = self._compute_seconds = self._waited_before = 0.0
         self._num_reports = 0
         self._hosts: list[str] = []
         self.metrics: dict[str, float] = {}
 
     @classmethod
-    def of(cls, workload: Workload, total_steps: int) -> RankStatistics:
+    def of(cls, workload: Workload, heartbeat: Heartbeat, total_steps: int) -> RankStatistics:
         """Return the statistics of this rank in a run."""
         is_logged = functools.partial(is_logged_step, workload.config.log.every_steps, total_steps)
-        return cls(workload.engine, workload.log, is_logged)
+        return cls(workload.engine, heartbeat.seconds, workload.log, is_logged)
 
     def start_step(self) -> None:
         """Start to time the host's part of a step."""
@@ -145,17 +148,19 @@ class RankStatistics:
     def report(self, step: int) -> dict[str, Any]:
         """Return this rank's part of the exchange during a step, as plain JSON.
 
-        The exchange adds ``waited_seconds``: how long the next batch took longer than the step.
+        Its times are those of the step before: computing it, and then waiting for the batch of this one.
 
         Args:
             step: The step that starts.
         """
         self._num_reports += 1
+        waited_before, self._waited_before = self._waited_before, self._phase_seconds["data"]
         report: dict[str, Any] = {}
         if self._num_reports == 1:
             report["host"] = self._host
         if self._num_reports > _NUM_UNTIMED_REPORTS:
             report["compute_seconds"] = self._compute_seconds
+            report["waited_seconds"] = self._waited_before - waited_before
         if self._is_logged(step - 1):  # the step that settles next
             report["metrics"] = {**self._memory.read(), **self._engine.device_stats()}
         return report

@@ -301,7 +301,7 @@ def open_session(
             chain, max_nonfinite_steps=config.train.max_nonfinite_steps, nonfinite_in_a_row=state.nonfinite_in_a_row,
             spikes=spikes if spikes.is_active else None,
         )  # fmt: skip
-        statistics = RankStatistics.of(workload, total_steps)
+        statistics = RankStatistics.of(workload, heartbeat, total_steps)
         sync = StepSync(workload.distributed, engine.data_shard, stop, checkpoints.due, chain, next_batch, statistics)
         profiler = _step_profiler(setup, heartbeat, lambda: bool(sync.stop.requested))
         alone = engine if workload.distributed.world_size == 1 else None

@@ -120,21 +120,6 @@ class Exchange:
         self.is_batch_known = threading.Event()
         self.decision: Future[dict[str, Any]] = Future()
         self.reports: list[dict[str, Any]] = []
-        self._batch_at = self._step_ended_at = float("inf")
-
-    def end_step(self) -> None:
-        """Note that the step has ended on this rank."""
-        self._step_ended_at = time.perf_counter()
-
-    def end_wait(self) -> None:
-        """End the wait for the next batch: it is ready, or it failed."""
-        self._batch_at = time.perf_counter()
-        self.is_batch_known.set()
-
-    @property
-    def waited_seconds(self) -> float:
-        """Time that the next batch took longer than the step."""
-        return max(0.0, self._batch_at - self._step_ended_at)
 
 
 class StepSync:
@@ -151,7 +136,6 @@ class StepSync:
 
     Attributes:
         stop: Stop request of the run: ``stop`` itself for one process, the common decision for several.
-        waited_seconds: Total time that batches took longer than the steps before them.
     """
 
     def __init__(
@@ -167,7 +151,6 @@ class StepSync:
         self._next_batch, self._statistics = next_batch, statistics
         self._dist, self._shard, self._local_stop, self._due, self._chain = dist, shard, stop, due, chain
         self.stop: Stop = stop if dist.world_size == 1 else _AgreedStop()
-        self.waited_seconds = 0.0
         self._thread = None if dist.world_size == 1 else ThreadPoolExecutor(1, "vorox-sync")
         self._is_closed = threading.Event()
         self._running: Exchange | None = None
@@ -201,7 +184,6 @@ class StepSync:
         if self._thread is None:
             self._running = None
             return StepDecision(exchange.batch.digest(), self._due(progress))
-        exchange.end_step()
         self._statistics.end_step()
         heartbeat = self._next_batch.heartbeat
         heartbeat.enter("data", progress.step + 1)
@@ -209,7 +191,6 @@ class StepSync:
         heartbeat.enter("sync", progress.step)
         decided = exchange.decision.result()
         self._running = None
-        self.waited_seconds += exchange.waited_seconds
         if exchange.reports:
             self._statistics.receive([report["statistics"] for report in exchange.reports])
         if decided["stop"] and not self.stop.requested:
@@ -231,9 +212,8 @@ class StepSync:
         try:
             missing = None if exchange.batches is None else self._next_batch.report(exchange.batches)
         finally:
-            exchange.end_wait()
-        statistics = {**report["statistics"], "waited_seconds": exchange.waited_seconds}
-        report |= {"stop": self._local_stop.requested, "missing": missing, "statistics": statistics}
+            exchange.is_batch_known.set()
+        report |= {"stop": self._local_stop.requested, "missing": missing}
         return self._dist.agree("step", report, decide, self._is_closed.is_set)
 
     def __enter__(self) -> StepSync:
