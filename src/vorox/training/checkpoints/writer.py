@@ -145,18 +145,13 @@ class CheckpointWriter:
         """
         if self._in_flight is not None and self._in_flight.done():
             self.wait()
-        config, is_idle, request = self._config, self._in_flight is None, self._request()
-        if progress.step == self._captured_step:
-            self._serving = request
-            if is_idle:
-                self._clear_request(request)
-            return False
+        config, request = self._config, self._request()
         return (
             self._is_postponed
             or (config.every_steps is not None and progress.step % config.every_steps == 0)
             or (
                 config.every_seconds is not None
-                and is_idle
+                and self._in_flight is None
                 and self._clock() - self._committed_at >= config.every_seconds
             )
             or (config.at_end and progress.step >= self._horizon.total_steps)
