@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from vorox.experiments.metrics import metric
-from vorox.runtime.host_memory import HostMemory
+from vorox.runtime.throughput import host_memory
 
 TAKES_MEMORY = """
 import json, mmap
-from vorox.runtime.host_memory import HostMemory
-memory = HostMemory()
-before = memory.read()
+from vorox.runtime.throughput import host_memory
+before = host_memory()
 block = mmap.mmap(-1, 64 << 20)
 for page in range(0, 64 << 20, 4096):
     block[page] = 1
-print(json.dumps([before, memory.read()]))
+print(json.dumps([before, host_memory()]))
 """
 
 
@@ -41,4 +40,4 @@ def test_resident_memory_is_what_the_kernel_says() -> None:
         pytest.skip("no /proc")
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     kernel_bytes = int(lines["VmRSS"].split()[0]) * 1024
-    assert HostMemory().read()["memory/host_bytes"] == pytest.approx(kernel_bytes, rel=0.1)
+    assert host_memory()["memory/host_bytes"] == pytest.approx(kernel_bytes, rel=0.1)

@@ -1,4 +1,4 @@
-"""Throughput, MFU and time breakdown of a run, and what slows it down.
+"""Throughput, MFU, use of time and memory of a process, and what slows it down.
 
 In: the work of every step (tokens and FLOPs), and the time that the loop has spent in each phase. Out: a ``Reading``
 per window and for the whole process. The clock starts at the end of the first step, so compilation and warm-up are
@@ -18,9 +18,12 @@ names the setting to change if a run spends much of its time on anything but tra
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
+
+import psutil
 
 from vorox.core.errors import NumericalError
 from vorox.core.schema import RunConfig
@@ -260,6 +263,22 @@ def eta_seconds(reading: Reading, steps_left: int) -> float | None:
     """Return the remaining time at the speed of a reading, including checkpoints and validation."""
     total = sum(reading.seconds.values())
     return total / reading.num_steps * steps_left if reading.num_steps and total > 0 else None
+
+
+def host_memory() -> dict[str, float]:
+    """Return current and peak resident memory, and the memory available on the machine, by metric name."""
+    now = psutil.Process().memory_info()
+    if sys.platform == "win32":
+        peak_bytes = now.peak_wset
+    else:
+        import resource
+
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "memory/host_bytes": float(now.rss),
+        "memory/host_peak_bytes": float(peak_bytes),
+        "memory/host_available_bytes": float(psutil.virtual_memory().available),
+    }
 
 
 def slow_cause(seconds: Mapping[str, float], config: RunConfig) -> str | None:

@@ -17,6 +17,7 @@ from vorox.core.batch import Progress
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.pluralize import pluralize
 from vorox.core.run_lookup import short_path
+from vorox.data.loader import BatchStream
 from vorox.experiments.task_results import task_metrics
 from vorox.experiments.tracking import Tracker
 from vorox.models import flops
@@ -24,9 +25,9 @@ from vorox.models.memory_estimate import estimate_memory
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.heartbeat import Heartbeat
-from vorox.runtime.host_memory import HostMemory
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
-from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds, slow_cause
+from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds, host_memory, slow_cause
+from vorox.training.checkpoints.writer import CheckpointWriter
 from vorox.training.display import Display, StepView
 from vorox.training.evaluation.evaluate import Evaluation
 from vorox.training.evaluation.scheduled_tasks import TasksReport, log_report
@@ -53,13 +54,21 @@ class Observer:
         tracker: Records metrics.
         display: Shows steps and samples.
         speed: Measures throughput.
+        batches: The loader.
+        checkpoints: Know how old the newest checkpoint is.
+        rank_metrics: Metrics of all ranks: ``RankStatistics.metrics``, which stays current; empty with one rank.
 
     Attributes:
         notice: Compares the notice before a preemption, if there is one, with the time of steps and saves.
     """
 
-    def __init__(self, setup: TrainingSetup, tracker: Tracker, display: Display, speed: SpeedMeter) -> None:
-        workload = setup.workload
+    def __init__(
+        self, setup: TrainingSetup, tracker: Tracker, display: Display, speed: SpeedMeter, batches: BatchStream,
+        checkpoints: CheckpointWriter, rank_metrics: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        workload, self._mirror = setup.workload, setup.mirror
+        self._engine, self._streams = workload.engine, workload.corpus.streams
+        self._batches, self._checkpoints, self._rank_metrics = batches, checkpoints, rank_metrics
         self._config = config = workload.config
         self._log, self._tracker, self._display, self._speed = workload.log, tracker, display, speed
         mirrored = f", mirrored to {setup.mirror.uri}" if setup.mirror.uri else ""
@@ -76,10 +85,10 @@ class Observer:
         if (seconds := config.checkpoint.notice_seconds) is not None:
             earlier = MeasuredTimes.of_run(setup.run.directory)
             self.notice = PreemptionNotice(seconds, workload.log, earlier, workload.distributed)
-        self._memory, self._planned_memory_bytes = HostMemory(), float(planned.total_bytes_on(device_kind))
+        self._planned_memory_bytes = float(planned.total_bytes_on(device_kind))
 
     def settled(self, settled: SettledStep) -> None:
-        """Report the first loss, and steps that are not finite."""
+        """Report the first loss, steps without an update, and the metrics of a logged step."""
         values = settled.values
         spikes = {"spike_steps": float(settled.is_spike)} if self._config.train.spike_policy != "off" else {}
         self._tracker.observe({**values.extra, "nonfinite_steps": float(not values.finite), **spikes})
@@ -90,6 +99,8 @@ class Observer:
         if settled.is_spike:
             limit = settled.step.max_loss
             self._log.event("loss_spike", settled.skipped, level="warning", step=settled.number, max_loss=limit)
+        if is_logged_step(self._every_steps, self._total_steps, settled.number):
+            self._log_step(settled)
 
     def _report_first_loss(self, loss: float) -> None:
         """Report the first loss beside that of an untrained model; of DPO, beside that of its reference."""
@@ -100,19 +111,10 @@ class Observer:
         text = f"Step 1 loss {loss:.3f} (ln vocab = {entropy:.3f})"
         self._log.event("first_step", text, loss=loss, ln_vocabulary=entropy)
 
-    def is_logged(self, step: int) -> bool:
-        """Whether the metrics of a step are recorded: the first, the last, and every ``log.every_steps``."""
-        return is_logged_step(self._every_steps, self._total_steps, step)
-
-    def log(self, settled: SettledStep, status: Mapping[str, float]) -> None:
-        """Record the metrics of a step and show it.
-
-        Args:
-            settled: The step.
-            status: Numbers of the loader, device, checkpoints and mirror at this moment, by registered name.
-        """
+    def _log_step(self, settled: SettledStep) -> None:
+        """Record the metrics of a step and show it."""
         step, values = settled.step, settled.values
-        reading, memory = self._speed.read(), self._memory.read()
+        reading, status = self._speed.read(), self._status()
         if self.notice is not None:
             self.notice.step(reading.step_seconds)
         epoch = step.progress.cursor.position / self._rows_per_epoch
@@ -125,13 +127,25 @@ class Observer:
             "tokens_total": float(step.progress.num_tokens),
             "epoch": epoch,
             **reading.metrics(),
-            **memory,
-            **status,  # with several ranks, those of all
+            **status,
         }
         self._tracker.log(settled.number, numbers)
         if settled.number == 1:
             self._display.message(self._where, "info")  # before this step, an error removes a new run
-        self._display.step(self._view(settled, reading, epoch, {**memory, **status}))
+        self._display.step(self._view(settled, reading, epoch, status))
+
+    def _status(self) -> dict[str, float]:
+        """Return the current metrics of memory (of all ranks), loader, checkpoints and mirror."""
+        age, uploader = self._checkpoints.seconds_since_save(), self._mirror.uploader
+        return {
+            **host_memory(),
+            "queue_depth": float(self._batches.queue_depth),
+            **({} if age is None else {"seconds_since_save": age}),
+            **self._engine.device_stats(),
+            **self._rank_metrics,
+            **({} if self._streams is None else self._streams.metrics()),
+            **({} if uploader is None else uploader.metrics()),
+        }
 
     def _view(self, settled: SettledStep, reading: Reading, epoch: float, status: Mapping[str, float]) -> StepView:
         step, total_steps = settled.step, self._total_steps

@@ -20,7 +20,7 @@ from vorox.core.engine import Engine
 from vorox.core.log import RunLog
 from vorox.experiments.metrics import reduce
 from vorox.runtime.heartbeat import Heartbeat, Phase
-from vorox.runtime.host_memory import HostMemory
+from vorox.runtime.throughput import host_memory
 from vorox.training.observer import is_logged_step
 from vorox.training.workload import Workload
 
@@ -120,7 +120,7 @@ class RankStatistics:
     ) -> None:
         self._engine, self._phase_seconds, self._log, self._is_logged = engine, phase_seconds, log, is_logged
         self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
-        self._memory, self._host = HostMemory(), platform.node()
+        self._host = platform.node()
         self._started_at = self._collectives_before = self._compute_seconds = self._waited_before = 0.0
         self._num_reports = 0
         self._hosts: list[str] = []
@@ -148,7 +148,7 @@ class RankStatistics:
     def report(self, step: int) -> dict[str, Any]:
         """Return this rank's part of the exchange during a step, as plain JSON.
 
-        Its times are those of the step before: computing it, and then waiting for the batch of this one.
+        It has the times of the step before: computing it, and then waiting for the batch of this one.
 
         Args:
             step: The step that starts.
@@ -162,7 +162,7 @@ class RankStatistics:
             report["compute_seconds"] = self._compute_seconds
             report["waited_seconds"] = self._waited_before - waited_before
         if self._is_logged(step - 1):  # the step that settles next
-            report["metrics"] = {**self._memory.read(), **self._engine.device_stats()}
+            report["metrics"] = {**host_memory(), **self._engine.device_stats()}
         return report
 
     def receive(self, reports: Sequence[Mapping[str, Any]]) -> None:

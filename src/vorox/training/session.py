@@ -86,7 +86,6 @@ class Session:
     recomputation: StepRecomputation
     heartbeat: Heartbeat
     profiler: StepProfiler | None
-    statistics: RankStatistics
 
     def record(self, settled: SettledStep | None) -> None:
         """Pass a settled step to everything that records steps.
@@ -105,8 +104,6 @@ class Session:
             self.provenance.skipped(settled.step.progress, "loss_spike", settled.skipped)
         if settled.is_spike or self.setup.plan.state.skips:
             self._plan_skip(settled)
-        if self.observer.is_logged(settled.number):
-            self.observer.log(settled, self._status())
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
         if settled.ends_run:
             raise settled.numerical_error(path)
@@ -128,19 +125,6 @@ class Session:
         ):
             reason, max_loss = "loss_spike" if is_skipped else "withdrawn", settled.step.max_loss
             plan.add([SkipEvent(position, reason, settled.values.loss, max_loss)])
-
-    def _status(self) -> dict[str, float]:
-        """Return the current metrics of loader, device, checkpoints and mirror."""
-        streams, uploader = self.setup.workload.corpus.streams, self.setup.mirror.uploader
-        age = self.checkpoints.seconds_since_save()
-        return {
-            "queue_depth": float(self.batches.queue_depth),
-            **({} if age is None else {"seconds_since_save": age}),
-            **self.engine.device_stats(),
-            **self.statistics.metrics,
-            **({} if streams is None else streams.metrics()),
-            **({} if uploader is None else uploader.metrics()),
-        }
 
     def settle(self, progress: Progress) -> Progress:
         """Wait for the step in flight; return the progress with the head of the replay chain.
@@ -310,9 +294,9 @@ def open_session(
             setup, engine, batches,
             Schedule.from_config(config.schedule, config.optimizer, state.horizon),
             sync, next_batch, pending, checkpoints, evaluations, ScheduledTasks.of(setup, tasks or {}), sampler,
-            tracker, speed, Observer(setup, tracker, display, speed), provenance,
-            NonfiniteRecorder(run.directory, alone, log, writes=is_main),
-            spikes, recomputation, heartbeat, profiler, statistics,
+            tracker, speed, Observer(setup, tracker, display, speed, batches, checkpoints, statistics.metrics),
+            provenance, NonfiniteRecorder(run.directory, alone, log, writes=is_main),
+            spikes, recomputation, heartbeat, profiler,
         )  # fmt: skip
         try:
             with translate_machine_errors(run.directory), checkpoints, profiling, sync:
