@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from eventually import PATIENCE_SECONDS, wait_until
+from tiny_runs import use_numpy_engine
 from vorox.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -127,6 +128,22 @@ def test_grow_takes_up_new_files(place: Path, vorox: Run) -> None:
     assert code == 4
     assert "The cache cannot be extended" in err
     assert "is missing" in err
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "tiny"])
+def test_new_files_join_the_caches_of_the_tokenizer_that_was_trained_before(
+    place: Path, vorox: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    use_numpy_engine(monkeypatch)
+    trained = CONFIG.replace("kind: byte", "kind: bpe, vocab_size: 300")
+    (place / "c.yaml").write_text(trained.format(text=place / "text", cache=place / "cache"))
+    assert vorox("train", "c.yaml", "--name", "tiny")[0] == 0
+    before = {path.name for path in (place / "cache").glob("text-*")}
+    write(place / "text", "b")
+    grown = reports(vorox("data", "grow", name, "--json"))
+    assert all(0 < report["units_built"] < report["units"] for report in grown.values())
+    assert {path.name for path in (place / "cache").glob("text-*")} == before
+    assert vorox("data", "stats", name, "data.cache.grow=true")[0] == 0
 
 
 def test_options_that_contradict_each_other_are_refused(vorox: Run) -> None:

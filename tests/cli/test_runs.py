@@ -211,6 +211,17 @@ def test_show_lists_checkpoints_by_step(vorox: Run) -> None:
     assert lines[at + 1 :] == ["  steps      5", f"  verify     vorox checkpoints verify {run.name}"]
 
 
+def test_show_states_how_attempts_ended(vorox: Run) -> None:
+    """A killed process records no end: its attempt neither runs nor lasts until now."""
+    run = make_run("one", step=5)
+    record = json.loads((run / "run.json").read_text())
+    (attempt,) = record["attempts"]
+    record["attempts"] = [attempt | {"ended_at": None, "outcome": "running"}]
+    (run / "run.json").write_text(json.dumps(record))
+    (line,) = (line for line in vorox("runs", "show", run.name)[1].splitlines() if line.startswith("  1. "))
+    assert " to an unknown time: killed, " in line
+
+
 def test_a_checkpoint_is_not_a_run(vorox: Run) -> None:
     run = make_run("one", step=5)
     code, _, err = vorox("runs", "show", str(run / "checkpoints" / "step-00000005"))

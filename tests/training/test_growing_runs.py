@@ -24,8 +24,10 @@ from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.schema import RunConfig
 from vorox.data import cache_opener
+from vorox.data.cache.build import BuildOptions
 from vorox.data.corpus import prepare
 from vorox.data.plan import DataPlan
+from vorox.data.provenance_queries import RunDataIndex, when
 from vorox.run import Outcome
 from vorox.training.replay import ReplayReport, replay
 from vorox.training.replay_chain import read_chain
@@ -263,6 +265,28 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     assert [known.total_steps for known in plan.state.horizons] == [begun, grown][: 1 + follow]
     report = replayed(directory)
     assert (report.is_exact, report.num_steps) == (True, outcome.progress.step)
+
+
+def test_files_that_are_added_during_a_run_join_it_with_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
+    """A tokenizer that is trained on all files would build another cache, which the run never reads."""
+    trained = ["tokenizer.kind=bpe", "tokenizer.vocab_size=300", "data.cache.grow=true"]
+    config = configuration(tmp_path, [*ELASTIC, *trained, "train.num_steps=200"])
+    caches = tmp_path / "cache"
+
+    def grow() -> None:
+        words = ["zebra", "giraffe", "lion"]
+        lines = [json.dumps({"text": f"{index} " + " ".join(words * 9)}) for index in range(60)]
+        (tmp_path / "text" / "zmore.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        prepare(config, options=BuildOptions(wait_for="complete")).close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 8, grow)
+        outcome = run(config)
+    assert len([*caches.glob("text-train-*")]) == len([*caches.glob("tokenizers/*")]) == 1
+    with RunDataIndex.open(outcome.run_directory) as run_data:
+        steps = [found.step for found in when(run_data, "zmore.jsonl")]
+    assert steps
+    assert min(steps) > 8
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])

@@ -137,8 +137,9 @@ def compress(
     spec = spec_from_json(source.metadata["spec"])
     if isinstance(spec, AdapterSpec):
         raise ConfigError(
-            "Adapters cannot be compressed", where=str(source.path), hint="merge it first: vorox export --to hf"
-        )
+            "Adapters cannot be compressed", where=str(source.path),
+            hint="merge it with `vorox export RUN --to hf --output MERGED`, train from MERGED, and compress that run",
+        )  # fmt: skip
     if pruning is not None:
         check_pruning(spec, pruning)
     if quantization is not None:

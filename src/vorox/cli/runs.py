@@ -78,7 +78,9 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> No
         return
     print_wrapped(head_lines(summary))
     typer.echo("\nattempts")
-    print_wrapped(line for attempt in attempts for line in _attempt_lines(attempt))
+    for attempt in attempts:
+        is_running = summary.state == "running" and attempt is attempts[-1]
+        print_wrapped(_attempt_lines(attempt, is_running=is_running))
     if metrics:
         typer.echo("\ncurve")
         _print_curve(metrics)
@@ -111,14 +113,18 @@ def head_lines(run: RunSummary) -> list[str]:
     return lines
 
 
-def _attempt_lines(attempt: dict[str, Any]) -> list[str]:
+def _attempt_lines(attempt: dict[str, Any], *, is_running: bool) -> list[str]:
     code = attempt.get("code") or attempt.get("git") or {}
     commit = str(code.get("commit", ""))[:10] or "no commit"
     dirty = " with uncommitted changes" if code.get("dirty") else ""
     command = " ".join(str(word) for word in attempt.get("argv", []))
     started, ended = (_without_milliseconds(attempt.get(key)) for key in ("started_at", "ended_at"))
+    outcome = str(attempt.get("outcome"))
+    if outcome == "running" and not is_running:
+        outcome = "killed"  # its process could not record the end
+    ended = ended or ("now" if outcome == "running" else "an unknown time")
     return [
-        f"  {attempt.get('attempt')}. {started} to {ended or 'now'}: {attempt.get('outcome')}, {commit}{dirty}",
+        f"  {attempt.get('attempt')}. {started} to {ended}: {outcome}, {commit}{dirty}",
         f"     {command}",
     ]
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 MARK = "[redacted]"
-_MIN_ENVIRONMENT_SECRET = 8
+MIN_ENVIRONMENT_SECRET = 8
+"""Length of a secret; shorter values, such as the ``test`` of a local store, occur in ordinary text."""
 
 # Credentials of a URL: up to the last @, because a password may contain / ? # and @ unescaped.
 _ADDRESS = re.compile(
@@ -187,7 +188,7 @@ def _environment_secrets() -> list[str]:
     found = {
         value
         for name, value in os.environ.items()
-        if len(value) >= _MIN_ENVIRONMENT_SECRET and _is_secret(name, value) and not _is_path(value)
+        if len(value) >= MIN_ENVIRONMENT_SECRET and _is_secret(name, value) and not _is_path(value)
     }
     return sorted({*found, *_held.values()}, key=len, reverse=True)
 

@@ -23,6 +23,7 @@ from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
 from vorox.data.cache.report import PrepareProgress
 from vorox.data.chat_template import BUILT_IN
+from vorox.data.growing_tokenizer import growing_tokenizer
 from vorox.data.storage import ContentVersions, cache_ranges
 from vorox.data.text.holdout import ALL_HELD_OUT
 from vorox.data.text.holdout_selection import describe_holdout, select_holdout
@@ -79,7 +80,8 @@ def list_sources(
         weights: Share of each source in the training rows.
         root: Root directory of the caches.
         report: Called with the progress.
-        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one.
+        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one, or takes that of the
+            caches that ``data.cache.grow`` extends.
         build: Whether to train a missing tokenizer.
         is_dry: Write nothing, and do not train a tokenizer.
         reads: Bytes read from the files are shared in memory until this stack is closed, so none is fetched twice.
@@ -105,6 +107,8 @@ def list_sources(
         return _with_cached_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
 
     sources = [source if source.config.has_tokens else choose_holdout(source) for source in sources]
+    if tokenizer is None:
+        tokenizer = growing_tokenizer(config, sources, weights, root)
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
     if tokenizer is not None:
@@ -137,7 +141,9 @@ def _chat_notes(sources: Sequence[Source]) -> list[Note]:
     name = next((name for name, source in BUILT_IN.items() if source == template.source), "of the tokenizer or a file")
     is_text = name == "chatml" and "<|im_end|>" not in template.special_tokens
     text = "; its tokens are text, not special tokens of this tokenizer" if is_text else ""
-    return [Note("conversations", f"trains on the answers of {names}; chat template {name}{text}")]
+    is_optional = all(source.config.preference_pairs for source in sources if source.chat_template is not None)
+    template_of = " for lists of messages" if is_optional else ""  # pairs of texts have no template
+    return [Note("conversations", f"trains on the answers of {names}; chat template {name}{template_of}{text}")]
 
 
 def _list(config: SourceConfig, key: str, root: Path, report: PrepareProgress, is_dry: bool) -> Source:

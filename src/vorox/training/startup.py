@@ -249,7 +249,8 @@ def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> No
     workload.log.event("held_out", f"Validation set: {held_out}", held_out=held_out)
     notes = workload.corpus.notes
     for note in notes:
-        workload.log.event(f"source_{note.kind}", note.text, level="warning")
+        level = "info" if note.kind == "conversations" else "warning"
+        workload.log.event(f"source_{note.kind}", note.text, level=level)
     if notes:
         run.note(sources=[note.text for note in notes])
 

@@ -66,6 +66,11 @@ def test_names_that_look_like_secrets_are_accepted(location: str) -> None:
     assert scheme_of(location) is not None
 
 
+def test_a_short_secret_of_a_local_store_may_occur_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")  # what LocalStack and moto accept
+    assert scheme_of("s3://my-test-bucket/test.jsonl") == "s3"
+
+
 def test_every_location_has_one_canonical_uri() -> None:
     assert canonical_uri("hf://HuggingFaceFW/fineweb-edu") == "hf://datasets/HuggingFaceFW/fineweb-edu"
     assert canonical_uri("hf://datasets/a/b/") == "hf://datasets/a/b"

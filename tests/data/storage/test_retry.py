@@ -235,7 +235,7 @@ class TestWaiting:
         for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
             monkeypatch.setattr(stalls, name, 0.01)
         monkeypatch.setattr(stalls._state, "log_schedule", stalls._LogSchedule())
-        told: list[stalls.StallingForData | None] = []
+        told: list[stalls.WaitingForData | None] = []
         wait = stalls.Stall("hf://a/b")
         with stalls.observe_stalls(told.append):
             for _ in range(3):
@@ -254,6 +254,26 @@ class TestWaiting:
         assert first.event_fields["uri"] == "hf://a/b"
         assert first.event_fields["since_unix_seconds"] <= time.time()
         assert last.event_fields["failed_tries"] == 3
+
+    def test_a_reader_that_stops_waiting_does_not_report_that_data_flows(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("LOG_AFTER_SECONDS", "SHOW_AFTER_SECONDS", "TICK_SECONDS"):
+            monkeypatch.setattr(stalls, name, 0.01)
+        monkeypatch.setattr(stalls._state, "log_schedule", stalls._LogSchedule())
+        told: list[stalls.WaitingForData | None] = []
+
+        def wait_and_stop() -> None:
+            with stalls.track_stall("s3://a/b") as stall:
+                stall.report("HTTP 503")
+                wait_until(lambda: len(caplog.messages) == 1)
+                raise KeyboardInterrupt
+
+        with stalls.observe_stalls(told.append):
+            with pytest.raises(KeyboardInterrupt):
+                wait_and_stop()
+            wait_until(lambda: told[-1:] == [None])
+        assert ["waiting for data" in message for message in caplog.messages] == [True]
 
     def test_consecutive_stalls_do_not_fill_the_log(self) -> None:
         """A store that fails for 6 s in every 10, all day, on a simulated clock."""

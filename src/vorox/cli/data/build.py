@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load, print_notes, progress_display, report_json
+from vorox.cli.data.loading import ConfigArguments, load_with_tokenizer, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -111,9 +111,9 @@ def _make(
     from vorox.data.corpus import prepare
     from vorox.training.stop import StopRequest
 
-    config = load([*arguments, *overrides], known)
+    config, tokenizer = load_with_tokenizer([*arguments, *overrides], known)
     with StopRequest(), progress_display() as display:
-        corpus = prepare(config, on_progress=display, options=options)
+        corpus = prepare(config, on_progress=display, options=options, tokenizer=tokenizer)
         corpus.close()
     print_notes(corpus)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load, print_notes, progress_display, report_json
+from vorox.cli.data.loading import ConfigArguments, load_with_tokenizer, print_notes, progress_display, report_json
 from vorox.cli.output import AsJson, print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
 
@@ -18,9 +18,9 @@ def verify(arguments: ConfigArguments, as_json: AsJson = False) -> None:
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(arguments, ("--json",))
+    config, tokenizer = load_with_tokenizer(arguments, ("--json",))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False)
+        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
         inspection.verify(corpus, on_progress=display.step)
     print_notes(corpus)
     digests = {name: report.digest for name, report in corpus.reports.items()}
@@ -42,9 +42,9 @@ def stats(
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(arguments, ("--xz", "--json"))
+    config, tokenizer = load_with_tokenizer(arguments, ("--xz", "--json"))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False)
+        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
     print_notes(corpus)
     found = inspection.stats(corpus)
     baseline = inspection.xz_bits_per_byte(corpus) if xz else None
@@ -106,9 +106,9 @@ def peek(
     from vorox.data import inspection
     from vorox.data.corpus import prepare
 
-    config = load(arguments, ("--rows", "--split", "--json"))
+    config, tokenizer = load_with_tokenizer(arguments, ("--rows", "--split", "--json"))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False)
+        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
     print_notes(corpus)
     rows = inspection.peek(corpus, num_rows, split=split)
     if as_json:

@@ -6,18 +6,20 @@ import contextlib
 import logging
 from collections.abc import Generator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vorox.cli.arguments import parse_arguments
-from vorox.cli.config import source_and_overrides
+from vorox.cli.config import configuration_source, source_and_overrides
 
 if TYPE_CHECKING:
     from vorox.cli.build_display import BuildDisplay
     from vorox.core.schema import RunConfig
     from vorox.data.cache.report import BuildReport
     from vorox.data.corpus import Corpus
+    from vorox.data.tokenizers.tokenizer import Tokenizer
 
 ConfigArguments = Annotated[
     list[str],
@@ -29,6 +31,24 @@ def load(arguments: list[str], options: tuple[str, ...]) -> RunConfig:
     from vorox.core.config import load_config
 
     return load_config(*source_and_overrides(parse_arguments(arguments, options=options, max_positional=1)))
+
+
+def load_with_tokenizer(arguments: list[str], options: tuple[str, ...]) -> tuple[RunConfig, Tokenizer | None]:
+    """Load a configuration; if the arguments name a run, also its trained tokenizer.
+
+    The caches of the run are built with that tokenizer; after files were added, training would give another one.
+    ``None`` if the arguments change the tokenizer.
+    """
+    from vorox.core.run_layout import RunLayout
+    from vorox.data.tokenizers.store import load_run_tokenizer
+
+    config = load(arguments, options)
+    parsed = parse_arguments(arguments, options=options, max_positional=1)
+    changed = any(word.removeprefix("--").startswith("tokenizer.") for word in parsed.overrides)
+    source = configuration_source(parsed.positional[0]) if parsed.positional and not parsed.data else None
+    if changed or not isinstance(source, Path):
+        return config, None
+    return config, load_run_tokenizer(RunLayout(source.parent).tokenizer, config.tokenizer)
 
 
 @contextlib.contextmanager

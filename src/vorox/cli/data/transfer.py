@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load, progress_display
+from vorox.cli.data.loading import ConfigArguments, load_with_tokenizer, progress_display
 from vorox.cli.output import AsJson, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -30,10 +30,10 @@ def export(
     from vorox.data.corpus import prepare
     from vorox.data.transfer.token_export import export_tokens
 
-    config = load(arguments, ("--to", "--output", "--split", "--shard-tokens", "--json"))
+    config, tokenizer = load_with_tokenizer(arguments, ("--to", "--output", "--split", "--shard-tokens", "--json"))
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False)
+        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
         report = export_tokens(corpus, to, output, splits=splits, shard_tokens=shard_tokens, on_progress=display.step)
     if as_json:
         print_json({**asdict(report), "directory": str(report.directory)})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import load
+from vorox.cli.data.loading import load, load_with_tokenizer
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
 from vorox.core.pluralize import pluralize
 
@@ -141,7 +141,8 @@ def _chosen(arguments: list[str], cache: str | None) -> list[Path]:
         raise ConfigError(
             "No cache is named", where="vorox data pin", hint="name a configuration, or a cache with --cache"
         )
-    with contextlib.closing(prepare(load(arguments, _OPTIONS), build=False)) as corpus:
+    config, tokenizer = load_with_tokenizer(arguments, _OPTIONS)
+    with contextlib.closing(prepare(config, build=False, tokenizer=tokenizer)) as corpus:
         return [reader.directory for reader in (*corpus.train, *corpus.validation)]
 
 

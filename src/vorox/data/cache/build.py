@@ -208,7 +208,8 @@ def build_in_background(
 
     ``close`` stops the build at any time; ``check`` raises the exception that ended it.
     """
-    scheduler = BuildScheduler(directory, builder, units, BuildQueue(options.mode))
+    # Units that another process plans meanwhile are built there, where their files are known.
+    scheduler = BuildScheduler(directory, builder, units, BuildQueue(options.mode, len(units)))
     scheduler.start(lambda: run_processes(scheduler, options.workers, drain_seconds=_BACKGROUND_DRAIN_SECONDS))
     return scheduler
 

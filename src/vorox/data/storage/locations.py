@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.redaction import MARK, redact
+from vorox.core.redaction import MARK, MIN_ENVIRONMENT_SECRET, redact
 
 STANDARD_LIBRARY = "stdlib:"
 """Scheme of this Python's standard library: ``stdlib:json/decoder.py`` is the same text for the same Python version."""
@@ -120,7 +120,8 @@ def _has_credentials(scheme: str, location: str) -> bool:
     """
     if f"://{MARK}@" in redact(location):
         return True
-    if any(value and value in location for value in map(os.environ.get, _SECRET_VARIABLES)):
+    secrets = [os.environ.get(name, "") for name in _SECRET_VARIABLES]
+    if any(secret in location for secret in secrets if len(secret) >= MIN_ENVIRONMENT_SECRET):
         return True
     names = [name for name, _ in parse_qsl(urlsplit(location).query)] if scheme in {"http", "https"} else []
     return any(MARK in redact(f"{name}=Zx9Zx9Zx9Zx9Zx9") for name in names)

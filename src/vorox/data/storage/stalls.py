@@ -96,6 +96,7 @@ class _State:
         self.stalls: dict[int, WaitingForData] = {}
         self.numbers = itertools.count()
         self.failed_tries = 0
+        self.is_abandoned = False
         self.listeners: list[Listener] = []
         self.log_schedule = _LogSchedule()
         self.is_reporting = False
@@ -104,7 +105,7 @@ class _State:
     def ensure_reporter(self) -> None:
         """Start the reporting thread unless it runs. It ends with the last stall."""
         if self.reporter is None or not self.is_reporting or not self.reporter.is_alive():
-            self.is_reporting, self.failed_tries = True, 0
+            self.is_reporting, self.failed_tries, self.is_abandoned = True, 0, False
             self.reporter = threading.Thread(target=_report_stalls, name="vorox-waiting", daemon=True)
             self.reporter.start()
 
@@ -181,11 +182,12 @@ class Stall:
             _state.stalls[self._number] = replace(known, reason=reason, failed_tries=known.failed_tries + failed)
             _state.failed_tries += failed
 
-    def clear(self) -> None:
-        """End the stall: bytes arrived, or the reader stopped waiting."""
+    def clear(self, *, is_abandoned: bool = False) -> None:
+        """End the stall: bytes arrived, or (``is_abandoned=True``) the reader stopped waiting."""
         with _state.changed:
             if self._number is None:
                 return
+            _state.is_abandoned = is_abandoned
             del _state.stalls[self._number]
             self._number = None
             if not _state.stalls:
@@ -198,8 +200,10 @@ def track_stall(uri: str) -> Generator[Stall]:
     stall = Stall(uri)
     try:
         yield stall
-    finally:
-        stall.clear()
+    except BaseException:
+        stall.clear(is_abandoned=True)
+        raise
+    stall.clear()
 
 
 def _report_stalls() -> None:
@@ -211,7 +215,7 @@ def _report_stalls() -> None:
             _state.changed.wait_for(lambda: not _state.stalls, timeout=TICK_SECONDS)
             now = time.monotonic()
             stall = next(iter(_state.stalls.values()), None)
-            listeners, failed_tries = list(_state.listeners), _state.failed_tries
+            listeners, failed_tries, is_abandoned = list(_state.listeners), _state.failed_tries, _state.is_abandoned
             is_due = stall is not None and _state.log_schedule.is_due(now)
             if stall is None:
                 _state.is_reporting = False
@@ -225,7 +229,7 @@ def _report_stalls() -> None:
             listener(stall)
     for listener in listeners if is_shown else ():
         listener(None)
-    if is_logged and last is not None:
+    if is_logged and last is not None and not is_abandoned:
         text = f"data flows again after {now - start:.0f} s and {failed_tries:,} failed tries [{last.uri}]"
         _log.warning("%s", text, extra=_event("data_flows_again", last, now - start, failed_tries))
 

@@ -69,8 +69,25 @@ def resolve_tokenizer(
     tokenizer = load_untrained(config) or _load_or_train(
         config, data, sources, weights, validation, root, build, on_progress
     )
-    tokenizer = tokenizer.with_special_tokens(config.special_tokens)
-    return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
+    return _configured(tokenizer, config)
+
+
+def stored_with_same_settings(
+    config: TokenizerConfig, data: DataConfig, sources: Sequence[Source], weights: Sequence[Fraction], root: Path
+) -> Iterator[Tokenizer]:
+    """Yield the stored tokenizers that were trained with the same settings, on any files. Arguments as above."""
+
+    def without_files(trained_on: dict[str, Any]) -> dict[str, Any]:
+        return {**trained_on, "sources": [{**source, "files": ""} for source in trained_on["sources"]]}
+
+    wanted = without_files(_identity(config, data, sources, weights)["trained_on"])
+    for path in sorted((root / "tokenizers").glob(f"*/{IDENTITY_NAME}")):
+        try:
+            is_same = without_files(json.loads(path.read_bytes())["trained_on"]) == wanted
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a damaged entry is reported when the configuration needs it
+        if is_same:
+            yield _configured(_load(path.parent, config), config)
 
 
 def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
@@ -88,7 +105,10 @@ def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | 
     """
     if config.kind not in {"bpe", "char"} or not (directory / TOKENIZER_NAME).exists():
         return None
-    tokenizer = load(directory, end_of_text=config.end_of_text or END_OF_TEXT)
+    return _configured(load(directory, end_of_text=config.end_of_text or END_OF_TEXT), config)
+
+
+def _configured(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
     tokenizer = tokenizer.with_special_tokens(config.special_tokens)
     return tokenizer.with_fast_path() if config.fast_path == "auto" else tokenizer
 

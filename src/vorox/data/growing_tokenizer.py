@@ -1,0 +1,54 @@
+"""Find the tokenizer of the caches that ``data.cache.grow`` extends.
+
+A tokenizer that is trained on the text changes when files are added, and the caches of another tokenizer are other
+caches. So new files join the existing caches only with the tokenizer of those. The settings and today's sources go in;
+the stored tokenizer whose caches hold the most of their files comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+from vorox.core.errors import DataError
+from vorox.core.schema import RunConfig
+from vorox.data.cache_location import find_location
+from vorox.data.cache_opener import recipe_for
+from vorox.data.image_layout import image_layout
+from vorox.data.text.sources import Source
+from vorox.data.tokenizers.store import stored_with_same_settings, with_chat_template
+from vorox.data.tokenizers.tokenizer import Tokenizer
+
+
+def growing_tokenizer(
+    config: RunConfig, sources: Sequence[Source], weights: Sequence[Fraction], root: Path
+) -> Tokenizer | None:
+    """Return the stored tokenizer whose caches hold the most files of the sources; ``None`` if no cache grows.
+
+    Args:
+        config: The configuration.
+        sources: The listed training sources with their holdout rules.
+        weights: Their mixture weights.
+        root: Root directory of the caches.
+    """
+    if not config.data.cache.grow or config.tokenizer.kind != "bpe":  # a character vocabulary must cover all text
+        return None
+    found: list[tuple[int, str, Tokenizer]] = []
+    for tokenizer in stored_with_same_settings(config.tokenizer, config.data, sources, weights, root):
+        num_files = sum(_num_cached_files(config, source, tokenizer, root) for source in sources)
+        if num_files:
+            found.append((num_files, tokenizer.fingerprint, tokenizer))
+    return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def _num_cached_files(config: RunConfig, source: Source, tokenizer: Tokenizer, root: Path) -> int:
+    """Return the number of files in the training cache of a source and a tokenizer that new files would join."""
+    if source.config.chat_fields:
+        source = replace(source, chat_template=with_chat_template(tokenizer, config.tokenizer).chat_template)
+    recipe = recipe_for(config.data, source, "train", tokenizer, images=image_layout(config.model))
+    try:
+        return find_location(root, source, "train", recipe, grow=True).num_files
+    except DataError:  # built from a file that has changed since
+        return 0
