@@ -61,13 +61,14 @@ def test_the_wait_for_the_slowest_rank_is_not_its_compute() -> None:
     mine = RankStatistics(engine, seconds, RunLog(None), lambda step: True)
     for step in (1, 2):
         assert "compute_seconds" not in mine.report(step), "the first step compiles, and is timed when it has ended"
-        mine.start_step()
         engine.collective_time.seconds += 3600.0
         mine.end_step()
+        seconds["step"] += 3600.0 + 7.0 * step
         seconds["data"] += 5.0 * step
         seconds["sync"] += 3600.0
+        engine.collective_time.seconds += 60.0  # in a validation after the step
     report = mine.report(3)
-    assert (report["compute_seconds"], report["waited_seconds"]) == (0.0, 10.0)
+    assert (report["compute_seconds"], report["waited_seconds"]) == (14.0, 10.0)
 
 
 def test_metrics_are_combined_by_their_reductions_and_a_straggler_is_logged() -> None:

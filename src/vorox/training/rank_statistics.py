@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,7 +120,8 @@ class RankStatistics:
         self._engine, self._phase_seconds, self._log, self._is_logged = engine, phase_seconds, log, is_logged
         self._detector = detector or StragglerDetector(WINDOW_SECONDS, NUM_WINDOWS)
         self._host = platform.node()
-        self._started_at = self._collectives_before = self._compute_seconds = self._waited_before = 0.0
+        self._seconds_before = dict(phase_seconds)
+        self._collectives_before = self._step_collective_seconds = 0.0
         self._num_reports = 0
         self._hosts: list[str] = []
         self.metrics: dict[str, float] = {}
@@ -132,21 +132,16 @@ class RankStatistics:
         is_logged = functools.partial(is_logged_step, workload.config.log.every_steps, total_steps)
         return cls(workload.engine, heartbeat.seconds, workload.log, is_logged)
 
-    def start_step(self) -> None:
-        """Start to time the host's part of a step."""
-        self._started_at, self._collectives_before = time.perf_counter(), self._collective_seconds()
-
     def end_step(self) -> None:
-        """End the time of the step, without its collectives."""
-        collectives = self._collective_seconds() - self._collectives_before
-        self._compute_seconds = max(0.0, time.perf_counter() - self._started_at - collectives)
+        """End the time of the collectives of a step, which ``report`` starts."""
+        self._step_collective_seconds = self._collective_seconds() - self._collectives_before
 
     def _collective_seconds(self) -> float:
         waits = getattr(self._engine, "collective_time", None)
         return 0.0 if waits is None else waits.seconds
 
     def report(self, step: int) -> dict[str, Any]:
-        """Return this rank's part of the exchange during a step, as plain JSON.
+        """Return this rank's part of the exchange during a step, as plain JSON; called in the phase of the step.
 
         It has the times of the step before: computing it, and then waiting for the batch of this one.
 
@@ -154,13 +149,15 @@ class RankStatistics:
             step: The step that starts.
         """
         self._num_reports += 1
-        waited_before, self._waited_before = self._waited_before, self._phase_seconds["data"]
+        before, self._seconds_before = self._seconds_before, dict(self._phase_seconds)
+        spent = {phase: seconds - before[phase] for phase, seconds in self._seconds_before.items()}
+        self._collectives_before = self._collective_seconds()
         report: dict[str, Any] = {}
         if self._num_reports == 1:
             report["host"] = self._host
         if self._num_reports > _NUM_UNTIMED_REPORTS:
-            report["compute_seconds"] = self._compute_seconds
-            report["waited_seconds"] = self._waited_before - waited_before
+            report["compute_seconds"] = max(0.0, spent["step"] - self._step_collective_seconds)
+            report["waited_seconds"] = spent["data"]
         if self._is_logged(step - 1):  # the step that settles next
             report["metrics"] = {**host_memory(), **self._engine.device_stats()}
         return report

@@ -170,7 +170,6 @@ class StepSync:
                 **rows_of(batch, self._shard),
             }  # fmt: skip
             exchange.decision = self._thread.submit(self._agree, exchange, report)
-            self._statistics.start_step()
         return exchange
 
     def finish(self, exchange: Exchange) -> StepDecision:
