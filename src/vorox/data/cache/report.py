@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.documents import Unit
-from vorox.data.pipeline.pipeline import PipelineStatistics
+from vorox.data.pipeline.statistics import PipelineStatistics
 
 _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
 

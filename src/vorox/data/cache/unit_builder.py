@@ -32,7 +32,8 @@ from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
 from vorox.data.packing import chunk_contents
 from vorox.data.pipeline.duplicates import duplicate_check
-from vorox.data.pipeline.pipeline import Flow, Pipeline, PipelineStatistics, Stage, run_serial
+from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
+from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.rows import TokenArray
 from vorox.data.text.unit_reader import (
     TEXT_OVERHEAD_BYTES,

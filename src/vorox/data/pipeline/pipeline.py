@@ -2,23 +2,27 @@
 
 Each stage takes items from the queue before it and puts results into the queue after it. A ``Stage`` maps one item to
 one item and may have several threads; a ``Flow`` sees all items in order, in one thread, and yields any number of
-them. ``Pipeline.statistics`` reports the counters of stages and queues at any time.
+them. A thread takes an item and reserves the place of its result in one step, so that results have the order of the
+items whichever is ready first. ``Pipeline.statistics`` reports the counters of stages and queues at any time.
 
 Invariants: output, and the place of a failure, equal those of ``run_serial``; no thread is left running however a
-pipeline ends.
+pipeline ends; a queue holds at most its limit, or one larger result, plus the excess of results over their
+reservations.
 """
 
 from __future__ import annotations
 
 import contextvars
 import itertools
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from vorox.data.pipeline.queues import CreditQueue, QueueStatistics
+from vorox.data.pipeline.statistics import PipelineStatistics, QueueStatistics, StageStatistics
 
 _JOIN_SECONDS = 10.0
 """How long an ending pipeline waits for a busy thread, such as one in a hanging read."""
@@ -65,66 +69,6 @@ class Flow:
     threads: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class StageStatistics:
-    """Counters of a stage.
-
-    Attributes:
-        name: ``fetch``, ``decode``, ``filter``, ``tokenize``, ``augment``, ``gather``, ``pack`` or ``write``.
-        threads: Number of threads.
-        items: Items produced.
-        size_bytes: Their bytes.
-        busy_seconds: Working time, summed over the threads.
-        wait_seconds: Time waiting for input or for room in the output queue, summed over the threads.
-    """
-
-    name: str
-    threads: int
-    items: int
-    size_bytes: int
-    busy_seconds: float
-    wait_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineStatistics:
-    """Counters of a pipeline at one moment.
-
-    Attributes:
-        seconds: Running time so far.
-        stages: In the order of the flow; the last is the consumer.
-        queues: The queues between them.
-    """
-
-    seconds: float
-    stages: tuple[StageStatistics, ...]
-    queues: tuple[QueueStatistics, ...]
-
-    @property
-    def bottleneck(self) -> str:
-        """The stage whose threads were busy for the largest share of the time; empty before any item is done."""
-        if self.seconds <= 0 or not any(stage.items for stage in self.stages):
-            return ""
-        return max(self.stages, key=lambda stage: stage.busy_seconds / stage.threads).name
-
-    def metrics(self) -> dict[str, float]:
-        """Return the counters under their names in the metric registry."""
-        return dict(self._metrics())
-
-    def _metrics(self) -> Iterator[tuple[str, float]]:
-        for stage in self.stages:
-            yield f"pipeline/{stage.name}/items", float(stage.items)
-            yield f"pipeline/{stage.name}/bytes", float(stage.size_bytes)
-            yield f"pipeline/{stage.name}/busy_seconds", stage.busy_seconds
-            yield f"pipeline/{stage.name}/wait_seconds", stage.wait_seconds
-        for queue in self.queues:
-            place = queue.name.replace(">", "_to_")
-            yield f"pipeline/{place}/depth", float(queue.depth)
-            yield f"pipeline/{place}/held_bytes", float(queue.held_bytes)
-            yield f"pipeline/{place}/producer_wait_seconds", queue.producer_wait_seconds
-            yield f"pipeline/{place}/consumer_wait_seconds", queue.consumer_wait_seconds
-
-
 class _Failure:
     """An exception that travels to the consumer in order, after all earlier items."""
 
@@ -135,70 +79,127 @@ class _Failure:
         error.add_note(f"in stage {stage!r} of the data pipeline" + (f", at {place}" if place else ""))
 
 
-@dataclass
-class _Counter:
-    """Counters shared by the threads of one stage."""
+@dataclass(slots=True)
+class _Slot:
+    """The place of a result in a queue, reserved before the result exists."""
 
-    items: int = 0
-    size_bytes: int = 0
-    busy_seconds: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, items: int, size_bytes: int, busy_seconds: float) -> None:
-        with self.lock:
-            self.items += items
-            self.size_bytes += size_bytes
-            self.busy_seconds += busy_seconds
+    size_bytes: int
+    item: Any = None
 
 
-class InputQueue:
-    """The input of the first stage, with the interface of a queue; thread-safe."""
+class ResultQueue:
+    """The results of a stage in the order of their reservations, with bounded bytes. Thread-safe.
 
-    def __init__(self, items: Iterable[Any], stop: Callable[[], bool], most_in_flight: int | None) -> None:
-        self._items = iter(items)
-        self._stop = stop
-        self._most_in_flight = most_in_flight
-        self._lock = threading.Lock()
+    Args:
+        name: For statistics.
+        limit_bytes: Capacity in bytes, at least 1. A larger result passes when the queue is empty.
+    """
+
+    def __init__(self, name: str, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise ValueError(f"limit_bytes is {limit_bytes}, but must be at least 1")
+        self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
+        self._slots: deque[_Slot] = deque()
         self._ended = False
-        self._finished = 0
-        self.num_taken = 0
+        self._counters = QueueStatistics(name)
 
-    def get(self) -> tuple[int, Any] | None:
-        with self._lock:
-            with self._changed:
-                self._changed.wait_for(self._has_room)
-            if self._ended or self._stop():
-                self._ended = True
-                return None
-            try:
-                item = next(self._items)
-            except StopIteration:
-                self._ended = True
-                return None
-            except BaseException as error:
-                self._ended = True
-                item = _Failure(error, "input", "")
-            self.num_taken += 1
-            return self.num_taken - 1, item
+    def reserve(self, size_bytes: int) -> _Slot | None:
+        """Wait for room and return the place of the next result; None after the end."""
 
-    def _has_room(self) -> bool:
-        most = self._most_in_flight
-        return self._ended or most is None or self.num_taken - self._finished < most
+        def has_room() -> bool:
+            return self._ended or not self._slots or self._counters.held_bytes + size_bytes <= self._limit_bytes
 
-    def finish_one(self) -> None:
-        """Count an item that the consumer is done with, which makes room for another."""
         with self._changed:
-            self._finished += 1
+            if not has_room():
+                started = time.perf_counter()
+                self._changed.wait_for(has_room)
+                self._counters.producer_wait_seconds += time.perf_counter() - started
+            if self._ended:
+                return None
+            self._slots.append(slot := _Slot(size_bytes))
+            self._counters.held_bytes += size_bytes
+            return slot
+
+    def fill(self, slot: _Slot, item: Any) -> None:
+        """Put a result into its place; its actual size replaces the estimate."""
+        with self._changed:
+            self._counters.held_bytes += item.size_bytes - slot.size_bytes
+            slot.size_bytes, slot.item = item.size_bytes, item
             self._changed.notify_all()
 
-    def cancel(self) -> None:
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until ``get`` would not block. False: timeout."""
+
+        def is_ready() -> bool:
+            return self._slots[0].item is not None if self._slots else self._ended
+
+        with self._changed:
+            if is_ready():
+                return True
+            started = time.perf_counter()
+            found = self._changed.wait_for(is_ready, timeout_seconds)
+            self._counters.consumer_wait_seconds += time.perf_counter() - started
+            return found
+
+    def get(self) -> Any:
+        """Wait for the next result and return it; None at the end."""
+        with self._changed:
+            self.wait()
+            if not self._slots:
+                return None
+            slot = self._slots.popleft()
+            self._counters.held_bytes -= slot.size_bytes
+            self._changed.notify_all()
+            return slot.item
+
+    def finish(self) -> None:
+        """Mark the end: no more results are reserved."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
+    def cancel(self) -> None:
+        """Drop all results and release all waiting threads."""
+        with self._changed:
+            self._slots.clear()
+            self.finish()
 
-_Source = CreditQueue | InputQueue
+    def statistics(self) -> QueueStatistics:
+        with self._changed:
+            return replace(self._counters, depth=sum(slot.item is not None for slot in self._slots))
+
+
+class _Input:
+    """The items that the first stage takes; one thread at a time may call ``get``."""
+
+    def __init__(self, items: Iterable[Any], stop: Callable[[], bool], most_in_flight: int) -> None:
+        self._items, self._stop = iter(items), stop
+        self._room = threading.Semaphore(most_in_flight)
+        self._ended = False
+
+    def get(self) -> Any:
+        """Wait until another item may be in flight and return it; None at the end."""
+        self._room.acquire()
+        try:
+            item = None if self._ended or self._stop() else next(self._items, None)
+        except BaseException as error:
+            item = _Failure(error, "input", "")
+        if item is None or isinstance(item, _Failure):
+            self.end()
+        return item
+
+    def finish_one(self) -> None:
+        """Count an item that the consumer is done with, which makes room for another."""
+        self._room.release()
+
+    def end(self) -> None:
+        """Read no more items."""
+        self._ended = True
+        self._room.release()
+
+
+_Source = ResultQueue | _Input
 
 
 def run_serial(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Generator[Any]:
@@ -218,8 +219,7 @@ class Pipeline:
         queue_bytes: Capacity of each queue.
         consumer: Name of the caller's work on the results, for statistics.
         stop: Called before an item is read; once it returns true, items in flight are finished and no more are read.
-        most_in_flight: Limit on items read but not yet consumed, where the stages map items one to one; None: the
-            queues alone set the limit.
+        most_in_flight: Limit on items read but not yet consumed, where the stages map items one to one.
         poll: Called in the iterating thread before every item, at the end, and ten times a second while it waits.
     """
 
@@ -231,17 +231,20 @@ class Pipeline:
         queue_bytes: int,
         consumer: str = "write",
         stop: Callable[[], bool] | None = None,
-        most_in_flight: int | None = None,
+        most_in_flight: int = sys.maxsize,
         poll: Callable[[], None] | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self._poll = poll
-        self._consumer = consumer
-        self._failed = False
-        self._input = InputQueue(items, lambda: self._failed or (stop is not None and stop()), most_in_flight)
-        names = [*(stage.name for stage in stages), consumer]
-        self._queues = [CreditQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
-        self._counters = [_Counter() for _ in names]
+        self._input = _Input(items, stop or (lambda: False), most_in_flight)
+        self._counters = [
+            *(StageStatistics(stage.name, stage.threads) for stage in stages),
+            StageStatistics(consumer, 1),
+        ]
+        names = [counters.name for counters in self._counters]
+        self._queues = [ResultQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
+        self._counting = threading.Lock()
+        self._orders = [threading.Lock() for _ in stages]
         self._threads = [
             threading.Thread(  # threads inherit the caller's context, such as its retry budget
                 target=contextvars.copy_context().run,
@@ -265,17 +268,16 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
         try:
-            while (taken := self._next_result()) is not None:
-                _, item = taken
+            while (item := self._next_result()) is not None:
                 if isinstance(item, _Failure):
                     raise item.error
-                self._counters[-1].add(1, item.size_bytes, 0.0)
+                self._count(-1, item, 0.0)
                 yield item
                 self._input.finish_one()
         finally:
             self._close()
 
-    def _next_result(self) -> tuple[int, Any] | None:
+    def _next_result(self) -> Any:
         if self._poll is not None:
             while not self._queues[-1].wait(_POLL_SECONDS):
                 self._poll()
@@ -287,19 +289,15 @@ class Pipeline:
         now = self._ended_seconds or time.perf_counter()
         seconds = now - self._started_seconds if self._started_seconds else 0.0
         queues = tuple(queue.statistics() for queue in self._queues)
-        starved = [0.0, *(queue.consumer_wait_seconds for queue in queues)]
-        blocked = [*(queue.producer_wait_seconds for queue in queues), 0.0]
-        names = [*((stage.name, stage.threads) for stage in self._stages), (self._consumer, 1)]
-        busy = [counter.busy_seconds for counter in self._counters]
-        busy[-1] = max(seconds - starved[-1], 0.0)
+        self._counters[-1].busy_seconds = max(seconds - queues[-1].consumer_wait_seconds, 0.0)
         stages = tuple(
-            StageStatistics(name, threads, counter.items, counter.size_bytes, busy[i], starved[i] + blocked[i])
-            for i, ((name, threads), counter) in enumerate(zip(names, self._counters, strict=True))
+            replace(counters, wait_seconds=max(counters.threads * seconds - counters.busy_seconds, 0.0))
+            for counters in self._counters
         )
         return PipelineStatistics(seconds, stages, queues)
 
     def _close(self) -> None:
-        self._input.cancel()
+        self._input.end()
         for queue in self._queues:
             queue.cancel()
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -307,80 +305,81 @@ class Pipeline:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._ended_seconds = time.perf_counter()
 
+    def _count(self, index: int, item: Any, busy_seconds: float) -> None:
+        with self._counting:
+            counters = self._counters[index]
+            counters.busy_seconds += busy_seconds
+            if item is not None and not isinstance(item, _Failure):
+                counters.items += 1
+                counters.size_bytes += item.size_bytes
+
     def _run(self, index: int) -> None:
         """The main function of one thread."""
+        stage, target = self._stages[index], self._queues[index]
         source = self._queues[index - 1] if index else self._input
-        stage = self._stages[index]
         if isinstance(stage, Stage):
-            self._run_stage(stage, source, self._queues[index], self._counters[index])
+            self._run_stage(index, stage, source, target)
         else:
-            self._run_flow(stage, source, self._queues[index], self._counters[index])
+            self._run_flow(index, stage, source, target)
+        target.finish()
 
-    def _run_stage(self, stage: Stage, source: _Source, target: CreditQueue, counter: _Counter) -> None:
-        while (taken := source.get()) is not None:
-            sequence, item = taken
-            size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and _is_result(item) else item.size_bytes
-            if not target.reserve(sequence, size_bytes):
-                return
-            if _is_result(item):
+    def _run_stage(self, index: int, stage: Stage, source: _Source, target: ResultQueue) -> None:
+        item: Any = None
+        while not isinstance(item, _Failure):
+            with self._orders[index]:
+                if (item := source.get()) is None:
+                    return
+                has_failed = isinstance(item, _Failure)
+                size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and not has_failed else item.size_bytes
+                if (slot := target.reserve(size_bytes)) is None:
+                    return
+            if not has_failed:
                 started = time.perf_counter()
                 try:
                     item = stage.work(item)
                 except BaseException as error:
-                    item = self._make_failure(error, stage.name, item.place)
-                counter.add(int(_is_result(item)), item.size_bytes, time.perf_counter() - started)
-            target.fill(sequence, item, item.size_bytes)
-        target.finish(source.num_taken)
+                    item = self._fail(error, stage.name, item.place)
+                self._count(index, item, time.perf_counter() - started)
+            target.fill(slot, item)
 
-    def _run_flow(self, flow: Flow, source: _Source, target: CreditQueue, counter: _Counter) -> None:
+    def _run_flow(self, index: int, flow: Flow, source: _Source, target: ResultQueue) -> None:
         inputs = _Inputs(source)
         outputs = flow.work(iter(inputs))
-        sequence = 0
-        while True:
-            started, waited = time.perf_counter(), inputs.wait_seconds
+        item: Any = None
+        while not isinstance(item, _Failure):
+            started, waited_seconds = time.perf_counter(), inputs.wait_seconds
             try:
                 item = next(outputs, None)
             except BaseException as error:
-                item = self._make_failure(error, flow.name, inputs.item.place if inputs.item else "")
-            busy_seconds = time.perf_counter() - started - (inputs.wait_seconds - waited)
-            if item is None:
-                item = inputs.failure
-            is_result = item is not None and _is_result(item)
-            counter.add(int(is_result), item.size_bytes if item else 0, busy_seconds)
-            if item is None or not target.put(sequence, item, item.size_bytes):
-                break
-            sequence += 1
-            if not _is_result(item):
-                break
-        target.finish(sequence)
+                item = inputs.failure or self._fail(error, flow.name, inputs.place)
+            self._count(index, item, time.perf_counter() - started - (inputs.wait_seconds - waited_seconds))
+            if item is None or (slot := target.reserve(item.size_bytes)) is None:
+                return
+            target.fill(slot, item)
 
-    def _make_failure(self, error: BaseException, stage: str, place: str) -> _Failure:
-        self._failed = True
+    def _fail(self, error: BaseException, stage: str, place: str) -> _Failure:
+        self._input.end()
         return _Failure(error, stage, place)
 
 
-def _is_result(item: Any) -> bool:
-    return not isinstance(item, _Failure)
-
-
 class _Inputs:
-    """The input items of a flow, the one in progress, and the failure that ended them, if any."""
+    """The inputs of a flow: the place of the latest, and the failure of an earlier stage that ended them, if any."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
         self.failure: _Failure | None = None
-        self.item: Item | None = None
+        self.place = ""
         self.wait_seconds = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             started = time.perf_counter()
-            taken = self._source.get()
+            item = self._source.get()
             self.wait_seconds += time.perf_counter() - started
-            if taken is None:
+            if item is None:
                 return
-            if isinstance(taken[1], _Failure):
-                self.failure = taken[1]
-                return
-            self.item = taken[1]
-            yield taken[1]
+            if isinstance(item, _Failure):
+                self.failure = item
+                raise item.error
+            self.place = item.place
+            yield item

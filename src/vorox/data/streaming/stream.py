@@ -26,7 +26,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import read_recipe
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.pipeline.pipeline import PipelineStatistics
+from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.rows import RowBlock
 from vorox.data.storage.stalls import track_stall
 from vorox.data.streaming.leading_process import LeadingProcess
