@@ -134,7 +134,7 @@ class CacheOpener:
                 directory = stack.enter_context(replacing(location.directory, wanted=self.options.force_rebuild))
                 targets.append(self._target(replace(location, directory=directory), recipes[split], units[split]))
             pair = replace(targets[0], builder=replace(targets[0].builder, read_unit=reader)), targets[1]
-            reports = build_pair(*pair, reader, self.options)
+            reports = build_pair(*pair, self.options)
             for split, target, report in zip(SPLITS, targets, reports, strict=True):
                 self._check_finished(f"{source.config.name} {split}", target.directory, report)
         train_reader, validation_reader = (

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import TransformCount, transform_counts
+from vorox.data.cache.report import transform_counts
 from vorox.data.difficulty_buckets import cache_name, cache_of
 from vorox.data.run_data_index import RunDataIndex
+from vorox.data.transforms.apply import TransformCount
 
 Int64Array = npt.NDArray[np.int64]
 

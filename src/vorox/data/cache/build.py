@@ -25,7 +25,6 @@ from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth, damaged_units
 from vorox.data.cache.workers import run_processes
 from vorox.data.documents import Unit
-from vorox.data.text.unit_reader import SplitPairReader
 
 Executor = Literal["process", "ray"]
 _BACKGROUND_DRAIN_SECONDS = 2.0
@@ -109,14 +108,13 @@ def build(
 
 
 def build_pair(
-    first: BuildTarget, second: BuildTarget, held: SplitPairReader, options: BuildOptions = _DEFAULTS
+    first: BuildTarget, second: BuildTarget, options: BuildOptions = _DEFAULTS
 ) -> tuple[BuildReport, BuildReport]:
     """Build the missing units of both splits of a source, reading the text once. For one worker.
 
     Args:
-        first: The cache whose reader reads the text.
-        second: The other cache, which is built from the records that ``held`` holds.
-        held: The reader of the first.
+        first: The cache whose builder reads the text, by a ``SplitPairReader``.
+        second: The other cache, which is built from the records that this reader holds.
         options: Options of both builds.
 
     Raises:
@@ -124,7 +122,7 @@ def build_pair(
     """
     started = time.perf_counter()
     one, two = _Build(first, options), _Build(second, options)
-    one.run(companion=two.scheduler if two.num_missing else None, held=held)
+    one.run(companion=two.scheduler if two.num_missing else None)
     between = time.perf_counter()
     two.run()
     return one.report(between - started), two.report(time.perf_counter() - between)
@@ -159,7 +157,7 @@ class _Build:
             self.num_missing = len(manifest.missing_units(0, last_unit)) + len(damaged)
         self._manifest = manifest or Manifest.empty()
 
-    def run(self, companion: BuildScheduler | None = None, held: SplitPairReader | None = None) -> None:
+    def run(self, companion: BuildScheduler | None = None) -> None:
         """Build the missing units, and alongside them those of a companion."""
         target, scheduler = self._target, self.scheduler
         if not self.num_missing:
@@ -169,9 +167,9 @@ class _Build:
         if not remaining:  # built alongside another cache
             scheduler.poll()
             return
-        if companion is not None and held is not None:
+        if companion is not None:
             scheduler = self.scheduler = PairedScheduler(
-                target.directory, target.builder, target.units, scheduler.queue, companion=companion, held=held,
+                target.directory, target.builder, target.units, scheduler.queue, companion=companion,
                 residency=scheduler.residency, on_progress=target.on_progress, stop=self._options.stop,
             )  # fmt: skip
         _run_scheduler(scheduler, self._options, remaining)

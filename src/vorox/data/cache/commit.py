@@ -10,7 +10,7 @@ the unit finds it committed and drops its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,6 @@ def commit_unit(
     builder: UnitBuilder,
     *,
     replace: bool,
-    on_written: Callable[[int], None],
 ) -> tuple[Manifest, bool]:
     """Write and commit a unit.
 
@@ -45,7 +44,6 @@ def commit_unit(
         builder: The builder that built it.
         replace: Rewrite the lost chunks of a committed unit; else a committed unit stays as it is. The log gets an
             entry only if the new files differ in any byte.
-        on_written: Called with the size of each durable chunk file.
 
     Returns:
         The new manifest, and whether this call committed the unit.
@@ -65,7 +63,6 @@ def commit_unit(
             make_directory(path.parent)
             check_contained(directory, path.parent)
             staged.append((stage_file(path, data), path))
-            on_written(record.size_bytes)
         with manifest.exclusive(directory) as current:
             check_same_content(directory, current, built.unit_id, records)
             if current.has_unit(built.unit_id) and not replace:

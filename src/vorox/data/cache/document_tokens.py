@@ -23,11 +23,11 @@ from vorox.core.errors import DataError
 from vorox.data.cache.format import DOCUMENT
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe
-from vorox.data.cache.report import Counts
 from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, Unit, place_of
 from vorox.data.image_layout import ImageLayout
 from vorox.data.rows import TokenArray
 from vorox.data.text.unit_reader import DocumentBatch
+from vorox.data.transforms.apply import Counts
 
 _LARGEST_UINT32 = (1 << 32) - 1
 _LARGEST_INT32 = (1 << 31) - 1

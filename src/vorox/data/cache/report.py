@@ -1,4 +1,4 @@
-"""Progress of preparing a corpus and building its caches, counts of transforms, and the final report."""
+"""What is reported about preparing a corpus and building its caches: progress, and the final report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
 from vorox.data.documents import Unit
 from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.transforms.apply import Counts, TransformCount
 
 _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
 
@@ -29,38 +30,6 @@ PrepareProgress = Callable[[str, int, int, Mapping[str, float]], None]
 def report_nothing(phase: str, done: int, total: int, rates: Mapping[str, float]) -> None:
     """A ``PrepareProgress`` without effect."""
     del phase, done, total, rates
-
-
-@dataclass(slots=True)
-class TransformCount:
-    """Document counts of one transform.
-
-    Attributes:
-        inputs: Input documents.
-        removed: Input documents without output.
-        added: Output documents beyond one per input.
-    """
-
-    inputs: int = 0
-    removed: int = 0
-    added: int = 0
-
-    def to_json(self) -> list[int]:
-        return [self.inputs, self.removed, self.added]
-
-    def add(self, other: TransformCount) -> None:
-        self.inputs += other.inputs
-        self.removed += other.removed
-        self.added += other.added
-
-
-Counts = dict[str, TransformCount]
-"""Counts by the transform's index in the list and its name: ``0/length``."""
-
-
-def add_counts(total: Counts, more: Mapping[str, TransformCount]) -> None:
-    for name, count in more.items():
-        total.setdefault(name, TransformCount()).add(count)
 
 
 class _SizeRatios:
@@ -126,6 +95,13 @@ class BuildProgress(_SizeRatios):
     compared_bytes: int = 0
     stages: PipelineStatistics | None = None
 
+    @property
+    def needed_bytes(self) -> int:
+        """Size of the chunk files of the remaining units, estimated from that of the others."""
+        done = self.source_bytes_done
+        ratio = self.compressed_bytes / done if done else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
+        return round(ratio * (self.source_bytes - done))
+
 
 OnProgress = Callable[[BuildProgress], None]
 
@@ -186,7 +162,7 @@ def _total(records: npt.NDArray[np.void], name: str) -> int:
 
 
 class ProgressTracker:
-    """The progress of one scheduler, reported whenever it changes, and the bytes that it still has to write.
+    """The progress of one scheduler, reported whenever it changes.
 
     Args:
         units: The planned units; an append-only list is allowed.
@@ -201,8 +177,6 @@ class ProgressTracker:
         self._units, self._on_progress = units, on_progress
         self._sizes_U = _source_bytes(units)
         self._generation = -1
-        self._writing: tuple[int, int] | None = None
-        self._pending_bytes = 0
         self.progress = BuildProgress(
             0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=row_tokens
         )  # fmt: skip
@@ -259,30 +233,6 @@ class ProgressTracker:
         finally:
             self._on_progress = on_progress
 
-    def start_writing(self, unit: int, size_bytes: int) -> None:
-        """Record that a unit of this size is being written."""
-        self._writing, self._pending_bytes = (unit, size_bytes), size_bytes
-
-    def count_written(self, size_bytes: int) -> None:
-        """Record that a part of the unit is durable."""
-        self._pending_bytes -= size_bytes
-
-    def end_writing(self) -> None:
-        """Record that the unit is committed."""
-        self._writing, self._pending_bytes = None, 0
-
-    def needed_bytes(self, manifest: Manifest) -> int:
-        """Return the bytes still to be written; units not read yet are estimated from the ratio of the others."""
-        known = [int(unit) for unit in manifest.units["unit"] if unit < len(self._units)]
-        known_bytes = _total(manifest.chunks, "size_bytes")
-        if self._writing is not None:
-            known.append(self._writing[0])
-            known_bytes += self._writing[1]
-        sizes_U = self._unit_bytes()
-        known_text_bytes = int(sizes_U[np.unique(np.array(known, np.int64))].sum())
-        rate = known_bytes / known_text_bytes if known_text_bytes else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
-        return self._pending_bytes + round(rate * (int(sizes_U.sum()) - known_text_bytes))
-
 
 def _source_bytes(units: Collection[Unit]) -> npt.NDArray[np.int64]:
     """Return the bytes of source text of each unit."""
@@ -326,7 +276,8 @@ def transform_counts(directory: Path) -> Counts:
             units[done["unit"]] = done["transforms"]
     total: Counts = {}
     for counts in units.values():
-        add_counts(total, {name: TransformCount(*values) for name, values in counts.items()})
+        for name, values in counts.items():
+            total[name] = total.get(name, TransformCount()) + TransformCount(*values)
     return total
 
 

@@ -241,12 +241,9 @@ class BuildScheduler:
         with self.residency.room(unit, built.size_bytes) as there_is_room:
             if not there_is_room:
                 return False
-            self.tracker.start_writing(unit, built.size_bytes)
             manifest, counts = commit_unit(
-                self.manifest, self.directory, built, self.builder,
-                replace=unit in self._rebuilding, on_written=self.tracker.count_written,
-            )  # fmt: skip
-            self.tracker.end_writing()
+                self.manifest, self.directory, built, self.builder, replace=unit in self._rebuilding
+            )
             self._rebuilding.discard(unit)
             self.residency.mark_written(unit)
         self.queue.mark_done(unit)
@@ -270,10 +267,9 @@ class BuildScheduler:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> VoroxError:
-        done = f"{self.tracker.progress.units_done} of {len(self.units)} units; the next build continues from there"
-        return cache_write_error(
-            error, self.directory, saved=done, needed_bytes=self.tracker.needed_bytes(self.manifest)
-        )
+        progress = self.tracker.progress
+        done = f"{progress.units_done} of {len(self.units)} units; the next build continues from there"
+        return cache_write_error(error, self.directory, saved=done, needed_bytes=progress.needed_bytes)
 
 
 class PairedScheduler(BuildScheduler):
@@ -285,8 +281,8 @@ class PairedScheduler(BuildScheduler):
     skipped. Invariant: the second cache is identical to one built alone; a later build completes what it still lacks.
 
     Args:
+        builder: The unit builder of the first cache, which reads the units by a ``SplitPairReader``.
         companion: The scheduler of the second cache, which is planned and has units of the same pieces.
-        held: The reader that holds the companion's records: ``builder.read_unit``.
 
     Other arguments: see ``BuildScheduler``.
     """
@@ -299,13 +295,13 @@ class PairedScheduler(BuildScheduler):
         queue: BuildQueue | None = None,
         *,
         companion: BuildScheduler,
-        held: SplitPairReader,
         residency: Residency | None = None,
         on_progress: OnProgress | None = None,
         stop: Callable[[], bool] = never,
     ) -> None:
         super().__init__(directory, builder, units, queue, residency=residency, on_progress=on_progress, stop=stop)
-        self.companion, self.held = companion, held
+        assert isinstance(builder.read_unit, SplitPairReader)
+        self.companion, self._reader = companion, builder.read_unit
         owner = {(span.file_index, span.start_byte): unit.unit_id for unit in companion.units for span in unit.spans}
         self._targets = [{owner[span.file_index, span.start_byte] for span in unit.spans} for unit in units]
         self._owner = owner
@@ -341,7 +337,7 @@ class PairedScheduler(BuildScheduler):
         claimed = super()._claim(unit, leases)
         for target in self._targets[unit] & self._parts.keys():
             if claimed and not self._adopting:
-                self.held.hold(unit)
+                self._reader.hold(unit)
             else:
                 self._skip(target)
         return claimed
@@ -350,7 +346,7 @@ class PairedScheduler(BuildScheduler):
         if not super()._commit(built):
             return False
         unit = built.unit_id
-        records, targets = self.held.take(unit), self._targets[unit] & self._parts.keys()
+        records, targets = self._reader.take(unit), self._targets[unit] & self._parts.keys()
         for target in targets:
             if records is None:
                 self._skip(target)

@@ -27,7 +27,6 @@ from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.recipe import Recipe, source_set_digest
-from vorox.data.cache.report import Counts, TransformCount, add_counts
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
 from vorox.data.packing import chunk_contents
@@ -44,7 +43,7 @@ from vorox.data.text.unit_reader import (
     ReadUnit,
     read_batches,
 )
-from vorox.data.transforms.apply import Applier
+from vorox.data.transforms.apply import Applier, Counts, TransformCount
 from vorox.data.transforms.registry import Transform
 
 OnDocuments = Callable[[int, int, int], None]
@@ -329,8 +328,8 @@ def _take_until(units: Iterable[Unit], stop: Callable[[], bool]) -> Iterator[Uni
 
 def _join(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
     counts: Counts = {}
-    for part in parts:
-        add_counts(counts, part.counts)
+    for name, count in chain.from_iterable(part.counts.items() for part in parts):
+        counts[name] = counts.get(name, TransformCount()) + count
     return TokenizedDocuments(
         unit=parts[0].unit,
         tokens=cast("TokenArray", np.concatenate([part.tokens for part in parts])),

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import ValidationConfig
-from vorox.data.cache.report import Counts
 from vorox.data.chat_template import rendered
 from vorox.data.documents import (
     BAD_RECORDS_IN_A_ROW,
@@ -45,7 +44,7 @@ from vorox.data.text.file_signatures import compression_by_suffix
 from vorox.data.text.formats import has_many_records, has_row_groups, read_records
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source
-from vorox.data.transforms.apply import IsDuplicate
+from vorox.data.transforms.apply import Counts, IsDuplicate
 
 ReadUnit = Callable[[Unit], Iterable[Record]]
 """Returns the records of a unit, in order. ``UnitReader`` can be pickled and fetches ahead of decoding."""

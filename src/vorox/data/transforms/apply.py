@@ -15,13 +15,37 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError, VoroxError
-from vorox.data.cache.report import Counts, TransformCount
 from vorox.data.documents import AnyDocument, Document, SourceFile, place_of
 from vorox.data.transforms.identity import generator_at
 from vorox.data.transforms.registry import Transform
 
 Ids = npt.NDArray[Any]
 IsDuplicate = Callable[[AnyDocument], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformCount:
+    """Document counts of one transform.
+
+    Attributes:
+        inputs: Input documents.
+        removed: Input documents without output.
+        added: Output documents beyond one per input.
+    """
+
+    inputs: int = 0
+    removed: int = 0
+    added: int = 0
+
+    def to_json(self) -> list[int]:
+        return [self.inputs, self.removed, self.added]
+
+    def __add__(self, other: TransformCount) -> TransformCount:
+        return TransformCount(self.inputs + other.inputs, self.removed + other.removed, self.added + other.added)
+
+
+Counts = dict[str, TransformCount]
+"""Counts by the transform's index in the list and its name: ``0/length``."""
 
 
 @dataclass(frozen=True)
@@ -164,5 +188,5 @@ def _key(document: AnyDocument) -> tuple[int, int]:
 def _count(counts: Counts, transform: Transform, made: Sequence[int]) -> None:
     """Count the documents made from each input."""
     removed = sum(number == 0 for number in made)
-    count = counts.setdefault(transform.purpose, TransformCount())
-    count.add(TransformCount(len(made), removed, sum(made) - (len(made) - removed)))
+    count = TransformCount(len(made), removed, sum(made) - (len(made) - removed))
+    counts[transform.purpose] = counts.get(transform.purpose, TransformCount()) + count
