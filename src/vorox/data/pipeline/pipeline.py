@@ -363,12 +363,12 @@ class Pipeline:
 
 
 class _Inputs:
-    """The inputs of a flow: the place of the latest, and the failure of an earlier stage that ended them, if any."""
+    """The inputs of a flow: the latest, and the failure of an earlier stage that ended them, if any."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
         self.failure: _Failure | None = None
-        self.place = ""
+        self._latest: Item | None = None
         self.wait_seconds = 0.0
 
     def __iter__(self) -> Iterator[Any]:
@@ -381,5 +381,9 @@ class _Inputs:
             if isinstance(item, _Failure):
                 self.failure = item
                 raise item.error
-            self.place = item.place
+            self._latest = item
             yield item
+
+    @property
+    def place(self) -> str:
+        return self._latest.place if self._latest else ""

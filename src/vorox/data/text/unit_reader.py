@@ -41,7 +41,7 @@ from vorox.data.storage import (
 )
 from vorox.data.text.file_content import SequentialReads
 from vorox.data.text.file_signatures import compression_by_suffix
-from vorox.data.text.formats import has_many_records, has_row_groups, read_records
+from vorox.data.text.formats import has_many_records, has_row_groups, records_reader
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source
 from vorox.data.transforms.apply import Counts, IsDuplicate
@@ -59,43 +59,37 @@ TEXT_OVERHEAD_BYTES = 64
 _PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
 
 
-def read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
-    """Yield the records of one unit that belong to the split, in order.
-
-    Raises:
-        DataError: A file cannot be read, or changed since it was listed.
-    """
-    yield from iterate_in_budget(_read_unit(source, unit, split, validation), RetryPolicy.from_source(source.config))
-
-
-def read_units(
-    source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
-) -> Iterator[Record]:  # fmt: skip
-    """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
-    with contextlib.closing(SequentialReads()) as reads:
-        for unit in units:
-            yield from reads.iterate(read_unit(source, unit, split, validation))
-
-
-def _read_unit(source: Source, unit: Unit, split: Split, validation: ValidationConfig) -> Iterator[Record]:
-    for span in unit.spans:
-        accept = document_filter(validation, split, source.relative_paths[span.file_index])
-        records = read_records(source.config, source.stored[span.file_index], span, accept)
-        if source.chat_template or source.config.images_field:
-            records = (placed(rendered(record, source.chat_template)) for record in records)
-        yield from records
-
-
-@dataclass(frozen=True, slots=True)
 class UnitReader:
-    """A ``ReadUnit`` of one split of a source."""
+    """A ``ReadUnit`` of one split of a source.
 
-    source: Source
-    split: Split
-    validation: ValidationConfig
+    Args:
+        source: The source.
+        split: The split.
+        validation: The holdout rule, which divides the records of a unit between the splits.
+    """
+
+    def __init__(self, source: Source, split: Split, validation: ValidationConfig) -> None:
+        self.source, self._validation = source, validation
+        self._split: Split = split
+        self._read_records = records_reader(source.config)
+        self._retries = RetryPolicy.from_source(source.config)
 
     def __call__(self, unit: Unit) -> Iterator[Record]:
-        return read_unit(self.source, unit, self.split, self.validation)
+        """Yield the records of a unit that belong to the split, in order.
+
+        Raises:
+            DataError: A file cannot be read, or changed since it was listed.
+        """
+        return iterate_in_budget(self._read(unit), self._retries)
+
+    def _read(self, unit: Unit) -> Iterator[Record]:
+        source = self.source
+        for span in unit.spans:
+            accept = document_filter(self._validation, self._split, source.relative_paths[span.file_index])
+            records = self._read_records(source.config, source.stored[span.file_index], span, accept)
+            if source.chat_template or source.config.images_field:
+                records = (placed(rendered(record, source.chat_template)) for record in records)
+            yield from records
 
     @property
     def fetches(self) -> bool:
@@ -117,7 +111,7 @@ class UnitReader:
             DataError: A file cannot be read, or changed since it was listed.
         """
         ranges: list[tuple[StoredFile, int, bytes]] = []
-        with retry_budget(RetryPolicy.from_source(self.source.config)):
+        with retry_budget(self._retries):
             for span in unit.spans:
                 file = self.source.stored[span.file_index]
                 if self._is_plain(file):
@@ -128,6 +122,16 @@ class UnitReader:
     def _is_plain(self, file: StoredFile) -> bool:
         plain = self.source.config.format in _PLAIN_FORMATS and compression_by_suffix(file.uri) is None
         return plain and file.scheme is not None
+
+
+def read_units(
+    source: Source, units: Iterable[Unit], split: Split, validation: ValidationConfig
+) -> Iterator[Record]:  # fmt: skip
+    """Yield the records of consecutive units; a compressed file is decoded once for all of them."""
+    read_unit = UnitReader(source, split, validation)
+    with contextlib.closing(SequentialReads()) as reads:
+        for unit in units:
+            yield from reads.iterate(read_unit(unit))
 
 
 def splits_share_units(source: Source) -> bool:
@@ -147,6 +151,7 @@ class SplitPairReader:
         self._source = source
         self._split: Split = split
         self._all_records = UnitReader(source, split, NO_HOLDOUT)
+        self._by_ordinal = has_row_groups(source.config.format)
         self._wanted: set[int] = set()
         self._kept: dict[int, list[Record]] = {}
 
@@ -157,10 +162,9 @@ class SplitPairReader:
             span.file_index: document_filter(rule, self._split, source.relative_paths[span.file_index])
             for span in unit.spans
         }
-        by_ordinal = has_row_groups(source.config.format)
         for record in self._all_records(unit):
             rest_of_file = isinstance(record, BadRecord) and record.is_rest_of_file
-            own = is_own[record.file_index](record.ordinal if by_ordinal else record.byte_offset)
+            own = is_own[record.file_index](record.ordinal if self._by_ordinal else record.byte_offset)
             if rest_of_file or not own:
                 kept.append(record)
             if rest_of_file or own:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
@@ -38,6 +39,7 @@ __all__ = [
     "read_record",
     "read_records",
     "records_are_lines",
+    "records_reader",
     "split_blocks",
     "suffixes",
     "text_boundary_before",
@@ -45,6 +47,8 @@ __all__ = [
 
 Accept = Callable[[int], bool]
 """Whether a record belongs to the split, by its first byte, or by its ordinal in formats with row groups."""
+ReadRecords = Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
+"""Yields the records that begin in a span and that ``Accept`` selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class _Format:
     suffixes: tuple[str, ...]
     split_blocks: Callable[[SourceConfig, StoredFile, int, int | None, int, int], Iterator[RecordBlock]]
     count: Callable[[SourceConfig, StoredFile, int, int], int] | None
-    read: Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
+    read: ReadRecords
     measure: Callable[[SourceConfig, StoredFile, int | None], int] | None = None
     has_row_groups: bool = False
 
@@ -160,15 +164,28 @@ def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) 
     return 1 if count is None else count(source, file, start, end)
 
 
+def records_reader(source: SourceConfig) -> ReadRecords:
+    """Return the ``read_records`` of a source's format, to be looked up once for many spans."""
+    read = _format(source).read
+    return partial(_read_damaged, read) if source.damaged_files == "keep_readable" else read
+
+
 def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Accept) -> Iterator[Record]:
-    """Yield the records that begin in a span and that ``accept`` selects; an empty span is one unreadable record.
+    """Yield the records that begin in a span and that ``accept`` selects.
 
     Raises:
         DataError: The file cannot be read or is not in the source's format.
     """
-    if span.start_byte == span.end_byte and source.damaged_files == "keep_readable":
+    return records_reader(source)(source, file, span, accept)
+
+
+def _read_damaged(
+    read: ReadRecords, source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Accept
+) -> Iterator[Record]:
+    """Read a file that may be damaged: an empty span is one unreadable record."""
+    if span.start_byte == span.end_byte:
         return iter([_unreadable_rest(source, file, span)])
-    return _format(source).read(source, file, span, accept)
+    return read(source, file, span, accept)
 
 
 def _unreadable_rest(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
