@@ -68,8 +68,7 @@ class SourceFile:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class UnitSpan:
+class UnitSpan(NamedTuple):
     """A byte range ``[start_byte, end_byte)`` of one file, aligned to records.
 
     Offsets count bytes of the content: of the decompressed stream for a compressed file, of the file itself for Parquet

@@ -17,7 +17,7 @@ from processor_cost import cost
 from vorox.core.atomic import make_directory
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
-from vorox.data.cache.format import ChunkRecord
+from vorox.data.cache.format import ChunkRecord, source_set_digest
 from vorox.data.cache.initialize import has_planned, planned_inputs, record_inputs
 from vorox.data.cache.manifest import (
     LOG_NAME,
@@ -37,7 +37,6 @@ from vorox.data.cache.recipe import (
     read_files,
     read_recipe,
     read_units,
-    source_set_digest,
     write_recipe,
 )
 from vorox.data.documents import SourceFile, Unit, UnitSpan

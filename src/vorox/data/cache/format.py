@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
+from vorox.core.atomic import canonical_json
+from vorox.data.documents import SourceFile, Unit
 from vorox.data.rows import TokenArray
 
 MAGIC = b"\x89PSC\r\n\x1a\n"
@@ -105,6 +108,12 @@ class ChunkOrigin:
     num_parts: int
     recipe: bytes
     source_set: bytes
+
+
+def source_set_digest(unit: Unit, files: Sequence[SourceFile]) -> bytes:
+    """Return the SHA-256 of a unit's input: its spans and the content of their files, independent of their location."""
+    pinned = [[files[span.file_index].size_bytes, files[span.file_index].version] for span in unit.spans]
+    return hashlib.sha256(canonical_json([unit.spans, pinned])).digest()
 
 
 @dataclass(frozen=True, slots=True)

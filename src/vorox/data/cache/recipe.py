@@ -64,16 +64,16 @@ class Recipe:
     transforms: Sequence[Mapping[str, Any]] = ()
     images: ImageLayout | None = None
 
-    @property
+    @cached_property
     def num_ids(self) -> int:
         """All ids are below: the vocabulary, and those of images (``data/image_tokens.py``)."""
         return self.vocab_size if self.images is None else END_OF_IMAGE_IDS
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         return 2 if self.num_ids <= _LARGEST_VOCABULARY_OF_TWO_BYTES else 4
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         return f"uint{8 * self.token_bytes}"
 
@@ -231,7 +231,7 @@ class UnitLog:
     def append(self, first: int, units: Sequence[Unit]) -> None:
         """Replace the units from number ``first`` on, durably. The caller holds the cache's lock."""
         bodies = [
-            {"first": first + at, "units": [_span_lists(unit) for unit in units[at : at + _ENTRIES_PER_LINE]]}
+            {"first": first + at, "units": [unit.spans for unit in units[at : at + _ENTRIES_PER_LINE]]}
             for at in range(0, len(units), _ENTRIES_PER_LINE)
         ]
         self._log.append(bodies, after=self._position)
@@ -244,13 +244,3 @@ def read_files(directory: Path) -> list[SourceFile]:
 
 def read_units(directory: Path) -> list[Unit]:
     return UnitLog(directory).units
-
-
-def source_set_digest(unit: Unit, files: Sequence[SourceFile]) -> bytes:
-    """Return the SHA-256 of a unit's input: its spans and the content of their files, independent of their location."""
-    pinned = [[files[span.file_index].size_bytes, files[span.file_index].version] for span in unit.spans]
-    return hashlib.sha256(canonical_json([_span_lists(unit), pinned])).digest()
-
-
-def _span_lists(unit: Unit) -> list[list[int]]:
-    return [[span.file_index, span.start_byte, span.end_byte, span.first_ordinal] for span in unit.spans]

@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode, finish_documents, unit_statistics
-from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk
+from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk, source_set_digest
 from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.recipe import Recipe, source_set_digest
+from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images import ImageStore
 from vorox.data.packing import chunk_contents

@@ -17,18 +17,10 @@ import numpy as np
 from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import REMEDY, Chunk
-from vorox.data.cache.format import ChunkRecord
+from vorox.data.cache.format import ChunkRecord, source_set_digest
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.quarantine import verify_quarantine
-from vorox.data.cache.recipe import (
-    UNITS_NAME,
-    Recipe,
-    check_recipe,
-    read_files,
-    read_recipe,
-    read_units,
-    source_set_digest,
-)
+from vorox.data.cache.recipe import UNITS_NAME, Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.prefetch import map_ordered
 

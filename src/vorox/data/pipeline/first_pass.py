@@ -19,7 +19,7 @@ import numpy as np
 
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.lock import FileLock
-from vorox.data.cache.recipe import source_set_digest
+from vorox.data.cache.format import source_set_digest
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.pipeline.duplicates import (
