@@ -18,7 +18,7 @@ from vorox.cli.menu import start_menu as menu
 from vorox.cli.menu.machine import settings_for_machine
 from vorox.cli.menu.new_run import next_run_number, suggest_names
 from vorox.core.config import load_config
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.run_lookup import run_directories
 from vorox.data.corpus import prepare
 from vorox.run import planned_model

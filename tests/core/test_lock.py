@@ -17,14 +17,12 @@ from pathlib import Path
 import pytest
 
 from eventually import wait_until
-from vorox.core import lock
+from vorox.core import file_holder
 from vorox.core.errors import ConfigError
-from vorox.core.lock import FileLock
-from vorox.core.process_identity import this_process
+from vorox.core.file_holder import FileLock, this_process
 
 HOLDER = """
 import sys, pathlib
-from vorox.core.lock import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 sys.stdin.readline()
@@ -59,7 +57,7 @@ def test_a_file_system_without_locks_is_no_other_process(tmp_path: Path, monkeyp
     def refuse(descriptor: int, blocking: bool) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock, "_lock", refuse)
+    monkeypatch.setattr(file_holder, "_lock", refuse)
     with pytest.raises(ConfigError) as caught:
         FileLock(tmp_path / "LOCK", blocking=False, purpose="the run x").acquire()
     assert caught.value.what == f"The run x cannot be locked: {os.strerror(errno.ENOLCK)}"
@@ -117,7 +115,7 @@ def test_blocking_waits_for_the_holder(tmp_path: Path) -> None:
     waiter = textwrap.dedent(
         """
         import sys, pathlib
-        from vorox.core.lock import FileLock
+        from vorox.core.file_holder import FileLock
         print("waiting", flush=True)
         with FileLock(pathlib.Path(sys.argv[1])):
             print("mine", flush=True)

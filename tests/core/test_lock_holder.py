@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core.lock import FileLock, lock_holder
+from vorox.core.file_holder import FileLock, lock_holder
 
 HOLDER = """
 import sys, pathlib
-from vorox.core.lock import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 sys.stdin.readline()

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from vorox.core import atomic
-from vorox.core.lock import lock_holder
-from vorox.core.process_identity import ProcessIdentity, machine_identity, this_process
+from vorox.core.file_holder import ProcessIdentity, lock_holder, machine_identity, this_process
 from vorox.data.cache.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.read_windows import ReadWindow
 from vorox.training.mirror import ownership
@@ -35,7 +34,7 @@ def test_a_start_tells_processes_of_one_number_apart() -> None:
 
 
 def test_another_process_finds_the_same_start_and_notices_the_end() -> None:
-    program = "import json; from vorox.core.process_identity import *; print(json.dumps(this_process().to_json()))\n"
+    program = "import json; from vorox.core.file_holder import *; print(json.dumps(this_process().to_json()))\n"
     wait = f"{program}import sys; sys.stdout.flush(); sys.stdin.readline()"
     with subprocess.Popen(
         [sys.executable, "-c", wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

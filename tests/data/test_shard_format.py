@@ -15,7 +15,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, TokenDocument
 from vorox.data.shard_format import read_header, read_shard, write_shard
 from vorox.data.text.sources import list_source, with_tokenizer
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 KINDS = [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
@@ -103,7 +103,7 @@ class TestSource:
             listed = list_source(self.config(tmp_path, end_of_text_id=said))
             bound = with_tokenizer(listed, self.FINGERPRINT, 9, ["t.json"])
             units = split_into_units(bound, "train", everything, 1 << 20)
-            records = [record for unit in units for record in read_unit(bound, unit, "train", everything)]
+            records = [record for unit in units for record in UnitReader(bound, "train", everything)(unit)]
             assert [r.tokens.tolist() for r in records if isinstance(r, TokenDocument)] == expected
         assert len({bound.definition["end_of_text_id"], "9"}) == 2, "another end of text is another recipe"
 
@@ -121,7 +121,7 @@ class TestSource:
         listed = list_source(self.config(tmp_path, end_of_text_id=5_000, max_record_bytes=1 << 16))
         everything = ValidationConfig(held_out_fraction=0)
         (unit,) = split_into_units(listed, "train", everything, 1 << 20)
-        (record,) = read_unit(listed, unit, "train", everything)
+        (record,) = UnitReader(listed, "train", everything)(unit)
         assert isinstance(record, BadRecord)
         assert (record.byte_offset, record.byte_length) == (1024, 400_000)
         assert "is 5000 the end of text?" in record.reason

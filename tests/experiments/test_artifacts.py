@@ -13,7 +13,7 @@ import pytest
 from vorox.core import atomic
 from vorox.core.config import load_config
 from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig, RunConfig

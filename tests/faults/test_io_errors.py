@@ -18,7 +18,7 @@ from vorox.cli import app
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, DataError, UnreadableCheckpointError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.artifacts import list_checkpoints

@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core import atomic
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.data.cache.gc import find_caches, find_garbage, remove_cache

@@ -15,7 +15,7 @@ import pytest
 from eventually import wait_until
 from vorox.core.errors import LostRankError, NumericalError, VoroxError
 from vorox.core.failure_record import failure_record
-from vorox.core.process_identity import ProcessIdentity
+from vorox.core.file_holder import ProcessIdentity
 from vorox.core.run_layout import RunLayout
 from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat, request_end, request_stacks
 from vorox.runtime.watchdog import Condition, Watchdog

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from eventually import wait_until
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.sweeps import trial_process
 from vorox.sweeps.trial_process import TrialProcess, Validation
 

@@ -23,7 +23,7 @@ from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.chained_log import HashChainedLog
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.run_context import recorded_config

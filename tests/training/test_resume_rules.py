@@ -12,7 +12,7 @@ from numpy_engine import NumpyEngine
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError, ConfigError, DataError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.log import RunLog
 from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout

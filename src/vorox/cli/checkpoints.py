@@ -268,7 +268,7 @@ def save(
 ) -> None:
     """Request a checkpoint from a running process after its current step, and wait for it."""
     from vorox.core.errors import ConfigError, StalledError
-    from vorox.core.lock import lock_holder
+    from vorox.core.file_holder import lock_holder
     from vorox.core.run_layout import RunLayout
     from vorox.core.run_lookup import find_run, run_argument
     from vorox.experiments.artifacts import list_checkpoints

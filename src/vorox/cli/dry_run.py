@@ -169,7 +169,7 @@ class RunPreview:
 
 
 def _run_line(config: RunConfig, resume_from: str | Path) -> str:
-    from vorox.core.lock import lock_holder
+    from vorox.core.file_holder import lock_holder
     from vorox.core.run_context import expected_directory
     from vorox.core.run_layout import RunLayout
     from vorox.training.checkpoints.store import step_directories

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.file_holder import ProcessIdentity, this_process
 
 MANIFEST_NAME = "MANIFEST.json"
 TEMPORARY_PREFIX = ".tmp-"

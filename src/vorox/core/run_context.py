@@ -26,7 +26,7 @@ from vorox.core.disk_errors import disk_error
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, Preempted, StalledError, VoroxError, set_saved
 from vorox.core.failure_record import failure_record
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.log import time_stamp
 from vorox.core.run_layout import RunLayout, lock_run, run_of_checkpoint
 from vorox.core.run_lookup import has_checkpoint, is_run, refuse_links, run_argument, saved_state

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 from vorox.core.atomic import TEMPORARY_PREFIX
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<status>corrupt|replaced)-\d+)?")
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from vorox.core import atomic, staged_directory
 from vorox.core.config.yaml_reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
+from vorox.core.file_holder import lock_holder
 from vorox.core.json_lines import read_lines
-from vorox.core.lock import lock_holder
 from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
 from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
 from vorox.experiments.tracking import last_values

@@ -33,7 +33,7 @@ from types import TracebackType
 from typing import IO, Literal
 
 from vorox.core.errors import StalledError
-from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.file_holder import ProcessIdentity, this_process
 from vorox.core.run_layout import RunLayout
 
 Phase = Literal["start", "compile", "data", "step", "sync", "settle", "save", "validation", "end"]

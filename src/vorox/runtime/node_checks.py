@@ -14,7 +14,7 @@ from typing import Any
 
 from vorox.core.distributed_context import Membership
 from vorox.core.environment import code_record, package_versions
-from vorox.core.process_identity import boot_identity
+from vorox.core.file_holder import boot_identity
 from vorox.core.version import __version__
 from vorox.runtime.collective_timing import LATENCY_BYTES, PAIR_BYTES, bus_bytes_per_second
 from vorox.runtime.machine_checks import Finding

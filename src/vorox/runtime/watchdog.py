@@ -27,7 +27,7 @@ import psutil
 from vorox.core import atomic
 from vorox.core.errors import LostRankError, StalledError
 from vorox.core.failure_record import failure_record
-from vorox.core.process_identity import ProcessIdentity
+from vorox.core.file_holder import ProcessIdentity
 from vorox.core.redaction import redact
 from vorox.core.run_layout import RunLayout
 from vorox.core.run_lookup import saved_state

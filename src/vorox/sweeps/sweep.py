@@ -18,7 +18,7 @@ from vorox.core import atomic
 from vorox.core.config import digest_values, dump_yaml, flat_values, model_label, slug
 from vorox.core.config.yaml_writer import write_scalar
 from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.redaction import redact_arguments
 from vorox.core.run_context import expected_directory
 from vorox.core.run_layout import RunLayout

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from vorox.core.file_holder import lock_holder
 from vorox.core.json_lines import LineTail
-from vorox.core.lock import lock_holder
 from vorox.core.run_layout import RunLayout
 
 _POLL_SECONDS = 0.1

@@ -27,7 +27,7 @@ from vorox.core import atomic
 from vorox.core.atomic import canonical_json, pretty_json
 from vorox.core.batch import Batch, TeacherLogits
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.pluralize import pluralize
 from vorox.models.weights_file import Array, WeightsFile, entry_of, write_weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.loading import train
 
@@ -81,7 +80,7 @@ def test_the_builder_of_a_real_source_can_be_pickled(tmp_path: Path):
     rule = ValidationConfig(held_out_fraction=0)
     tokenizer = train(TokenizerConfig(vocab_size=270), ["the quick brown fox jumps over the lazy dog " * 20])
     recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
-    read = functools.partial(read_unit, source, split="train", validation=rule)
+    read = UnitReader(source, "train", rule)
     work = UnitBuilder(source.files, read, tokenizer, recipe)
     sent = received(work)
     assert sent.tokenizer.fingerprint == tokenizer.fingerprint

@@ -24,7 +24,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -38,7 +38,7 @@ def source(paths: Path | list[Path], form: str, **options: Any) -> SourceConfig:
 def records(config: SourceConfig, unit_bytes: int = 1 << 20) -> list[Record]:
     listed = list_source(config)
     units = split_into_units(listed, "train", EVERYTHING, unit_bytes)
-    return [record for unit in units for record in read_unit(listed, unit, "train", EVERYTHING)]
+    return [record for unit in units for record in UnitReader(listed, "train", EVERYTHING)(unit)]
 
 
 def refusal(config: SourceConfig) -> DataError:
@@ -417,7 +417,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 config = SourceConfig.model_validate_json(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rule = ValidationConfig(held_out_fraction=0)
@@ -425,7 +425,7 @@ kinds, refusal = [], ""
 try:
     listed = list_source(config)
     for unit in split_into_units(listed, "train", rule, 64 << 20):
-        for record in read_unit(listed, unit, "train", rule):
+        for record in UnitReader(listed, "train", rule)(unit):
             kinds.append([type(record).__name__, record.byte_length, len(getattr(record, "text", ""))])
 except DataError as error:
     refusal = error.what

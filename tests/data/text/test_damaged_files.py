@@ -23,7 +23,7 @@ from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text import file_content
 from vorox.data.text.formats import record_blocks
 from vorox.data.text.sources import Source, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -70,7 +70,7 @@ def records(path: Path, form: str, unit_bytes: int = 1 << 20, *, backwards: bool
     for unit in reversed(units) if backwards else units:
         if backwards:
             forget()
-        read[unit.unit_id] = list(read_unit(listed, unit, "train", EVERYTHING))
+        read[unit.unit_id] = list(UnitReader(listed, "train", EVERYTHING)(unit))
     return [record for unit in units for record in read[unit.unit_id]]
 
 

@@ -24,7 +24,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
 from vorox.data.text.sources import Source, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import training_sample
 
@@ -95,7 +95,7 @@ def rule(split: str, fraction: float) -> ValidationConfig:
 
 def records(listed: Source, split: Any, validation: ValidationConfig, unit_bytes: int) -> list[Record]:
     units = split_into_units(listed, split, validation, unit_bytes)
-    return [record for unit in units for record in read_unit(listed, unit, split, validation)]
+    return [record for unit in units for record in UnitReader(listed, split, validation)(unit)]
 
 
 @pytest.mark.parametrize("split", ["file", "document", "tail"])

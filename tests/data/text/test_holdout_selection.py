@@ -21,7 +21,7 @@ from vorox.data.text import holdout_selection
 from vorox.data.text.holdout import is_validation_name
 from vorox.data.text.holdout_selection import describe_holdout, held_out_bytes, select_holdout
 from vorox.data.text.sources import Source, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 
@@ -36,7 +36,7 @@ def records(source: Source, split: Any) -> list[tuple[str, int]]:
     found = [
         record
         for unit in split_into_units(source, split, source.holdout, 64 << 20)
-        for record in read_unit(source, unit, split, source.holdout)
+        for record in UnitReader(source, split, source.holdout)(unit)
     ]
     assert not any(isinstance(record, BadRecord) for record in found)
     return [(source.relative_paths[record.file_index], record.byte_offset) for record in found]

@@ -19,7 +19,7 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.text.url_lists import addresses_in
 
@@ -54,7 +54,7 @@ def named(preset: str, **more: Any) -> SourceConfig:
 def texts(config: SourceConfig) -> list[str]:
     listed = list_source(config)
     units = split_into_units(listed, "train", NOTHING_HELD_OUT, 1 << 20)
-    records = [record for unit in units for record in read_unit(listed, unit, "train", NOTHING_HELD_OUT)]
+    records = [record for unit in units for record in UnitReader(listed, "train", NOTHING_HELD_OUT)(unit)]
     assert all(isinstance(record, Document) for record in records)
     return [record.text for record in records if isinstance(record, Document)]
 

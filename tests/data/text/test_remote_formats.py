@@ -20,7 +20,7 @@ from vorox.data.documents import Document, Record, TokenDocument
 from vorox.data.shard_format import write_shard
 from vorox.data.text import file_content
 from vorox.data.text.sources import list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -53,7 +53,7 @@ def records(form: str, location: str) -> list[Record]:
     config = SourceConfig.model_validate({"name": "s", "format": form, "paths": [location], **options})
     listed = list_source(config)
     units = split_into_units(listed, "train", EVERYTHING, 100_000)
-    return [record for unit in units for record in read_unit(listed, unit, "train", EVERYTHING)]
+    return [record for unit in units for record in UnitReader(listed, "train", EVERYTHING)(unit)]
 
 
 def seen(records: list[Record]) -> list[tuple[int, int, int, str]]:
@@ -83,5 +83,5 @@ def test_an_object_that_changes_under_way_is_an_error(folder: Path, proxy: Fault
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
     file_content._scan.cache_clear()
     with pytest.raises(DataError, match="changed") as caught:
-        [list(read_unit(listed, unit, "train", EVERYTHING)) for unit in units]
+        [list(UnitReader(listed, "train", EVERYTHING)(unit)) for unit in units]
     assert caught.value.where == location

@@ -21,7 +21,7 @@ from vorox.data.storage import open_range
 from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.holdout_selection import select_holdout
 from vorox.data.text.sources import Source, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.transfer.token_export import export_tokens
 
@@ -37,7 +37,7 @@ def source(folder: Path, form: str, **options: Any) -> SourceConfig:
 
 def records(listed: Source, unit_bytes: int = 1 << 20) -> list[Record]:
     units = split_into_units(listed, "train", NO_HOLDOUT, unit_bytes)
-    return [record for unit in units for record in read_unit(listed, unit, "train", NO_HOLDOUT)]
+    return [record for unit in units for record in UnitReader(listed, "train", NO_HOLDOUT)(unit)]
 
 
 def texts(listed: Source) -> list[str]:
@@ -258,7 +258,7 @@ def test_splits_validate_where_they_are_for_it_and_never_train(tmp_path: Path, f
     held = select_holdout(listed, data.model_copy(update={"validation": ValidationConfig()}))
     for side, word in (("train", "train"), ("validation", "validation")):
         units = split_into_units(held, side, held.holdout, 1 << 20)
-        found = [record for unit in units for record in read_unit(held, unit, side, held.holdout)]
+        found = [record for unit in units for record in UnitReader(held, side, held.holdout)(unit)]
         assert {record.text.split()[0] for record in found if isinstance(record, Document)} == {word}
 
 

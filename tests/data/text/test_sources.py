@@ -21,7 +21,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
 from vorox.data.text.sources import Source, list_files, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.training_sample import allocate, training_sample
 
@@ -46,7 +46,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> Path:
 def records(listed: Source, split: str, validation: ValidationConfig, unit_bytes: int) -> list[Document | BadRecord]:
     units = split_into_units(listed, split, validation, unit_bytes)  # type: ignore[arg-type]
     assert [unit.unit_id for unit in units] == list(range(len(units)))
-    return [record for unit in units for record in read_unit(listed, unit, split, validation)]  # type: ignore[arg-type]
+    return [record for unit in units for record in UnitReader(listed, split, validation)(unit)]  # type: ignore[arg-type]
 
 
 STDLIB = SourceConfig(name="python", format="python_stdlib")

@@ -21,7 +21,7 @@ from servers.web import WebServer
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document
 from vorox.data.text.sources import Source, list_source
-from vorox.data.text.unit_reader import read_unit
+from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import UnitSplitter, split_into_units
 
 EVERYTHING = ValidationConfig(held_out_fraction=0)
@@ -98,7 +98,7 @@ def test_whoever_goes_on_cuts_what_the_first_would_have_cut(
                 break
     assert list(splitter.units_after(units)) == []
     assert tuple(units) == split_into_units(source, "train", EVERYTHING, unit_bytes)
-    records = [record for unit in units for record in read_unit(source, unit, "train", EVERYTHING)]
+    records = [record for unit in units for record in UnitReader(source, "train", EVERYTHING)(unit)]
     assert all(isinstance(record, Document) for record in records)
     texts = [record.text for record in records if isinstance(record, Document)]
     wanted = [text for content in contents for text in expected(form, content)]
@@ -163,7 +163,7 @@ def test_a_line_of_a_hundred_megabytes_is_one_unit_in_bounded_memory(tmp_path: P
     source = list_source(SourceConfig.model_validate(config))
     tracemalloc.start()
     units = [unit for unit, _ in UnitSplitter(source, "train", EVERYTHING, 1 << 20).units_after()]
-    records = [record for unit in units for record in read_unit(source, unit, "train", EVERYTHING)]
+    records = [record for unit in units for record in UnitReader(source, "train", EVERYTHING)(unit)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [(record.ordinal, record.byte_length) for record in records] == [

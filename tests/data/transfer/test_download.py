@@ -18,7 +18,7 @@ from servers.faults import fault_proxy
 from servers.hub import SIGNATURE, HubServer, hub_server
 from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.shard_format import read_shard
 from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.transfer import download as module

@@ -107,7 +107,7 @@ def choose_checkpoint(entries: Sequence[Entry], root: Path, ask: Ask) -> Resumpt
     A checkpoint of a run in use is refused.
     """
     from vorox.cli.output import print_wrapped
-    from vorox.core.lock import lock_holder
+    from vorox.core.file_holder import lock_holder
     from vorox.core.run_layout import RunLayout
 
     number = _num_shown(entries, shows_all=False)

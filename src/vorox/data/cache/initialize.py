@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vorox.core.atomic import make_directory, sweep_temporary
 from vorox.core.errors import DataError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.cache.build_queue import never
 from vorox.data.cache.manifest import LOCK_NAME, Manifest, planned_entry
 from vorox.data.cache.recipe import (

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vorox.core.atomic import make_directory, temporary_name
-from vorox.core.lock import FileLock
-from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.file_holder import FileLock, ProcessIdentity, this_process
 from vorox.data.cache.manifest import LOCK_NAME
 
 DIRECTORY_NAME = "leases"

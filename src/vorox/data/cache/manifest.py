@@ -35,7 +35,7 @@ import numpy.typing as npt
 from vorox.core.atomic import write_file
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.cache.format import ChunkRecord
 
 LOG_NAME = "manifest/log.jsonl"

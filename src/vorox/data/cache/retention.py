@@ -21,7 +21,7 @@ from pathlib import Path
 
 from vorox.core.atomic import canonical_json, disk_time, make_directory, remove_file, write_file
 from vorox.core.errors import ConfigError
-from vorox.core.process_identity import boot_identity
+from vorox.core.file_holder import boot_identity
 from vorox.data.cache.manifest import LOG_NAME
 from vorox.data.cache.recipe import RECIPE_NAME
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vorox.core.atomic import make_directory, write_file
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.cache.format import source_set_digest
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vorox.core.atomic import make_directory, remove_file, write_file
-from vorox.core.process_identity import ProcessIdentity, this_process
+from vorox.core.file_holder import ProcessIdentity, this_process
 
 DIRECTORY_NAME = "windows"
 _EXPIRY_SECONDS = 3600.0

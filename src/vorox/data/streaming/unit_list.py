@@ -14,7 +14,7 @@ from typing import Protocol
 
 from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.initialize import check_units, planning_lock, record_inputs
 from vorox.data.cache.manifest import Manifest, planned_entry

@@ -18,7 +18,7 @@ from typing import Any
 from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.extensions import is_extension
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.core.schema.data import DataConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.chat_template import BUILT_IN, check_syntax, configured_source

@@ -18,7 +18,7 @@ from typing import Any
 
 from vorox.core.atomic import is_disk_full, make_directory, pretty_json, rename, write_file
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
-from vorox.core.lock import FileLock
+from vorox.core.file_holder import FileLock
 from vorox.data.shard_format import SHORT_HEADER_BYTES, parse_header
 from vorox.data.storage import StoredFile, canonical_uri, list_files, open_range, retry_budget
 from vorox.data.storage.hub import parse_hub_uri, resolve_commit

@@ -18,8 +18,8 @@ from typing import Any, cast
 
 from vorox.core import atomic
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.file_holder import ProcessIdentity, machine_identity, this_process
 from vorox.core.log import Echo
-from vorox.core.process_identity import ProcessIdentity, machine_identity, this_process
 from vorox.data.storage import (
     RetryPolicy,
     StoredFile,
