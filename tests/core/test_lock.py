@@ -23,6 +23,7 @@ from vorox.core.file_holder import FileLock, this_process
 
 HOLDER = """
 import sys, pathlib
+from vorox.core.file_holder import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 sys.stdin.readline()

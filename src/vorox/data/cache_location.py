@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError
@@ -136,6 +136,6 @@ def all_units(location: CacheLocation, split: Split, data: DataConfig) -> Sequen
         return known
     new = with_files(location.source, range(location.num_files, len(location.source.files)))
     for unit in split_into_units(new, split, location.source.holdout, unit_bytes):
-        spans = tuple(replace(span, file_index=span.file_index + location.num_files) for span in unit.spans)
+        spans = tuple(span._replace(file_index=span.file_index + location.num_files) for span in unit.spans)
         known.append(Unit(len(known), spans))
     return known

@@ -279,7 +279,7 @@ def test_rows_committed_by_another_builder_are_not_replaced_by_different_ones(tm
     (other,) = work_of(second).run(second.units[:1])
 
     def commit(built, work):
-        return commit_unit(stale, tmp_path, built, work, replace=replace, on_written=lambda size_bytes: None)
+        return commit_unit(stale, tmp_path, built, work, replace=replace)
 
     now, counts = commit(unit, work_of(first))
     assert (now.has_unit(0), counts) == (True, True)

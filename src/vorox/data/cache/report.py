@@ -95,13 +95,6 @@ class BuildProgress(_SizeRatios):
     compared_bytes: int = 0
     stages: PipelineStatistics | None = None
 
-    @property
-    def needed_bytes(self) -> int:
-        """Size of the chunk files of the remaining units, estimated from that of the others."""
-        done = self.source_bytes_done
-        ratio = self.compressed_bytes / done if done else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
-        return round(ratio * (self.source_bytes - done))
-
 
 OnProgress = Callable[[BuildProgress], None]
 
@@ -177,6 +170,7 @@ class ProgressTracker:
         self._units, self._on_progress = units, on_progress
         self._sizes_U = _source_bytes(units)
         self._generation = -1
+        self._built_bytes = self._built_text_bytes = 0
         self.progress = BuildProgress(
             0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=row_tokens
         )  # fmt: skip
@@ -199,6 +193,18 @@ class ProgressTracker:
             text_bytes=before.text_bytes + text_bytes,
             tokens=before.tokens + tokens,
         )
+
+    def add_unit(self, unit: int, size_bytes: int) -> None:
+        """Count a unit that is about to be written; the size of the others is estimated from its ratio."""
+        self._built_bytes += size_bytes
+        self._built_text_bytes += int(self._unit_bytes()[unit])
+
+    @property
+    def needed_bytes(self) -> int:
+        """Estimated size of the chunk files of all units that are not committed."""
+        built = self._built_text_bytes
+        ratio = self._built_bytes / built if built else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
+        return round(ratio * (self.progress.source_bytes - self.progress.source_bytes_done))
 
     def observe(self, manifest: Manifest) -> None:
         """Report what is committed, if that has changed."""

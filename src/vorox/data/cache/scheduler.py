@@ -241,6 +241,7 @@ class BuildScheduler:
         with self.residency.room(unit, built.size_bytes) as there_is_room:
             if not there_is_room:
                 return False
+            self.tracker.add_unit(unit, built.size_bytes)
             manifest, counts = commit_unit(
                 self.manifest, self.directory, built, self.builder, replace=unit in self._rebuilding
             )
@@ -267,9 +268,8 @@ class BuildScheduler:
             raise self._translate(error) from error
 
     def _translate(self, error: OSError) -> VoroxError:
-        progress = self.tracker.progress
-        done = f"{progress.units_done} of {len(self.units)} units; the next build continues from there"
-        return cache_write_error(error, self.directory, saved=done, needed_bytes=progress.needed_bytes)
+        done = f"{self.tracker.progress.units_done} of {len(self.units)} units; the next build continues from there"
+        return cache_write_error(error, self.directory, saved=done, needed_bytes=self.tracker.needed_bytes)
 
 
 class PairedScheduler(BuildScheduler):
