@@ -1,4 +1,4 @@
-"""Counters of a running pipeline: what its stages did, what its queues hold, and which stage is the bottleneck."""
+"""Counters of a pipeline: what its stages did, what its queues hold, and its bottleneck."""
 
 from __future__ import annotations
 
