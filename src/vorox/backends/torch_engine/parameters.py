@@ -257,6 +257,41 @@ class FlatParameters:
                 yield name, buffer_slice.view(buffers)
 
 
+class WrappedParameters:
+    """What a layout has from the one inside it, which holds this rank's share as if it were a whole model."""
+
+    def __init__(self, inner: Parameters) -> None:
+        self._inner = inner
+        self.groups, self.gradient_divisor = inner.groups, inner.gradient_divisor
+
+    @property
+    def modules(self) -> Mapping[str, nn.Parameter]:
+        return self._inner.modules
+
+    @property
+    def values(self) -> Buffers:
+        return self._inner.values
+
+    @property
+    def gradients(self) -> Buffers:
+        return self._inner.gradients
+
+    def store(self, values: Buffers) -> None:
+        self._inner.store(values)
+
+    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
+        self._inner.backward(objective, loss_scale)
+
+    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
+        return self._inner.new_buffers(groups)
+
+    def zero_gradients(self) -> None:
+        self._inner.zero_gradients()
+
+    def release(self) -> None:
+        self._inner.release()
+
+
 def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], report: Callable[[str], None]) -> list[Any]:
     """Call ``report`` with the name of each parameter once all its uses in a backward pass have added to its gradient.
 

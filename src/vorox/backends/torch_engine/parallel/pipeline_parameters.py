@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Parameters, Piece
+from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Parameters, Piece, WrappedParameters
 from vorox.models.optimizer_groups import Group
 from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device, tied_embedding
 from vorox.models.spec import ModelSpec
 
 
-class PipelineParameters:
+class PipelineParameters(WrappedParameters):
     """See ``Parameters``.
 
     Args:
@@ -35,8 +35,6 @@ class PipelineParameters:
         tied: Name of the embedding that is also the head, if any.
     """
 
-    gradient_divisor = 1
-
     def __init__(
         self, spec: ModelSpec, groups: Mapping[str, Group], ranks: Ranks, per_device: int, device: torch.device
     ) -> None:
@@ -44,23 +42,18 @@ class PipelineParameters:
         self._spec, self._group_of, self._pipeline = spec, groups, ranks.pipeline_group
         self._index, self._size, self._device = ranks.pipeline_index, ranks.pipeline_parallel_size, device
         self.tied = tied_embedding(spec)
-        tables: list[set[str]] = []
-        for index in range(self._size):
-            stages = stages_of_device(spec.num_layers, self._size, per_device, index)
-            table = parameters_of(spec, stages)
-            tables.append({parameter.name for parameter in table})
-            if index == self._index:
-                self.stages: tuple[Stage, ...] = stages
-                self._inner: FlatParameters | ShardedParameters
-                if ranks.fsdp_size == 1:
-                    self._inner = FlatParameters(spec, groups, device=device, table=table)
-                else:
-                    self._inner = ShardedParameters(spec, groups, ranks=ranks, table=table)
-        self._names = tables[self._index]
-        self._owner = {
-            parameter.name: next(index for index, names in enumerate(tables) if parameter.name in names)
-            for parameter in spec.parameters
-        }
+        devices = [stages_of_device(spec.num_layers, self._size, per_device, index) for index in range(self._size)]
+        tables = [parameters_of(spec, stages) for stages in devices]
+        self.stages: tuple[Stage, ...] = devices[self._index]
+        table = tables[self._index]
+        super().__init__(
+            FlatParameters(spec, groups, device=device, table=table)
+            if ranks.fsdp_size == 1
+            else ShardedParameters(spec, groups, ranks=ranks, table=table)
+        )
+        self._names = {parameter.name for parameter in table}
+        # The first rank owns a tied embedding.
+        self._owner = {parameter.name: index for index in reversed(range(self._size)) for parameter in tables[index]}
 
     def shard(
         self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module], dtype: torch.dtype, *, reshard: bool
@@ -74,40 +67,9 @@ class PipelineParameters:
         return self._inner
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        return self._inner.groups
-
-    @property
-    def modules(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.modules
-
-    @property
-    def values(self) -> Buffers:
-        return self._inner.values
-
-    @property
-    def gradients(self) -> Buffers:
-        return self._inner.gradients
-
-    @property
     def _has_copy(self) -> bool:
         """Whether this rank's head is the embedding of another rank."""
         return self.tied is not None and self._index == self._size - 1
-
-    def store(self, values: Buffers) -> None:
-        self._inner.store(values)
-
-    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
-        self._inner.backward(objective, loss_scale)
-
-    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
-        return self._inner.new_buffers(groups)
-
-    def zero_gradients(self) -> None:
-        self._inner.zero_gradients()
-
-    def release(self) -> None:
-        self._inner.release()
 
     def finish_gradients(self) -> None:
         """Add the gradients of the embedding as an input and as a tied head."""

@@ -9,17 +9,16 @@ Shape legend: R ranks of the group, O rows, C columns of a rank's part of a matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from vorox.backends.torch_engine.parallel.tensor_parallel import DIVIDED_AXES, TensorGroup
-from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
+from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece, WrappedParameters
 from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.optimizer_groups import Group
 from vorox.models.spec import ModelSpec
 
 
@@ -45,7 +44,7 @@ class Division:
         return cls(dims, frozenset(one.name for one in spec.parameters if one.axes == ("head",)))
 
 
-class TensorParallelParameters:
+class TensorParallelParameters(WrappedParameters):
     """See ``Parameters``.
 
     Args:
@@ -56,48 +55,14 @@ class TensorParallelParameters:
     """
 
     def __init__(self, inner: Parameters, spec: ModelSpec, parallel: TensorGroup, division: Division) -> None:
-        self._inner, self._spec, self._parallel, self._division = inner, spec, parallel, division
+        super().__init__(inner)
+        self._spec, self._parallel, self._division = spec, parallel, division
         self._dims, self._per_head = division.dims, division.per_head
         self._sizes = {parameter.name: parameter.shape for parameter in spec.parameters}
 
     @property
     def local(self) -> TensorParallelParameters:
         return TensorParallelParameters(self._inner.local, self._spec, self._parallel, self._division)
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self._inner.groups
-
-    @property
-    def modules(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.modules
-
-    @property
-    def values(self) -> Buffers:
-        return self._inner.values
-
-    @property
-    def gradients(self) -> Buffers:
-        return self._inner.gradients
-
-    @property
-    def gradient_divisor(self) -> int:
-        return self._inner.gradient_divisor
-
-    def store(self, values: Buffers) -> None:
-        self._inner.store(values)
-
-    def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
-        self._inner.backward(objective, loss_scale)
-
-    def new_buffers(self, groups: Sequence[Group]) -> dict[Group, list[Tensor]]:
-        return self._inner.new_buffers(groups)
-
-    def zero_gradients(self) -> None:
-        self._inner.zero_gradients()
-
-    def release(self) -> None:
-        self._inner.release()
 
     def finish_gradients(self) -> None:
         """Sum gradients of replicated parameters that each rank has a part of; give all ranks the others of rank 0."""
