@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli.failure import failure_lines, report_failure
+from vorox.cli.failure import report_failure
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,
@@ -43,9 +43,9 @@ def test_every_kind_has_four_lines_and_its_code(
     ]
 
 
-def test_missing_parts_are_filled_in() -> None:
-    lines = failure_lines(ConfigError("wrong"), ["train", "--db.password", "hunter2"])
-    assert lines[1:] == [
+def test_missing_parts_are_filled_in(capsys: pytest.CaptureFixture[str]) -> None:
+    report_failure(ConfigError("wrong"), ["train", "--db.password", "hunter2"])
+    assert capsys.readouterr().err.splitlines()[1:] == [
         "  where   vorox train --db.password [redacted]",
         "  saved   -",
         "  do      correct it and run the same command again",
@@ -56,12 +56,15 @@ def crash(secret: str) -> None:
     raise ZeroDivisionError(f"divided by {secret}")
 
 
-def test_a_crash_leaves_its_traceback_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_leaves_its_traceback_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("VOROX_CACHE", str(tmp_path))
     try:
         crash("postgresql://alice:CANARY@db/x")
     except ZeroDivisionError as error:
-        lines = failure_lines(error, ["train"])
+        report_failure(error, ["train"])
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "x crash: ZeroDivisionError: divided by postgresql://[redacted]@db/x  [exit 1]"
     assert re.fullmatch(r"  where   .*test_failure\.py:\d+ in crash", lines[1])
     (path,) = (tmp_path / "crashes").iterdir()
@@ -72,7 +75,9 @@ def test_a_crash_leaves_its_traceback_in_a_file(tmp_path: Path, monkeypatch: pyt
     assert "CANARY" not in text
 
 
-def test_a_crash_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_without_a_writable_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     monkeypatch.setenv("VOROX_CACHE", str(blocker))
@@ -80,13 +85,14 @@ def test_a_crash_without_a_writable_cache(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         crash("x")
     except ZeroDivisionError as error:
-        lines = failure_lines(error, ["train"])
-    assert re.search(rf"{tmp_path}/crash-\S+\.txt", lines[3])
+        report_failure(error, ["train"])
+    assert re.search(rf"{tmp_path}/crash-\S+\.txt", capsys.readouterr().err.splitlines()[3])
 
 
-def test_a_missing_permission_is_no_crash(tmp_path: Path) -> None:
+def test_a_missing_permission_is_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = PermissionError(13, "Permission denied", str(tmp_path / "runs"))
-    assert failure_lines(error, ["runs", "list"])[:2] == [
+    report_failure(error, ["runs", "list"])
+    assert capsys.readouterr().err.splitlines()[:2] == [
         "x crash: Permission denied  [exit 1]",
         f"  where   {tmp_path / 'runs'}",
     ]

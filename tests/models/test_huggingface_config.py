@@ -129,10 +129,6 @@ def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None
     assert config["architectures"] == hub["architectures"]
     assert (config["bos_token_id"], config["eos_token_id"]) == (7, 7)
     assert huggingface_config(spec, end_of_text_id=None)["eos_token_id"] is None
-    assert huggingface_config(spec, end_of_text_id=7, begin_of_text_id=3, dtype="bfloat16") == config | {
-        "bos_token_id": 3,
-        "dtype": "bfloat16",
-    }
     assert generation_config(end_of_text_id=7) == {"bos_token_id": 7, "eos_token_id": 7, "pad_token_id": 7}
     assert generation_config(end_of_text_id=None) == {}
 

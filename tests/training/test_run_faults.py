@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
-from vorox.cli.failure import failure_lines
+from vorox.cli.failure import report_failure
 from vorox.core import atomic
 from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError
@@ -119,7 +119,9 @@ def test_disk_full_for_observations_stops_nothing(straight: dict[str, Any], tmp_
     assert {**found, "losses": 0} == {**straight, "losses": 0}
 
 
-def test_a_crash_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_says_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On the screen and in ``failure.json``, also if the error is none of ours."""
 
     def fail() -> None:
@@ -131,6 +133,8 @@ def test_a_crash_says_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (directory,) = (tmp_path / "runs").iterdir()
     saved = "training state up to step 8 is safe in step-00000008"
     assert json.loads(RunLayout(directory).failure.read_bytes())["saved"] == saved
-    lines = failure_lines(caught.value, ["train", "tiny.yaml"])
+    capsys.readouterr()
+    report_failure(caught.value, ["train", "tiny.yaml"])
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("x crash: ZeroDivisionError: a user's function")
     assert lines[2] == f"  saved   {saved}"

@@ -62,11 +62,6 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
     return known.exit_code
 
 
-def failure_lines(error: BaseException, arguments: Sequence[str]) -> list[str]:
-    """Return the four lines of an error: what, where, saved, do."""
-    return _four_lines(_explained(error, arguments), arguments)
-
-
 def _wrapped(text: str) -> str:
     """Wrap a text between words to the width of the terminal."""
     width = max(20, shutil.get_terminal_size().columns)

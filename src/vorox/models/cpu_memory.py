@@ -59,11 +59,6 @@ def _block_elements(spec: DecoderSpec, *, recomputes: bool) -> int:
     return rotated + (4 if spec.is_gated else 2) * spec.intermediate_size
 
 
-def muon_elements(spec: ModelSpec, config: RunConfig) -> int:
-    """Return elements of Muon's update of the largest group of matrices; 0 with other optimizers."""
-    return max(map(_update_elements, _muon_shapes(spec, config)), default=0)
-
-
 def _update_elements(shapes: Sequence[tuple[int, ...]]) -> int:
     """Return elements of an update: directions and new momentum, or directions and what one shape's matrices take.
 

@@ -43,16 +43,12 @@ _ONLY_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
 """Keys of features that we do not implement, and the values that disable them."""
 
 
-def huggingface_config(
-    spec: DecoderSpec, *, end_of_text_id: int | None, begin_of_text_id: int | None = None, dtype: str = "float32"
-) -> dict[str, Any]:
+def huggingface_config(spec: DecoderSpec, *, end_of_text_id: int | None) -> dict[str, Any]:
     """Return the ``config.json`` of a spec.
 
     Args:
         spec: The model.
-        end_of_text_id: The tokenizer's end of text (``eos_token_id``).
-        begin_of_text_id: Its begin of text; by default the end of text, which separates documents in training.
-        dtype: Dtype in which to load the weights: float32, bfloat16 or float16.
+        end_of_text_id: The tokenizer's end of text, which separates documents in training.
 
     Raises:
         ConfigError: transformers has no architecture for the spec.
@@ -66,9 +62,9 @@ def huggingface_config(
     shared: dict[str, Any] = {
         "architectures": [architecture.class_name],
         "model_type": family,
-        "bos_token_id": end_of_text_id if begin_of_text_id is None else begin_of_text_id,
+        "bos_token_id": end_of_text_id,
         "eos_token_id": end_of_text_id,
-        "dtype": dtype,
+        "dtype": "float32",
         "use_cache": True,
         **architecture.constants,
         architecture.activation_key: activations[spec.activation],

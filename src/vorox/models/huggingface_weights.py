@@ -95,9 +95,9 @@ def group_parameters(
     return tuple(HuggingFaceTensor(name, tuple(parts[name]), transposed[name]) for name in order)
 
 
-def huggingface_entries(spec: DecoderSpec, dtype: str = "F32") -> tuple[TensorEntry, ...]:
+def huggingface_entries(spec: DecoderSpec) -> tuple[TensorEntry, ...]:
     """Return the entries of ``model.safetensors``, for ``weights_file.write_weights``."""
-    return tuple(TensorEntry(tensor.name, dtype, tensor.shape) for tensor in huggingface_tensors(spec))
+    return tuple(TensorEntry(tensor.name, "F32", tensor.shape) for tensor in huggingface_tensors(spec))
 
 
 def to_huggingface(spec: DecoderSpec, weights: Iterable[NamedArray]) -> Iterator[NamedArray]:

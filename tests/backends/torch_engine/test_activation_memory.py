@@ -24,7 +24,7 @@ LENGTH = 40
 
 
 def spec_of(directory: Path) -> HuggingFaceSpec:
-    return huggingface_model.describe(json.loads((directory / "config.json").read_bytes()), revision=None)
+    return huggingface_model.describe(json.loads((directory / "config.json").read_bytes()), revision=None)[0]
 
 
 def kept_bytes(directory: Path, num_rows: int) -> int:

@@ -93,7 +93,7 @@ class TestBarrierWatch:
         watch, found = self.watch(monkeypatch, cores=4, num_threads=3), list[bool]()
         for others in (0.0, 1.2, 1.3, 4.0, 1.0, 0.0):
             watch.decide(others)
-            found.append(watch.is_sleeping)
+            found.append(watch._holder is not None)
         assert found == [False, False, True, True, False, False]
 
     def test_the_idle_team_exceeds_the_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.hf]
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_gradients_are_added_once_and_in_few_sums(name: str) -> None:
     """Shared ones over all ranks, those of experts over the ranks with the same; two sums per block and group."""
-    spec = describe({**SHARED, **MODELS[name], "model_type": name}, revision=None)
+    spec, _ = describe({**SHARED, **MODELS[name], "model_type": name}, revision=None)
     divided = {one.name for one in spec.parameters if ".experts." in one.name}
     division = Division({one.name: 0 if one.name in divided else None for one in spec.parameters}, frozenset())
     inner = FlatParameters(spec, optimizer_groups(spec, configuration().optimizer), device=torch.device("cpu"))

@@ -24,7 +24,7 @@ GROUP: Any = TensorGroup(1, 2, None)  # pyright: ignore[reportArgumentType] - no
 
 
 def spec_of(name: str, **values: Any) -> HuggingFaceSpec:
-    return huggingface_model.describe({**SHARED, **MODELS[name], **values, "model_type": name}, revision=None)
+    return huggingface_model.describe({**SHARED, **MODELS[name], **values, "model_type": name}, revision=None)[0]
 
 
 def shares(spec: HuggingFaceSpec) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, batch_of, make, random_rows
 from vorox.backends.torch_engine import muon
-from vorox.models.cpu_memory import muon_elements
+from vorox.models import cpu_memory
 from vorox.models.optimizer_groups import ORTHOGONAL
 
 pytestmark = pytest.mark.torch
@@ -141,4 +141,5 @@ def test_an_update_takes_the_memory_that_the_plan_expects(model: dict[str, Any],
         muon.update(
             engine.parameters, ORTHOGONAL, *buffers, one, one > 0, lr=LR, weight_decay=0.1, momentum=0.9
         )  # fmt: skip
-    assert found.peak == pytest.approx(4 * muon_elements(engine._spec, engine._config), rel=0.02)
+    (shapes,) = cpu_memory._muon_shapes(engine._spec, engine._config)
+    assert found.peak == pytest.approx(4 * cpu_memory._update_elements(shapes), rel=0.02)

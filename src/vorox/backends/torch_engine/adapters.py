@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.huggingface_images import language_blocks
 from vorox.core.errors import ConfigError
 from vorox.core.installation import install_command
@@ -30,8 +29,8 @@ _NAME = "default"
 """The name of the adapter in peft's modules."""
 
 
-def describe(config: RunConfig, base: HuggingFaceSpec) -> AdapterSpec:
-    """Return the spec of the configured adapter of a base.
+def describe(config: RunConfig, base: HuggingFaceSpec, module: nn.Module) -> AdapterSpec:
+    """Return the spec of the configured adapter of a base; its module on the meta device gets the adapter.
 
     Raises:
         ConfigError: peft or bitsandbytes is missing, or there is no layer of a configured name.
@@ -39,7 +38,6 @@ def describe(config: RunConfig, base: HuggingFaceSpec) -> AdapterSpec:
     settings = config.adapter
     assert settings.kind != "none"
     _library("peft")
-    module = huggingface_model.build(base.config)
     layers = _linear_layers(module)
     if settings.kind == "qlora":
         _library("bitsandbytes")

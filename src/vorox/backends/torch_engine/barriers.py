@@ -75,11 +75,6 @@ class BarrierWatch:
         self._release: threading.Event | None = None
         self._holder: threading.Thread | None = None
 
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether threads sleep at barriers."""
-        return self._holder is not None
-
     def decide(self, others_cores: float) -> None:
         """Let threads spin or sleep, by the processor time that others use, in cores."""
         free = len(self._cores) - self._num_threads + SLACK_CORES

@@ -31,8 +31,10 @@ _WITHOUT_LIMIT = 1 << 20
 _KEY = "model.name_or_path"
 
 
-def describe(values: Mapping[str, Any], *, revision: str | None, vocab_size: int | None = None) -> HuggingFaceSpec:
-    """Return the spec of a ``config.json``.
+def describe(
+    values: Mapping[str, Any], *, revision: str | None, vocab_size: int | None = None
+) -> tuple[HuggingFaceSpec, Any]:
+    """Return the spec of a ``config.json``, and its model with parameters on the meta device.
 
     Args:
         values: Its content.
@@ -51,7 +53,7 @@ def describe(values: Mapping[str, Any], *, revision: str | None, vocab_size: int
     width = int(text.hidden_size)
     head_dim = int(getattr(text, "head_dim", None) or (width // heads if heads else 0))
     num_experts = next((int(value) for key in _EXPERTS if (value := getattr(text, key, None))), 0)
-    return HuggingFaceSpec(
+    spec = HuggingFaceSpec(
         config=kept,
         revision=revision,
         rows=tuple(rows(module, module.get_output_embeddings())),
@@ -64,6 +66,7 @@ def describe(values: Mapping[str, Any], *, revision: str | None, vocab_size: int
         layer_windows=_windows(text),
         active_experts=int(getattr(text, "num_experts_per_tok", None) or 1) / num_experts if num_experts else 1.0,
     )
+    return spec, module
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -79,10 +78,6 @@ class HuggingFaceNetwork(ModuleNetwork):
 
     def _recompute_blocks(self) -> None:
         recompute_blocks(self.module)
-
-    @cached_property
-    def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "position_ids" in inspect.signature(self.module.forward).parameters
 
     @property
     def _reads_images(self) -> bool:

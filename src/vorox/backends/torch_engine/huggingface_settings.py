@@ -28,9 +28,9 @@ def resolve(
         ConfigError: The model contradicts the tokenizer or the data, or does not support a setting.
     """
     _check(config)
-    own = huggingface_model.describe(values, revision=revision)
+    own, module = huggingface_model.describe(values, revision=revision)
     if config.parallel.tensor_parallel_size > 1:
-        module_tensor_parallel.check_plan(huggingface_model.build(own.config))
+        module_tensor_parallel.check_plan(module)
     wanted = config.model.vocab_size
     if wanted is not None and wanted < own.vocab_size:
         raise ConfigError(
@@ -51,8 +51,8 @@ def resolve(
             where="data.sequence_length_tokens", hint=f"set it to at most {own.max_positions_tokens}",
         )  # fmt: skip
     if config.adapter.kind != "none":
-        return adapters.describe(config, own)
-    return own if wanted is None else huggingface_model.describe(values, revision=revision, vocab_size=wanted)
+        return adapters.describe(config, own, module)
+    return own if wanted is None else huggingface_model.describe(values, revision=revision, vocab_size=wanted)[0]
 
 
 def _check(config: RunConfig) -> None:

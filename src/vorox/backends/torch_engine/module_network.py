@@ -12,9 +12,11 @@ Shape legend: B rows, T positions, M = B x T, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,10 +104,10 @@ class ModuleNetwork(ABC):
     def _recompute_blocks(self) -> None:
         """Save only the inputs of blocks for the backward pass."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def _takes_positions(self) -> bool:
         """Whether the model accepts the position of every token."""
+        return "position_ids" in inspect.signature(self.module.forward).parameters
 
     @abstractmethod
     def _call(

@@ -53,10 +53,6 @@ class QuantizedTensor:
         self.codes_KE = torch.full((num_blocks, BLOCK_ELEMENTS), zero, dtype=torch.uint8, device=device)
         self.scales_K = torch.zeros(num_blocks, device=device)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.codes_KE.nbytes + self.scales_K.nbytes
-
     def read(self, start: int, end: int) -> Tensor:
         """Return elements in fp32; ``start`` is a multiple of a block."""
         blocks = slice(start // BLOCK_ELEMENTS, -(-end // BLOCK_ELEMENTS))
@@ -94,15 +90,6 @@ class QuantizedAdamW(Optimizer):
             for group, values in self._parameters.values.items()
             if group.rule == DECAYED.rule
         }
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all moments."""
-        exact = [
-            tensor for buffers in (self.exp_avg, self.exp_avg_sq) for tensors in buffers.values() for tensor in tensors
-        ]
-        quantized = [one for groups in (self._first, self._root_second) for ones in groups.values() for one in ones]
-        return sum(one.nbytes for one in exact) + sum(one.size_bytes for one in quantized)
 
     @property
     def moments(self) -> Mapping[str, Buffers]:

@@ -6,9 +6,8 @@ It is called with the section ``model``, whose vocabulary and maximum length are
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,10 +118,6 @@ class UserNetwork(ModuleNetwork):
             )  # fmt: skip
         for block in found:
             block.forward = partial(_recomputed, block.forward)
-
-    @cached_property
-    def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "position_ids" in inspect.signature(self.module.forward).parameters
 
     def _call(
         self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,

@@ -131,7 +131,7 @@ class HuggingFacePipeline(HuggingFaceNetwork):
             recompute_blocks(model.model)
 
     @cached_property
-    def _takes_positions(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _takes_positions(self) -> bool:
         return True
 
     # -- training -----------------------------------------------------------------------------------------------------
