@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
-from vorox.core.config.expert_checks import SIZE as EXPERT_SIZE
+from vorox.core.config.parallel_checks import CONTEXT_SIZE, EXPERT_SIZE
 from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
 from vorox.core.config.pipeline_checks import layers_fault
 from vorox.core.errors import ConfigError

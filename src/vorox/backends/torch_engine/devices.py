@@ -26,7 +26,7 @@ from vorox.backends.torch_engine import barriers
 from vorox.backends.torch_engine.attention import ATTENTION
 from vorox.backends.torch_engine.document_attention import DocumentAttention, available_attention
 from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices
-from vorox.core.config.precision_checks import KEY as FLOAT8
+from vorox.core.config.training_checks import FLOAT8
 from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError

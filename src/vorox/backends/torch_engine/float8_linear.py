@@ -21,7 +21,7 @@ from torch.func import functional_call
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels
-from vorox.core.config.precision_checks import KEY
+from vorox.core.config.training_checks import FLOAT8
 from vorox.core.errors import ConfigError
 from vorox.core.library_logs import silence_torchao
 from vorox.core.schema import PrecisionConfig
@@ -63,7 +63,7 @@ def convert_modules(model: Any, compute: Compute, precision: PrecisionConfig) ->
     ]  # fmt: skip
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no linear layer whose sizes are multiples of {_SIZE_MULTIPLE}", where=KEY,
+            f"{type(model).__name__} has no linear layer whose sizes are multiples of {_SIZE_MULTIPLE}", where=FLOAT8,
             hint="GPT-2 stores transposed matrices; train a family with linear layers, such as llama",
         )  # fmt: skip
     product = float8_product(compute, precision)

@@ -26,7 +26,7 @@ from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.huggingface_context import DividedRows
 from vorox.core.batch import AnyImages, Batch, Int32Array
-from vorox.core.config.context_checks import SIZE as CONTEXT_SIZE
+from vorox.core.config.parallel_checks import CONTEXT_SIZE
 from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError

@@ -11,18 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 from vorox.core.config.batch_checks import batch_problems
-from vorox.core.config.context_checks import context_problems, sequence_problems
-from vorox.core.config.deepspeed_checks import deepspeed_problems
-from vorox.core.config.distillation_checks import distillation_problems
-from vorox.core.config.expert_checks import expert_parallel_problems
-from vorox.core.config.fine_tuning_checks import fine_tuning_problems
-from vorox.core.config.in_backward_checks import in_backward_problems
 from vorox.core.config.model_checks import model_problems
-from vorox.core.config.offload_checks import offload_problems
+from vorox.core.config.parallel_checks import (
+    context_problems,
+    deepspeed_problems,
+    expert_parallel_problems,
+    offload_problems,
+    sequence_problems,
+)
 from vorox.core.config.pipeline_checks import pipeline_problems
-from vorox.core.config.precision_checks import float8_problems
-from vorox.core.config.preference_checks import preference_problems
 from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
+from vorox.core.config.training_checks import (
+    distillation_problems,
+    fine_tuning_problems,
+    float8_problems,
+    in_backward_problems,
+    preference_problems,
+)
 from vorox.core.config.tree import Problem
 from vorox.core.config.vision_checks import vision_problems
 from vorox.core.redaction import redact

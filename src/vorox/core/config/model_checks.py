@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.tree import Problem
+from vorox.core.config.tree import Problem, unmet
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 
@@ -70,23 +70,25 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _width_transfer(config: RunConfig) -> Iterator[Problem]:
     """Yield settings that ``model.mup_base_hidden_size`` has no rule for."""
-    model = config.model
+    model, switch = config.model, "model.mup_base_hidden_size"
     if model.mup_base_hidden_size is None:
         return
-    for holds, key, wanted in (
-        (model.tie_embeddings, "model.tie_embeddings", "a head of its own; set model.tie_embeddings=false"),
-        (model.scale_embeddings, "model.scale_embeddings", "embeddings of one scale; set model.scale_embeddings=false"),
-        (model.vision.num_layers > 0, "model.vision.num_layers", "text alone; set model.vision.num_layers=0"),
-        (model.mlp is not None, "model.mlp", "the built-in MLP; remove model.mlp"),
-        (model.block is not None, "model.block", "the built-in blocks; remove model.block"),
-        (model.num_experts is not None, "model.num_experts", "one MLP in each block; remove model.num_experts"),
+    needs = (
+        ("model.tie_embeddings", not model.tie_embeddings, "a head of its own; set model.tie_embeddings=false"),
         (
-            config.optimizer.name not in ("adamw", "adamw_8bit"), "optimizer.name",
+            "model.scale_embeddings", not model.scale_embeddings,
+            "embeddings of one scale; set model.scale_embeddings=false",
+        ),
+        ("model.vision.num_layers", not model.vision.num_layers, "text alone; set model.vision.num_layers=0"),
+        ("model.mlp", model.mlp is None, "the built-in MLP; remove model.mlp"),
+        ("model.block", model.block is None, "the built-in blocks; remove model.block"),
+        ("model.num_experts", model.num_experts is None, "one MLP in each block; remove model.num_experts"),
+        (
+            "optimizer.name", config.optimizer.name in ("adamw", "adamw_8bit"),
             f"AdamW, whose learning rates it scales, not {config.optimizer.name}; set optimizer.name=adamw",
         ),
-    ):  # fmt: skip
-        if holds:
-            yield Problem(f"model.mup_base_hidden_size needs {wanted}", keys=("model.mup_base_hidden_size", key))
+    )  # fmt: skip
+    yield from unmet(switch, switch, needs)
 
 
 def _layer_pattern(config: RunConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.parallel_refusals import unsupported
+from vorox.core.config.parallel_checks import unsupported
 from vorox.core.config.tree import Problem
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
@@ -21,7 +21,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the settings that a pipeline does not support, and sizes that do not fit it."""
     if config.parallel.pipeline_parallel_size == 1:
         return
-    yield from unsupported(config, SIZE, _REFUSED)
+    yield from unsupported(config, SIZE, f"{SIZE} above 1", _REFUSED)
     fault = layers_fault(config, config.model.num_layers) if config.model.kind == "decoder" else ""
     if fault:
         yield Problem(fault, keys=("model.num_layers", SIZE))

@@ -8,7 +8,7 @@ architecture's keys; keys set in the same layer take precedence over both. The s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
@@ -35,6 +35,17 @@ class Problem:
     origin: str = ""
     keys: tuple[str, ...] = ()
     kind: Literal["", "misread", "missing"] = ""
+
+
+Need = tuple[str, bool, str]
+"""A setting, whether its value is supported, and what is needed."""
+
+
+def unmet(switch: str, feature: str, needs: Iterable[Need]) -> Iterator[Problem]:
+    """Yield the needs of a feature that are not met; ``switch`` is the setting that enables it."""
+    for key, holds, needed in needs:
+        if not holds:
+            yield Problem(f"{feature} needs {needed}", keys=(switch, key))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.tree import Problem
+from vorox.core.config.tree import Problem, unmet
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.vision import IMAGE_TOKEN
@@ -94,12 +94,11 @@ def _image_processor(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]:
-    wanted = f"{what} needs"
     is_native = config.model.kind != "huggingface"
     parallel, train = config.parallel, config.train
     is_one = "1; replicas are supported" if is_native else "1; replicas and FSDP2 are supported"
     transforms = [*config.data.transforms, *(t for source in config.data.sources for t in source.transforms or ())]
-    needed = (
+    needs = (
         ("tokenizer.special_tokens", not is_native or IMAGE_TOKEN in config.tokenizer.special_tokens
             or config.tokenizer.kind in {"file", "huggingface"},
             f"the token of images: tokenizer.special_tokens=['{IMAGE_TOKEN}']"),
@@ -119,10 +118,8 @@ def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]
         ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),
         ("train.distillation.logits", train.distillation.logits is None, "train.distillation.logits=null"),
     )  # fmt: skip
-    for key, holds, remedy in needed:
-        if not holds:
-            yield Problem(f"{wanted} {remedy}", keys=(switch, key))
+    yield from unmet(switch, what, needs)
     for index, stage in enumerate(config.data.stages):
         if stage.sequence_length_tokens is not None:
             key = f"data.stages.{index}.sequence_length_tokens"
-            yield Problem(f"{wanted} whole rows: shorter ones would cut images; remove {key}", keys=(switch, key))
+            yield Problem(f"{what} needs whole rows: shorter ones would cut images; remove {key}", keys=(switch, key))
