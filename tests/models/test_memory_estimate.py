@@ -10,39 +10,37 @@ from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.memory_advice import COPYING, SAMPLING, MemoryBudget, check_host_memory
-from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device, training_memory
+from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device, undivided_memory
+from vorox.models.spec import ModelSpec
 
 
-def estimate(overrides: list[str], **changes: object):
-    config = load_config("quickstart", overrides)
+def estimate(*changes: str) -> tuple[ModelSpec, MemoryEstimate]:
+    settings = [
+        "model.preset=gpt2-124m", "data.sequence_length_tokens=1024", "train.micro_batch_sequences=8",
+        "train.global_batch_sequences=8", "train.activation_checkpointing=none", "precision.dtype=bf16",
+        "optimizer.name=adamw", "loss.chunk_tokens=1024",
+    ]  # fmt: skip
+    config = load_config("quickstart", [*settings, *changes])
     spec = decoder_spec(config.model, tokenizer_vocab_size=50257, sequence_length_tokens=1024)
-    settings = {
-        "micro_batch_sequences": 8,
-        "sequence_length_tokens": 1024,
-        "dtype_bytes": 2,
-        "optimizer": "adamw",
-        "recompute_blocks": False,
-        "loss_chunk_tokens": 1024,
-    }
-    return spec, training_memory(spec, **{**settings, **changes})
+    return spec, undivided_memory(spec, config)
 
 
 def test_states_of_gpt2_take_sixteen_bytes_per_parameter() -> None:
-    spec, memory = estimate(["model.preset=gpt2-124m"])
+    spec, memory = estimate()
     assert memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes == 16 * spec.num_parameters
     assert memory.total_bytes > 16 * spec.num_parameters
 
 
 def test_muon_keeps_one_moment_of_matrices() -> None:
-    spec, adamw = estimate(["model.preset=gpt2-124m"])
-    _, muon = estimate(["model.preset=gpt2-124m"], optimizer="muon")
+    spec, adamw = estimate()
+    _, muon = estimate("optimizer.name=muon")
     assert adamw.optimizer_bytes - muon.optimizer_bytes == 4 * 12 * 12 * spec.hidden_size**2
 
 
 def test_what_saves_memory_saves_it_in_the_estimate() -> None:
-    _, whole = estimate(["model.preset=gpt2-124m"])
-    _, recomputed = estimate(["model.preset=gpt2-124m"], recompute_blocks=True)
-    _, wide = estimate(["model.preset=gpt2-124m"], dtype_bytes=4)
+    _, whole = estimate()
+    _, recomputed = estimate("train.activation_checkpointing=block")
+    _, wide = estimate("precision.dtype=fp32")
     assert recomputed.activation_bytes < whole.activation_bytes / 4
     assert wide.activation_bytes == 2 * whole.activation_bytes
     assert whole.logits_bytes == pytest.approx(2 * 4 * 1024 * 50257)
@@ -71,8 +69,9 @@ def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute:
 
 def test_sequence_parallelism_divides_what_checkpointing_saves() -> None:
     """Of 12 layers, all inputs and one recomputed block are kept."""
-    spec, whole = estimate(["model.preset=gpt2-124m"], recompute_blocks=True)
-    _, part = estimate(["model.preset=gpt2-124m"], recompute_blocks=True, stream_parts=4)
+    spec, whole = estimate("train.activation_checkpointing=block")
+    sizes = ["parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"]
+    _, part = estimate("train.activation_checkpointing=block", *sizes)
     stream = 8 * 1024 * spec.hidden_size * 2
     assert whole.activation_bytes - part.activation_bytes == (12 + 2) * stream * 3 // 4
 
@@ -207,11 +206,11 @@ def test_the_remedy_of_a_copy_and_of_samples_is_their_own() -> None:
 
 
 def test_the_mask_of_documents_grows_with_the_square_of_a_row() -> None:
-    _, short = estimate([], dense_masks=1)
-    _, long = estimate([], dense_masks=1, sequence_length_tokens=4096)
-    assert short.mask_bytes == 8 * 1024**2 * 3  # a byte and a bf16 for every pair of positions
+    _, short = estimate("data.document_mask=true", "data.sequence_length_tokens=256")
+    _, long = estimate("data.document_mask=true")
+    assert short.mask_bytes == 8 * 256**2 * 3  # a byte and a bf16 for every pair of positions
     assert long.mask_bytes == 16 * short.mask_bytes
-    assert estimate([])[1].mask_bytes == 0
+    assert estimate("data.document_mask=false")[1].mask_bytes == 0
 
 
 @pytest.mark.parametrize(

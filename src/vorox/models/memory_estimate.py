@@ -8,6 +8,7 @@ framework is not included.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,6 @@ from vorox.models.module_spec import is_stack_of_experts
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import parameters_of, stages_of_device
 from vorox.models.spec import ModelSpec, ParameterSpec
-from vorox.models.transient_gradients import gradient_elements
 
 FP32_BYTES = 4
 CPU_CHUNK_BYTES = 4 << 20
@@ -109,35 +109,77 @@ def estimate_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda
 
 
 def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cuda") -> MemoryEstimate:
-    """Estimate ``estimate_memory`` without a pipeline; checkpoints have the state of all its devices."""
-    frozen = {name for name, group in optimizer_groups(spec, config.optimizer).items() if group.is_frozen}
-    step = training_memory(
-        spec,
-        micro_batch_sequences=config.train.micro_batch_rows,
-        sequence_length_tokens=config.data.sequence_length_tokens,
-        dtype_bytes=FP32_BYTES if config.precision.dtype == "fp32" else 2,
-        optimizer=config.optimizer.name,
-        recompute_blocks=config.train.activation_checkpointing == "block",
-        loss_chunk_tokens=loss_chunk_positions(config.loss.chunk_tokens, spec.vocab_size, device_kind),
-        dense_masks=_dense_masks(spec, config),
-        frozen=frozen,
-        has_average=config.train.ema_decay is not None,
-        position_parts=config.parallel.context_parallel_size,
-        stream_parts=_stream_parts(config),
+    """Estimate ``estimate_memory`` without a pipeline; checkpoints have the state of all its devices.
+
+    Parameters, gradients and moments are fp32. AdamW has two moments per parameter, ``muon`` one for matrices,
+    ``adamw_8bit`` two bytes for each decayed parameter; other optimizers are assumed to have two moments.
+    """
+    train, optimizer = config.train, config.optimizer
+    frozen = {name for name, group in optimizer_groups(spec, optimizer).items() if group.is_frozen}
+    trained = [row for row in spec.parameters if row.name not in frozen]
+    gradients = FP32_BYTES * sum(row.num_elements for row in trained)
+    moments = (2 if train.ema_decay is None else 3) * gradients  # the average is one more
+    if optimizer.name == "muon":
+        moments -= FP32_BYTES * sum(row.num_elements for row in trained if row.kind == "matrix")
+    saved = moments
+    if optimizer.name == "adamw_8bit":
+        moments -= 6 * sum(row.num_elements for row in trained if row.decay)
+    if optimizer.in_backward:
+        gradients = FP32_BYTES * _transient_gradient_elements(spec, frozen)
+    rows, length, dtype_bytes = train.micro_batch_rows, config.data.sequence_length_tokens, _dtype_bytes(config)
+    row = spec.saved_activations(length, dtype_bytes)
+    blocks, stream = row.all_blocks_bytes, row.block_input_bytes / _stream_parts(config)
+    if train.activation_checkpointing == "block":
+        blocks = stream * spec.num_layers + row.largest_block_bytes
+    has_reference = config.loss.name == "dpo" and config.adapter.kind == "none"
+    return MemoryEstimate(
+        parameter_bytes=(FP32_BYTES * spec.num_parameters + spec.frozen_bytes(dtype_bytes)) * (1 + has_reference),
+        gradient_bytes=gradients * (1 + _num_partial_sums(config)),
+        optimizer_bytes=moments,
+        activation_bytes=round(rows * (blocks + 2 * stream) / config.parallel.context_parallel_size),
+        logits_bytes=_logits_bytes(spec, config, device_kind),
+        mask_bytes=_dense_masks(spec, config) * rows * length**2 * (1 + dtype_bytes),  # as booleans and as floats
+        saved_moment_bytes=saved,
+        snapshot_bytes=FP32_BYTES * spec.num_parameters + saved if config.checkpoint.asynchronous else 0,
+        workspace_bytes=cpu_workspace(spec, config) if device_kind == "cpu" else 0,
     )
-    if config.optimizer.in_backward:
-        step = replace(step, gradient_bytes=FP32_BYTES * gradient_elements(spec, frozen))
-    saved = FP32_BYTES * spec.num_parameters + step.saved_moment_bytes
-    reference = config.loss.name == "dpo" and config.adapter.kind == "none"
-    if device_kind == "cpu":
-        logits = step.logits_bytes if spec.has_whole_logits else 2 * step.logits_bytes  # those of the chunk before, too
-        step = replace(step, logits_bytes=logits, workspace_bytes=cpu_workspace(spec, config))
-    return replace(
-        step,
-        parameter_bytes=step.parameter_bytes * (1 + reference),
-        gradient_bytes=step.gradient_bytes * (1 + _num_partial_sums(config)),
-        snapshot_bytes=saved if config.checkpoint.asynchronous else 0,
-    )
+
+
+def _dtype_bytes(config: RunConfig) -> int:
+    """Return the bytes of an activation."""
+    return FP32_BYTES if config.precision.dtype == "fp32" else 2
+
+
+def _logits_bytes(spec: ModelSpec, config: RunConfig, device_kind: str) -> int:
+    """Return the bytes of the logits of a chunk, or of the micro-batch, and of their gradient."""
+    positions = config.train.micro_batch_rows * config.data.sequence_length_tokens
+    here, dtype_bytes = -(-positions // config.parallel.context_parallel_size), _dtype_bytes(config)
+    if spec.has_whole_logits:  # in the compute precision; in fp32 and twice as gradients
+        return here * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))
+    chunk = min(loss_chunk_positions(config.loss.chunk_tokens, spec.vocab_size, device_kind), here)
+    num_chunks = 2 if device_kind == "cpu" else 1  # those of the chunk before, too
+    return num_chunks * 2 * FP32_BYTES * chunk * spec.vocab_size
+
+
+def _transient_gradient_elements(spec: ModelSpec, frozen: Container[str]) -> int:
+    """Return the elements of the gradients that exist at a time with ``optimizer.in_backward``, at most.
+
+    Parameters outside the blocks are updated one by one. All gradients of a block are counted: a compiled block returns
+    them together. A matrix that is embedding and head gets its gradient from the loss on, and is complete at the end.
+    """
+    parts = Counter[str]()
+    for row in spec.parameters:
+        if row.name not in frozen:
+            parts[_block_of(row.name) or row.name] += row.num_elements
+    vocabulary = [row for row in spec.parameters if len(row.shape) == 2 and row.shape[0] == spec.vocab_size]
+    tied = parts.pop(vocabulary[0].name, 0) if len(vocabulary) == 1 else 0
+    return tied + max(parts.values(), default=0)
+
+
+def _block_of(name: str) -> str:
+    """Return the start of a canonical name up to the number of its block; empty outside of the blocks."""
+    parts = name.split(".")
+    return next((".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()), "")
 
 
 def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, index: int) -> MemoryEstimate:
@@ -165,7 +207,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         waiting = index if parallel.pipeline_schedule == "zero_bubble" else 0
         kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1 + waiting)
     layers = max(len(stage.layers) for stage in stages)
-    dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
+    dtype_bytes = _dtype_bytes(config)
     row, stream_parts = spec.saved_activations(length, dtype_bytes), _stream_parts(config)
     block_input = row.block_input_bytes / stream_parts
     if train.activation_checkpointing == "block":
@@ -208,11 +250,11 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
     ``fsdp_offload``, a GPU has nothing else of parameters, gradients and optimizer state.
     """
     parallel, planned = config.parallel, estimate_memory(spec, config, device_kind)
-    dtype_bytes = FP32_BYTES if config.precision.dtype == "fp32" else 2
+    dtype_bytes = _dtype_bytes(config)
     shards = parallel.num_state_shards
     if parallel.fsdp_size > 1:
         tensor = parallel.tensor_parallel_size
-        blocks = sum(row.num_elements for row in spec.parameters if _is_in_a_block(row.name)) // tensor
+        blocks = sum(row.num_elements for row in spec.parameters if _block_of(row.name)) // tensor
         block, rest = blocks // max(1, spec.num_layers), spec.num_parameters // tensor - blocks
         if parallel.pipeline_parallel_size > 1:  # the blocks of this device; it has the embedding or the head at most
             here = planned.parameter_bytes // FP32_BYTES // tensor
@@ -242,70 +284,6 @@ def memory_per_device(spec: ModelSpec, config: RunConfig, device_kind: str = "cu
 
 def _is_of_experts(row: ParameterSpec) -> bool:
     return split_expert(row.name) is not None or is_stack_of_experts(row)
-
-
-def _is_in_a_block(name: str) -> bool:
-    """Whether a parameter belongs to a repeated block: its canonical name contains the number of the block."""
-    return any(part.isdigit() for part in name.split("."))
-
-
-def training_memory(
-    spec: ModelSpec,
-    *,
-    micro_batch_sequences: int,
-    sequence_length_tokens: int,
-    dtype_bytes: int,
-    optimizer: str,
-    recompute_blocks: bool,
-    loss_chunk_tokens: int,
-    dense_masks: int = 0,
-    frozen: Container[str] = (),
-    has_average: bool = False,
-    position_parts: int = 1,
-    stream_parts: int = 1,
-) -> MemoryEstimate:
-    """Estimate the peak memory of one training step.
-
-    Args:
-        spec: The model. Parameters, gradients and optimizer state are fp32.
-        micro_batch_sequences: Rows of a forward pass.
-        sequence_length_tokens: Positions of a row.
-        dtype_bytes: Bytes per activation element: 4 for fp32, 2 for bf16 and fp16.
-        optimizer: ``adamw`` has two moments per parameter, ``muon`` one for matrices, ``adamw_8bit`` two bytes for each
-            decayed parameter; others are assumed to have two moments.
-        recompute_blocks: Activation checkpointing: only block inputs are saved, and blocks are recomputed one by one.
-        loss_chunk_tokens: Positions per chunk of logits.
-        dense_masks: Number of dense attention masks, each as booleans and as additive floats.
-        frozen: Parameters without gradient and optimizer state.
-        has_average: Whether a moving average of the trained parameters is kept.
-        position_parts: Devices that the positions of each row are divided over. Masks cover whole rows.
-        stream_parts: Devices that the residual stream is divided over (sequence parallelism).
-    """
-    trained = [row for row in spec.parameters if row.name not in frozen]
-    gradients = FP32_BYTES * sum(row.num_elements for row in trained)
-    state = (3 if has_average else 2) * gradients
-    if optimizer == "muon":
-        state -= FP32_BYTES * sum(row.num_elements for row in trained if row.kind == "matrix")
-    saved = state
-    if optimizer == "adamw_8bit":
-        state -= 6 * sum(row.num_elements for row in trained if row.decay)
-    positions = micro_batch_sequences * sequence_length_tokens
-    row = spec.saved_activations(sequence_length_tokens, dtype_bytes)
-    stream, here = row.block_input_bytes / stream_parts, -(-positions // position_parts)
-    blocks = stream * spec.num_layers + row.largest_block_bytes if recompute_blocks else row.all_blocks_bytes
-    if spec.has_whole_logits:  # in the compute precision; in fp32 and twice as gradients
-        logits = here * spec.vocab_size * (3 * FP32_BYTES + (dtype_bytes if dtype_bytes < FP32_BYTES else 0))
-    else:
-        logits = 2 * FP32_BYTES * min(loss_chunk_tokens, here) * spec.vocab_size
-    return MemoryEstimate(
-        parameter_bytes=FP32_BYTES * spec.num_parameters + spec.frozen_bytes(dtype_bytes),
-        gradient_bytes=gradients,
-        optimizer_bytes=state,
-        saved_moment_bytes=saved,
-        activation_bytes=round(micro_batch_sequences * (blocks + 2 * stream) / position_parts),
-        logits_bytes=logits,
-        mask_bytes=dense_masks * positions * sequence_length_tokens * (1 + dtype_bytes),
-    )
 
 
 def _dense_masks(spec: ModelSpec, config: RunConfig) -> int:

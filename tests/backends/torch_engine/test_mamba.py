@@ -31,7 +31,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.staged_directory import StagedDirectory
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.flops import flops_per_token
-from vorox.models.memory_estimate import training_memory
+from vorox.models.memory_estimate import undivided_memory
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.training.checkpoints.store import write_state
 
@@ -122,7 +122,6 @@ def test_memory_of_activations_is_estimated() -> None:
     model = {"layer_pattern": "M*-M", "num_layers": 4, "hidden_size": 256, "positions": "none", "activation": "relu2",
              "mamba_head_dim": 64, "mamba_state_size": 64, "mamba_chunk_tokens": 64, "num_heads": 4}  # fmt: skip
     engine = make(model)
-    spec = engine._spec
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,10 +132,7 @@ def test_memory_of_activations_is_estimated() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_step(batch_of(random_rows(8)), lr=0.0, weight_decay=0.0).fetch()
     found = sum(size for place, size in saved.items() if place not in parameters)
-    memory = training_memory(
-        spec, micro_batch_sequences=8, sequence_length_tokens=POSITIONS, dtype_bytes=4, optimizer="adamw",
-        recompute_blocks=False, loss_chunk_tokens=1024,
-    )  # fmt: skip
+    memory = undivided_memory(engine._spec, engine._config)
     assert memory.activation_bytes == pytest.approx(found, rel=0.4)
 
 
