@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.kernels import Kernels, activation
-from vorox.backends.torch_engine.parallel.expert_parallel import Compute, ExpertParallel
+from vorox.backends.torch_engine.parallel.expert_parallel import Compute, ExpertParallel, Permute
 from vorox.core.schema import LossConfig
 from vorox.models.decoder_spec import DecoderSpec
 
@@ -135,7 +135,7 @@ def apply_experts(x_MD: Tensor, experts_MK: Tensor, num_experts: int, compute: C
     ids_E = torch.arange(num_experts, device=x_MD.device)
     ends_E = torch.searchsorted(experts_MK.flatten()[order_S], ids_E, right=True).int()
     y_SD = compute(_Dispatch.apply(x_MD, order_S, inverse_S, experts_MK.shape[1]), ends_E)
-    return _Combine.apply(y_SD, order_S, inverse_S).view(*experts_MK.shape, -1)
+    return Permute.apply(y_SD, inverse_S, order_S).view(*experts_MK.shape, -1)
 
 
 class RouterMetrics:
@@ -202,17 +202,3 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, d_SD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse_S,) = ctx.saved_tensors
         return d_SD[inverse_S].view(-1, ctx.num_chosen, d_SD.shape[1]).sum(1), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sort slots back into the order of positions."""
-
-    @staticmethod
-    def forward(ctx: Any, y_SD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
-        ctx.save_for_backward(order_S)
-        return y_SD[inverse_S]
-
-    @staticmethod
-    def backward(ctx: Any, d_SD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (order_S,) = ctx.saved_tensors
-        return d_SD[order_S], None, None

@@ -68,8 +68,8 @@ class ExpertParallel:
         expert_P = torch.arange(self.num_local, device=x_SD.device).repeat(self.size)
         order_P = expert_P.repeat_interleave(received_RX.flatten().long()).argsort(stable=True)
         inverse_P = order_P.argsort()
-        y_PD = compute(_Permute.apply(x_PD, order_P, inverse_P), received_RX.sum(0).cumsum(0).int())
-        return _Exchange.apply(_Permute.apply(y_PD, inverse_P, order_P), received, sent, self.group)
+        y_PD = compute(Permute.apply(x_PD, order_P, inverse_P), received_RX.sum(0).cumsum(0).int())
+        return _Exchange.apply(Permute.apply(y_PD, inverse_P, order_P), received, sent, self.group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -91,7 +91,7 @@ def _all_to_all(x_SD: Tensor, sent: list[int], received: list[int], group: Proce
     return found_PD
 
 
-class _Permute(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """Reorder slots; the gradient is the inverse permutation."""
 
     @staticmethod
