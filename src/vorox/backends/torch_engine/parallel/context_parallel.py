@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from torch.distributed import ProcessGroup
 from vorox.backends.torch_engine.attention import Attend, AttentionMask, attend_with_share, ring_mask
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.inputs import PositionPart
+from vorox.backends.torch_engine.parallel.differentiable import differentiable
 from vorox.backends.torch_engine.parallel.ring_attention import passing, ring_attention
 from vorox.core.batch import Int32Array
 
@@ -133,27 +133,15 @@ class ContextParallel:
 
     def _exchange(self, x_R: Tensor) -> Tensor:
         """Send ``x_R[r]`` to rank r of the group; return what each rank sent here."""
-        return _Exchange.apply(x_R, self.group)
+        return differentiable(x_R, self._all_to_all, self._all_to_all)
+
+    def _all_to_all(self, x_R: Tensor) -> Tensor:
+        sent = x_R.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
 
 
 def _by_rank(x_BXPH: Tensor, size: int) -> Tensor:
     """Return consecutive heads for each rank, ``[R, B, S, P, H]``."""
     return x_BXPH.unflatten(1, (size, -1)).movedim(1, 0)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_R: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x_R, group)
-
-    @staticmethod
-    def backward(ctx: Any, d_y_R: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_to_all(d_y_R, ctx.group), None
-
-
-def _all_to_all(x_R: Tensor, group: ProcessGroup) -> Tensor:
-    sent = x_R.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received

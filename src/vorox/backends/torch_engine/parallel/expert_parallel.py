@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.parallel.differentiable import differentiable
 from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Piece
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.experts import split_expert
@@ -63,32 +65,20 @@ class ExpertParallel:
         received_RX = torch.empty_like(sent_RX)
         dist.all_to_all_single(received_RX, sent_RX, group=self.group)
         sent, received = sent_RX.sum(1).tolist(), received_RX.sum(1).tolist()
-        x_PD = _Exchange.apply(x_SD, sent, received, self.group)
+        there, back = partial(self._all_to_all, sent, received), partial(self._all_to_all, received, sent)
+        x_PD = differentiable(x_SD, there, back)
         # Slots arrive by rank, then by expert.
         expert_P = torch.arange(self.num_local, device=x_SD.device).repeat(self.size)
         order_P = expert_P.repeat_interleave(received_RX.flatten().long()).argsort(stable=True)
         inverse_P = order_P.argsort()
         y_PD = compute(Permute.apply(x_PD, order_P, inverse_P), received_RX.sum(0).cumsum(0).int())
-        return _Exchange.apply(Permute.apply(y_PD, inverse_P, order_P), received, sent, self.group)
+        return differentiable(Permute.apply(y_PD, inverse_P, order_P), back, there)
 
-
-class _Exchange(torch.autograd.Function):
-    """Send consecutive slots to the ranks of a group; the gradient goes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.arguments = (received, sent, group)
-        return _all_to_all(x_SD, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, d_PD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _all_to_all(d_PD, *ctx.arguments), None, None, None
-
-
-def _all_to_all(x_SD: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    found_PD = x_SD.new_empty(sum(received), x_SD.shape[1])
-    dist.all_to_all_single(found_PD, x_SD.contiguous(), received, sent, group=group)
-    return found_PD
+    def _all_to_all(self, sent: list[int], received: list[int], x_SD: Tensor) -> Tensor:
+        """Send consecutive slots to the ranks of the group, ``sent[r]`` to rank r."""
+        found_PD = x_SD.new_empty(sum(received), x_SD.shape[1])
+        dist.all_to_all_single(found_PD, x_SD.contiguous(), received, sent, group=self.group)
+        return found_PD
 
 
 class Permute(torch.autograd.Function):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.inputs import PositionPart
+from vorox.backends.torch_engine.parallel.differentiable import differentiable, unchanged
 from vorox.models.decoder_spec import DecoderSpec
 
 DIVIDED_AXES = frozenset({"heads", "kv_heads", "mlp", "vocab"})
@@ -82,19 +82,23 @@ class TensorGroup:
             x: The stream, the same on all ranks, or this rank's positions of it.
             is_training: Whether the stream belongs to training, where it may be divided.
         """
-        return (_Gather if is_training and self.divides_positions else _Share).apply(x, self.group)
+        if is_training and self.divides_positions:
+            return differentiable(x, self._gather_positions, self._reduce_scatter)
+        return differentiable(x, unchanged, self._all_reduce)
 
     def sum(self, x: Tensor, *, is_training: bool = False) -> Tensor:
         """Return the sum over the ranks, or this rank's positions of it; its gradient goes to every addend."""
-        return (_Scatter if is_training and self.divides_positions else _Sum).apply(x, self.group)
+        if is_training and self.divides_positions:
+            return differentiable(x, self._reduce_scatter, self._gather_positions)
+        return differentiable(x, self._all_reduce, unchanged)
 
     def gather_positions(self, x: Tensor) -> Tensor:
         """Return the residual stream of all positions, without gradients."""
-        return _gathered(x, self.group) if self.divides_positions else x
+        return self._gather_positions(x) if self.divides_positions else x
 
     def sum_positions(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks, or this rank's positions of it, without gradients."""
-        return _scattered_sum(x, self.group) if self.divides_positions else _total(x, self.group)
+        return self._reduce_scatter(x) if self.divides_positions else self._all_reduce(x)
 
     def sum_(self, x: Tensor) -> None:
         """Add the tensors of all ranks in place, without gradients."""
@@ -114,7 +118,28 @@ class TensorGroup:
 
     def join_columns(self, x: Tensor, num: int) -> Tensor:
         """Return the columns of all ranks, ``num`` in total; every rank computes the same from them."""
-        return _JoinColumns.apply(x, self, num)
+        return differentiable(
+            x, lambda x: self.join(x, num, x.ndim - 1), lambda d_y: d_y.narrow(-1, *self.range_of(num))
+        )
+
+    def _gather_positions(self, x_PD: Tensor) -> Tensor:
+        """Return the positions of all ranks, concatenated."""
+        x_PD = x_PD.contiguous()
+        found_MD = x_PD.new_empty(self.size * x_PD.shape[0], *x_PD.shape[1:])
+        dist.all_gather(list(found_MD.chunk(self.size)), x_PD, group=self.group)
+        return found_MD
+
+    def _reduce_scatter(self, x_MD: Tensor) -> Tensor:
+        """Return this rank's positions of the sum over the ranks."""
+        parts = list(x_MD.contiguous().chunk(self.size))
+        total_PD = torch.empty_like(parts[0])
+        dist.reduce_scatter(total_PD, parts, group=self.group)
+        return total_PD
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
 
 @dataclass(frozen=True)
@@ -152,79 +177,3 @@ class TensorParallel(TensorGroup):
     def local_tokens(self, index_M: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of tokens in this rank's part of the vocabulary, and whether they are there (else row 0)."""
         return self.local_rows(index_M, self.spec.vocab_size)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _total(d_x, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG004 - PyTorch's shape
-        return _total(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_y, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scattered_sum(d_y, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gathered(d_y, ctx.group), None
-
-
-class _JoinColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, num: int) -> Tensor:
-        ctx.range = group.range_of(num)
-        return group.join(x, num, x.ndim - 1)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return d_y.narrow(-1, *ctx.range), None, None
-
-
-def _gathered(x_PD: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the positions of all ranks, concatenated."""
-    size, x_PD = dist.get_world_size(group), x_PD.contiguous()
-    found_MD = x_PD.new_empty(size * x_PD.shape[0], *x_PD.shape[1:])
-    dist.all_gather(list(found_MD.chunk(size)), x_PD, group=group)
-    return found_MD
-
-
-def _scattered_sum(x_MD: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's positions of the sum over the ranks."""
-    parts = list(x_MD.contiguous().chunk(dist.get_world_size(group)))
-    total_PD = torch.empty_like(parts[0])
-    dist.reduce_scatter(total_PD, parts, group=group)
-    return total_PD
-
-
-def _total(x: Tensor, group: ProcessGroup) -> Tensor:
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
