@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from vorox.cli import humanize
 from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json, print_wrapped
 from vorox.core.pluralize import pluralize
 
@@ -134,17 +135,12 @@ def _print(finding: Finding) -> None:
 
 
 def _wrapped(line: str) -> list[str]:
-    import textwrap
-
     from vorox.cli.output import terminal_width
 
     width = terminal_width()
     if width is None:
         return [line]
-    return textwrap.wrap(
-        line, max(20, width - len("warn  ")), subsequent_indent=" " * (_NAME_COLUMNS + 1), break_on_hyphens=False,
-        break_long_words=False,
-    )  # fmt: skip
+    return humanize.wrap(line, width - len("warn  "), indent_columns=_NAME_COLUMNS + 1).split("\n")
 
 
 def _findings(root: Path, *, network: bool) -> Iterator[Finding]:

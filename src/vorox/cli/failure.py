@@ -12,12 +12,12 @@ import re
 import shutil
 import sys
 import tempfile
-import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from vorox.cli import humanize
 from vorox.core.atomic import make_directory, write_file
 from vorox.core.disk_errors import disk_error, memory_error
 from vorox.core.errors import (
@@ -57,19 +57,10 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
     known = _explained(error, arguments)
     lines = _four_lines(known, arguments)
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
-    what = _wrapped(lines[0]) if sys.stderr.isatty() else lines[0]  # paths and commands stay whole, to be copied
+    columns = shutil.get_terminal_size().columns
+    what = humanize.wrap(lines[0], columns, indent_columns=2) if sys.stderr.isatty() else lines[0]
     sys.stderr.write(f"{red}{what}{reset}\n" + "\n".join(lines[1:]) + "\n")
     return known.exit_code
-
-
-def _wrapped(text: str) -> str:
-    """Wrap a text between words to the width of the terminal."""
-    width = max(20, shutil.get_terminal_size().columns)
-    parts = (
-        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        for line in text.split("\n")
-    )
-    return "\n".join("\n".join(part) for part in parts)
 
 
 def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:

@@ -1,9 +1,10 @@
-"""Formatting of counts, sizes, durations and fractions; an unknown quantity is a dash, never zero."""
+"""Formatting of counts, sizes, durations, fractions and long lines; an unknown quantity is a dash, never zero."""
 
 from __future__ import annotations
 
 import math
 import re
+import textwrap
 
 UNKNOWN = "-"
 
@@ -86,6 +87,14 @@ def speed(value: float | None) -> str:
 
 def percent(fraction: float | None, digits: int = 0) -> str:
     return UNKNOWN if fraction is None else f"{100 * fraction:.{digits}f}%"
+
+
+def wrap(text: str, columns: int, indent_columns: int) -> str:
+    """Wrap lines between words only, so that paths and commands stay whole; continuation lines are indented."""
+    wrapper = textwrap.TextWrapper(
+        max(20, columns), subsequent_indent=" " * indent_columns, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def printable(text: str) -> str:

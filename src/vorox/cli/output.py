@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TextIO
 
@@ -109,11 +108,8 @@ def print_wrapped(
         if width is None or len(line) <= width:
             typer.echo(line, err=err)
             continue
-        indent = " " * (len(line) - len(line.lstrip()) + 4 if indent_columns is None else indent_columns)
-        for part in textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        ):
-            typer.echo(part, err=err)
+        indent = len(line) - len(line.lstrip()) + 4 if indent_columns is None else indent_columns
+        typer.echo(humanize.wrap(line, width, indent), err=err)
 
 
 def print_text(text: str) -> None:

@@ -12,14 +12,13 @@ import itertools
 import math
 import os
 import sys
-import textwrap
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from vorox.cli.humanize import count, duration, eta, number, percent, printable, size, small, speed
+from vorox.cli.humanize import count, duration, eta, number, percent, printable, size, small, speed, wrap
 from vorox.training.display import Display, Level, NoDisplay, StepView
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _MIN_BAR_CELLS, _BAR_CELLS = 4, 40
 _LINE_COLUMNS = 119
+_INDENT_COLUMNS = len("00:00:00 ")
 _MIN_REDRAW_SECONDS = 0.25
 _HISTORY = 200
 _MEAN_OF = 10
@@ -115,8 +115,8 @@ class LineDisplay:
 
     def message(self, text: str, level: Level = "info") -> None:
         mark = "" if level == "info" else f"{level}: "
-        lines = f"{_time_of_day(self._clock())} {mark}{printable(text)}".split("\n")
-        self._write("\n".join(part for line in lines for part in _wrapped(line)))
+        whole = f"{_time_of_day(self._clock())} {mark}{printable(text)}"
+        self._write(wrap(whole, _LINE_COLUMNS, _INDENT_COLUMNS))
 
     def sample(self, prompt: str, completion: str) -> None:
         self._write("\n".join(sample_lines(prompt, completion)))
@@ -190,8 +190,7 @@ class LiveDisplay:
 
         def print_message() -> None:
             whole = f"{_time_of_day(self._clock())} {printable(text)}"
-            wrapped = "\n".join(part for line in whole.split("\n") for part in _wrapped(line, self._console.width))
-            shown = Text(wrapped, style=_STYLES[level])
+            shown = Text(wrap(whole, self._console.width, _INDENT_COLUMNS), style=_STYLES[level])
             shown.stylize("dim", 0, len("00:00:00"))
             self._console.print(shown)
 
@@ -295,13 +294,6 @@ def sample_lines(prompt: str, completion: str) -> list[str]:
     if len(shown) > _SAMPLE_LINES:
         shown = [*shown[: _SAMPLE_LINES - 1], shown[_SAMPLE_LINES - 1][: _SAMPLE_COLUMNS - 2] + " \u2026"]
     return [f"  \N{BOX DRAWINGS LIGHT VERTICAL} {line}" for line in shown]
-
-
-def _wrapped(line: str, columns: int = _LINE_COLUMNS) -> list[str]:
-    """Wrap a line between words only, so that paths and commands stay whole."""
-    return textwrap.wrap(
-        line, max(20, columns), subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
-    ) or [""]
 
 
 def _time_of_day(seconds: float) -> str:
