@@ -1,4 +1,4 @@
-"""Formatting of counts, sizes, durations, fractions and long lines; an unknown quantity is a dash, never zero."""
+"""Formatting of counts, sizes, durations, fractions and lines; an unknown quantity is a dash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the section ``parallel``: what each kind of parallelism does not support, and sizes that do not divide."""
+"""Checks of the section parallel: settings that each kind of parallelism does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of settings that change what a step computes: precision, fine-tuning, distillation, preference pairs."""
+"""Checks of settings that change what a step computes: precision, fine-tuning, distillation, DPO."""
 
 from __future__ import annotations
 
