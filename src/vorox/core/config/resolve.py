@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,18 +241,15 @@ def slug(text: str) -> str:
 
 def model_label(config: RunConfig) -> str:
     """Return the short name of the model: its preset, else family and size."""
-    model = config.model
-    label = _last_part(model.name_or_path) or _class_name(model.kind) or model.preset
-    return label or f"{model.family}-{model.num_layers}x{model.hidden_size}"
+    return _label(lambda key: getattr(config.model, key))
 
 
-def _last_part(name_or_path: Json) -> str:
-    return str(name_or_path or "").rstrip("/").rpartition("/")[2].partition("@")[0]
-
-
-def _class_name(kind: Json) -> str:
-    """Return the name of a model by import path."""
-    return str(kind).rpartition(":")[2] if is_extension(kind) else ""
+def _label(get: Callable[[str], Json]) -> str:
+    """Return the label of a model, given its settings by key."""
+    last_part = str(get("name_or_path") or "").rstrip("/").rpartition("/")[2].partition("@")[0]
+    class_name = str(get("kind")).rpartition(":")[2] if is_extension(get("kind")) else ""
+    label = last_part or class_name or get("preset")
+    return str(label or f"{get('family')}-{get('num_layers')}x{get('hidden_size')}")
 
 
 def _name_run(tree: ConfigTree, source: str) -> None:
@@ -260,10 +257,8 @@ def _name_run(tree: ConfigTree, source: str) -> None:
     if tree.is_explicit("run.name"):
         return
     stem = slug(Path(source).stem if Path(source).suffix in {".yaml", ".yml", ".json", ".py"} else Path(source).name)
-    preset = _last_part(tree.get("model.name_or_path")) or _class_name(tree.get("model.kind"))
-    preset = preset or tree.get("model.preset")
-    label = preset or f"{tree.get('model.family')}-{tree.get('model.num_layers')}x{tree.get('model.hidden_size')}"
-    name = stem if slug(str(label)).lower() in stem.replace("_", "-").lower() else f"{stem}-{slug(str(label))}"
+    label = slug(_label(lambda key: tree.get(f"model.{key}")))
+    name = stem if label.lower() in stem.replace("_", "-").lower() else f"{stem}-{label}"
     tree.set_default("run.name", name, "name of the configuration and the model")
 
 
