@@ -119,14 +119,6 @@ def products(compute: Compute) -> Products:
 # -- plain ------------------------------------------------------------------------------------------------------------
 
 
-def _plain_embed(tokens_M: Tensor, weight_VD: nn.Parameter) -> Tensor:
-    return F.embedding(tokens_M, weight_VD)
-
-
-def _plain_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
-    return F.linear(x_MD, weight_OD, bias_O)
-
-
 def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: float) -> Tensor:
     scale_D = weight_D + offset if offset else weight_D
     return F.rms_norm(x_MD, weight_D.shape, scale_D.to(x_MD.dtype), eps)  # mixed types would not be fused
@@ -159,7 +151,7 @@ def _plain_grouped(x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, dtype:
     return F.grouped_mm(x_SD.to(dtype), weight_EOD.mT, offs=ends_E)
 
 
-PLAIN = Kernels(_plain_embed, _plain_linear, _plain_rms_norm, _plain_gate, _plain_rotate, _plain_grouped)
+PLAIN = Kernels(F.embedding, F.linear, _plain_rms_norm, _plain_gate, _plain_rotate, _plain_grouped)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
