@@ -35,7 +35,7 @@ from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.report import PrepareProgress
 from vorox.data.corpus import prepare
 from vorox.data.tokenizers.loading import planned_vocab_size
-from vorox.data.tokenizers.store import load_run_tokenizer
+from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
 from vorox.models.memory_advice import check_host_memory
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.spec import ModelSpec
@@ -238,11 +238,14 @@ def make_workload(
     if not dist.is_main:  # the main rank builds shared caches first
         dist.barrier("corpus")
     kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
+    tokenizer = kept or configured_untrained(config.tokenizer)
+    run_directory = None if tokenizer_directory is None else tokenizer_directory.parent
+    if tokenizer is not None:  # refuse a model that does not fit the tokenizer before the text is packed
+        resolve_model(config, tokenizer.vocab_size, run_directory)
     options = BuildOptions(on_repair=log.warning, leads=dist.local_rank == 0)
-    corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=kept)
+    corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=tokenizer)
     if dist.is_main:
         dist.barrier("corpus")
-    run_directory = None if tokenizer_directory is None else tokenizer_directory.parent
     spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
     compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)

@@ -15,6 +15,8 @@ import tiny_runs
 from dataset_folders import write_mds
 from pictures import picture_configuration
 from vorox.cli import main
+from vorox.core.schema.tokenizer import TokenizerConfig
+from vorox.data.tokenizers.loading import train
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,22 @@ def refused(words: list[str], directory: Path, capsys: pytest.CaptureFixture[str
     assert not list((directory / "runs").glob("*/metrics.jsonl"))
     assert not list((directory / "runs").glob("*/checkpoints/*"))
     return said
+
+
+def test_a_folder_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nothing").mkdir()
+    assert "The folder contains no files" in refused(["train", "--data", str(tmp_path / "nothing")], tmp_path, capsys)
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused_before_the_text_is_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_runs.configuration(tmp_path)
+    train(TokenizerConfig(kind="byte"), ()).save(tmp_path / "tokenizer")
+    file = f"tokenizer.path={tmp_path}/tokenizer/tokenizer.json"
+    assert main(["train", str(tmp_path / "tiny.yaml"), "model.vocab_size=100", "tokenizer.kind=file", file]) == 2
+    assert "vocab_size = 100, but the tokenizer has 257 tokens" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "cache").glob("text-*"))
 
 
 @pytest.mark.parametrize("name", ["../other/shard.00000.mds", "/etc/passwd"])

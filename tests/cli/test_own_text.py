@@ -20,6 +20,7 @@ from vorox.cli.config import source_and_overrides
 from vorox.core.config import load_config
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
+from vorox.data.text.format_detection import detect_source
 
 TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon. " * 40 for number in range(40)]
 
@@ -28,6 +29,12 @@ TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon.
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_first_record_that_is_longer_than_the_sample() -> None:
+    records = [{"text": "word " * 100_000}, *({"text": text} for text in TEXTS)]
+    Path("long.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    assert detect_source(["long.jsonl"], {}).source["text_field"] == "text"
 
 
 def _txt() -> str:

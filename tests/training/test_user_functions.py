@@ -162,6 +162,12 @@ def test_what_cannot_work_is_refused(settings: list[str], what: str, tmp_path: P
     assert refused.value.where.startswith(("schedule.name", "log."))
 
 
+def test_a_misspelled_function_is_refused_with_the_nearest(tmp_path: Path, functions: Path) -> None:
+    with pytest.raises(ConfigError, match="has no function fallin") as refused:
+        run(tmp_path, [f"schedule.name={functions}:fallin"])
+    assert "falling" in refused.value.hint
+
+
 def test_other_words_are_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"one of cosine, linear, wsd, constant or package.module:function"):
         load_config("quickstart", ["schedule.name=sinus"])

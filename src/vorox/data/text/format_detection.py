@@ -31,6 +31,7 @@ from vorox.data.text.file_content import Limits, open_content
 from vorox.data.text.formats import arrow, mds, read_records, split_blocks, suffixes
 
 _SAMPLE_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 128 << 20
 _SAMPLE_FILES = 64
 _SAMPLED_RECORDS = 50
 _TEXT_FIELDS = ("text", "content", "body", "document", "article")
@@ -78,6 +79,8 @@ def detect_source(paths: Sequence[str], given: Mapping[str, Any] | None = None) 
     if isinstance(fields := given.get("chat_fields"), str):  # as on the command line
         given["chat_fields"] = [field.strip(" '\"") for field in fields.strip(" []").split(",")]
     files = [file for path in paths for file in storage.list_files(path, ("",))]
+    if not files:
+        raise DataError("The folder contains no files", where=", ".join(paths), hint="give a path to text")
     sizes = _bytes_by_format(files)
     if not sizes and "format" not in given:
         endings = ", ".join(sorted({PurePath(file.uri).suffix or "(none)" for file in files})[:6])
@@ -154,8 +157,13 @@ def _delimiter(file: StoredFile) -> str:
 
 
 def _lines(file: StoredFile) -> Iterator[str]:
-    with open_content(file, 0, _SAMPLE_BYTES // 4) as content:
-        head = content.read(_SAMPLE_BYTES // 4)
+    """Yield the first lines of a file; the first one whole, if it is not extremely long."""
+    num_bytes = _SAMPLE_BYTES // 4
+    with open_content(file, 0, num_bytes) as content:
+        head = content.read(num_bytes)
+    if len(head) == num_bytes and b"\n" not in head:
+        with open_content(file, 0, _LONGEST_LINE_BYTES) as content:
+            head = content.read(_LONGEST_LINE_BYTES)
     yield from head.decode("utf-8-sig", "replace").splitlines()
 
 

@@ -66,10 +66,9 @@ def resolve_tokenizer(
         ConfigError: The settings conflict, or there is too little text to train on.
         DataError: The store lacks the tokenizer and ``build`` is false, or the stored one is corrupt.
     """
-    tokenizer = load_untrained(config) or _load_or_train(
-        config, data, sources, weights, validation, root, build, on_progress
+    return configured_untrained(config) or _configured(
+        _load_or_train(config, data, sources, weights, validation, root, build, on_progress), config
     )
-    return _configured(tokenizer, config)
 
 
 def stored_with_same_settings(
@@ -106,6 +105,12 @@ def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | 
     if config.kind not in {"bpe", "char"} or not (directory / TOKENIZER_NAME).exists():
         return None
     return _configured(load(directory, end_of_text=config.end_of_text or END_OF_TEXT), config)
+
+
+def configured_untrained(config: TokenizerConfig) -> Tokenizer | None:
+    """Return the tokenizer of a configuration if it needs no training. Errors as of ``load_untrained``."""
+    tokenizer = load_untrained(config)
+    return None if tokenizer is None else _configured(tokenizer, config)
 
 
 def _configured(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
