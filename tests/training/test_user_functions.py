@@ -149,7 +149,7 @@ def test_what_fails_is_reported_once_and_stops_nothing(tmp_path: Path, functions
     [
         (["schedule.name=nowhere.module:shape"], "Cannot import schedule nowhere.module:shape"),
         (["schedule.name=no/such/file.py:shape"], "Cannot import schedule no/such/file.py:shape"),
-        (["schedule.name={file}:FUNCTIONS"], "Cannot import"),
+        (["schedule.name={file}:FUNCTIONS"], "Cannot import"),  # no such name
         (["log.sinks=['{file}:no_sink']"], "has no name and no write and no flush and no close"),
         (["log.sinks=['{file}:breaks']"], "cannot be opened"),
         (["log.metrics=['{file}:several', '{file}:several']"], "2 functions named several"),

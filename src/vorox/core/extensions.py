@@ -83,13 +83,15 @@ def load_function(
             "install its package, or add its folder to PYTHONPATH",
         ) from error  # fmt: skip
     function = getattr(module, function_name, None)
-    if not callable(function):
+    if function is None:
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         near = difflib.get_close_matches(function_name, own, n=2)
         raise ConfigError(
             f"Cannot import {kind} {path}: {module_name} has no function {function_name}", where=where,
             hint=f"did you mean {' or '.join(near)}?" if near else f"it defines {', '.join(own[:8]) or 'none'}",
         )  # fmt: skip
+    if not callable(function):
+        raise ConfigError(f"{path} is not a function", where=where, hint="name a function or a class")
     return function
 
 

@@ -8,6 +8,8 @@ quantise the base on their own.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,13 @@ def plain_losses(model: Any) -> list[float]:
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
         return model.eval()(input_ids=torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+
+
+def test_loading_peft_recommends_no_download() -> None:
+    """On CPUs with AVX512-BF16, bitsandbytes would ask for a kernel that plain adapters do not use."""
+    program = "from vorox.backends.torch_engine.adapters import _library; _library('peft'); import bitsandbytes"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install kernels" not in output.stderr
 
 
 @pytest.mark.parametrize("case", KINDS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -218,6 +219,8 @@ def _check_targets(layers: list[str], targets: tuple[str, ...] | None) -> None:
 
 
 def _library(name: str) -> Any:
+    # On CPUs with AVX512-BF16, bitsandbytes, which peft imports, recommends a kernel for 4 bits that it would download.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)
     except ImportError as error:
