@@ -240,13 +240,14 @@ def make_workload(
     kept = None if tokenizer_directory is None else load_run_tokenizer(tokenizer_directory, config.tokenizer)
     tokenizer = kept or configured_untrained(config.tokenizer)
     run_directory = None if tokenizer_directory is None else tokenizer_directory.parent
-    if tokenizer is not None:  # refuse a model that does not fit the tokenizer before the text is packed
-        resolve_model(config, tokenizer.vocab_size, run_directory)
+    # A model that does not fit its tokenizer is refused before the text is packed, if the tokenizer is known by then.
+    spec = None if tokenizer is None else resolve_model(config, tokenizer.vocab_size, run_directory)
     options = BuildOptions(on_repair=log.warning, leads=dist.local_rank == 0)
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=tokenizer)
     if dist.is_main:
         dist.barrier("corpus")
-    spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
+    if spec is None:
+        spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
     compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)
     load_base(config, spec, engine)
