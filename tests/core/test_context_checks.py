@@ -31,18 +31,20 @@ def test_what_fits_has_no_problem() -> None:
     assert SIZE not in named_keys(config_of())
     assert "model.kind" not in named_keys(config_of(TRANSFORMERS))
     assert SIZE not in named_keys(config_of({"dropout_fraction": 0.1}, parallel__fsdp_size=2))
+    assert SIZE not in named_keys(config_of(TRANSFORMERS, parallel__tensor_parallel_size=2))
+    assert SIZE not in named_keys(config_of(parallel__pipeline_parallel_size=2, parallel__tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(parallel__tensor_parallel_size=2), config_of(parallel__pipeline_parallel_size=2),
-        config_of(runtime__compile=True), config_of(train__forward_backward="step.py:run"),
+        config_of(TRANSFORMERS, parallel__pipeline_parallel_size=2), config_of(runtime__compile=True),
+        config_of(train__forward_backward="step.py:run"),
         config_of(runtime__determinism="bitwise-any-world"), config_of({"block": "block.py:Block"}),
         config_of({"num_experts": 4}), config_of({"kind": "model.py:Model"}),
         config_of(loss__name="dpo"), config_of(train__distillation={"teacher": "run"}), config_of(size=5),
     ],
-    ids=["tensor", "pipeline", "compile", "step", "any world", "block", "experts", "kind", "dpo", "teacher", "rows"],
+    ids=["transformers pipeline", "compile", "step", "any world", "block", "experts", "kind", "dpo", "teacher", "rows"],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused(config: RunConfig) -> None:
     assert SIZE in named_keys(config)
@@ -61,6 +63,9 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
     with pytest.raises(ConfigError, match="num_heads = 4 is not divisible by context_parallel_size = 3") as caught:
         check_divisible(config_of(size=3), spec_of(config_of()))
     assert "1, 2, 4" in str(caught.value.hint)
+    both = config_of({"num_heads": 6, "hidden_size": 24}, parallel__tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"num_heads = 6 is not .* tensor_parallel_size x context_parallel_size = 4"):
+        check_divisible(both, spec_of(both))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,11 @@ def test_sequence_parallelism_needs_rows_that_divide_and_no_statistics() -> None
     assert name in named_keys(config(4, log__activation_statistics=True))
     (problem,) = [problem for problem in find_problems(config(5)) if name in problem.keys]
     assert "set data.sequence_length_tokens=20" in problem.what
+    (problem,) = [
+        problem for problem in find_problems(config(4, parallel__context_parallel_size=4)) if name in problem.keys
+    ]
+    assert "tensor_parallel_size=4 x parallel.context_parallel_size=4, which" in problem.what
+    assert "set data.sequence_length_tokens=16" in problem.what
 
 
 def spec_of(config: RunConfig) -> Any:

@@ -37,8 +37,9 @@ TWO = [f"1,1,1,1,2:{'+'.join(('transformers qwen3', *part))}" for part in (OTHER
             ],
             4,
         ),
+        (["1,1,2,1,2:transformers qwen3+transformers llama+transformers gemma3_text"], 4),
     ],
-    ids=["alone", "four, with replicas, and with FSDP2"],
+    ids=["alone", "four, with replicas, and with FSDP2", "with tensor parallelism"],
 )
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""

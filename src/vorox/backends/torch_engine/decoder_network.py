@@ -111,7 +111,7 @@ class DecoderNetwork:
         config, spec, compute, parallel = self._config, self._local, self._compute, self._parallel
         groups = optimizer_groups(self._spec, config.optimizer)
         attend = attention.attention_kernel(config.model.attention_kernel)
-        if parallel is not None:
+        if parallel is not None and self._positions is None:
             attend = attention.attend_with_share(attend, parallel.index, parallel.size)
         if config.parallel.kind == "deepspeed":
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
@@ -324,9 +324,6 @@ class DecoderNetwork:
         if self.module.training != is_training:  # `train` visits every module
             self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
-        part = None if exchange is None else exchange.part
-        if is_training and self._parallel is not None:
-            part = self._parallel.part
         positions: Tensor | None = None
         first, num_attended = num_past, num_positions
         if exchange is not None:
@@ -356,7 +353,7 @@ class DecoderNetwork:
             cache=cache,
             images=images,
             recompute=self._config.train.activation_checkpointing if is_training else "none",
-            part=part,
+            part=self._parallel.part if is_training and self._parallel is not None else None,
             exchange=exchange,
         )
 

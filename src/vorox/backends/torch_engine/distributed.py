@@ -32,6 +32,7 @@ from vorox.core.batch import DataShard
 from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError, StalledError
 from vorox.core.schema import RunConfig
+from vorox.core.schema.runtime import ParallelConfig
 
 TIMEOUT = timedelta(minutes=10)
 """A collective that takes longer has lost a rank."""
@@ -122,16 +123,14 @@ class Ranks:
         shard: The part of each global batch that this rank trains on.
         data_parallel_size: Replicas of the model.
         fsdp_size: Shards of one replica that train on different rows.
-        mesh: Mesh with the axes ``data`` and ``fsdp``, and ``pp`` and ``tp`` if one of them is used; ``None`` for a
-            single process.
+        mesh: Mesh with the axes ``data`` and ``fsdp``, and ``pp`` and ``tp`` if the positions, layers or products of a
+            replica are divided; ``None`` for a single process.
         is_exact: Whether no bit of a sum may depend on the number of ranks.
         tensor_parallel_size: Ranks that share every matrix product.
-        row_group: With tensor parallelism or a pipeline, the ranks that together train on each row once; ``None`` for
-            all ranks.
-        value_group: With tensor parallelism or a pipeline, the ranks whose values add up to those of all rows: of a
-            pipeline, one stage has a value and the others have 0; ``None`` for all ranks.
-        replica_group: With tensor parallelism or a pipeline, the ranks of one replica; ``None`` for those of the axis
-            ``fsdp``.
+        row_group: The ranks that together train on each position of each row once; ``None`` for all ranks.
+        value_group: The ranks whose values add up to those of all rows: of a pipeline, one stage has a value and the
+            others have 0; ``None`` for all ranks.
+        replica_group: The ranks of one replica; ``None`` for those of the axis ``fsdp``.
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
         pipeline_group: Those ranks, which read the same rows; ``None`` without a pipeline.
         context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
@@ -327,10 +326,8 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     if world_size == 1 and parallel.expert_parallel_size == 1:
         return Ranks(is_exact=is_exact)
     data, fsdp = sizes["data_parallel_size"], sizes["fsdp_size"]
-    if pipeline > 1 or tensor > 1:
-        return _divided_replicas(data, fsdp, tensor, pipeline, context.rank, device)
-    if positions > 1:
-        return _context_groups(data, fsdp, positions, parallel.context_parallel_kind, context.rank, device)
+    if pipeline > 1 or tensor > 1 or positions > 1:
+        return _divided_replicas(parallel, data * fsdp, context.rank, device)
     num_expert_parts = parallel.expert_parallel_size
     if data % num_expert_parts:
         raise ConfigError(
@@ -343,14 +340,20 @@ def ranks(config: RunConfig, context: DistributedContext, device: torch.device) 
     return Ranks(DataShard(context.rank, world_size), data, fsdp, mesh, is_exact)
 
 
-def _divided_replicas(data: int, fsdp: int, tensor: int, pipeline: int, rank: int, device: torch.device) -> Ranks:
-    """Return the layout of ``data`` replicas of ``fsdp x tensor x pipeline`` ranks each.
+def _divided_replicas(parallel: ParallelConfig, num_row_parts: int, rank: int, device: torch.device) -> Ranks:
+    """Return the layout of replicas whose matrix products, positions or layers are divided.
 
-    Ranks that share every matrix product are adjacent, because they communicate most. Those of one stage follow: they
+    Ranks that share every matrix product are adjacent, because they communicate most. Those that divide the positions
+    of a row follow; parameters treat them as replicas, or with FSDP as shards. Those of one stage come next: they
     exchange gradients of all parameters, stages only activations.
 
     Shape legend: P stages, D replicas, F shards, T ranks of a matrix product.
     """
+    tensor, pipeline, positions = (
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+    )  # fmt: skip
+    fsdp = parallel.fsdp_size * positions if parallel.fsdp_size > 1 else 1
+    data = num_row_parts * positions // fsdp
     shape, names = (pipeline, data, fsdp, tensor), ("pp", "data", "fsdp", "tp")
     mesh, ranks_PDFT = init_device_mesh(device.type, shape, mesh_dim_names=names), torch.arange(prod(shape)).view(shape)
 
@@ -361,27 +364,16 @@ def _divided_replicas(data: int, fsdp: int, tensor: int, pipeline: int, rank: in
         members = ranks_PDFT.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
         return _subgroup(members.tolist())
 
-    row_group = group_along("data", "fsdp")
+    row_group, context_group = group_along("data", "fsdp"), None
+    if positions > 1:
+        context_group = _subgroup(ranks_PDFT.view(-1, positions, tensor).transpose(1, 2).flatten(0, 1).tolist())
     return Ranks(
-        DataShard(rank // tensor % (data * fsdp), data * fsdp), data, fsdp, mesh, tensor_parallel_size=tensor,
+        DataShard(rank // (tensor * positions) % num_row_parts, num_row_parts), data, fsdp, mesh,
+        tensor_parallel_size=tensor,
         row_group=row_group, value_group=row_group if pipeline == 1 else group_along("pp", "data", "fsdp"),
         replica_group=group_along("pp", "fsdp", "tp"), pipeline_parallel_size=pipeline,
-        pipeline_group=None if pipeline == 1 else group_along("pp"),
-    )  # fmt: skip
-
-
-def _context_groups(data: int, fsdp: int, size: int, kind: str, rank: int, device: torch.device) -> Ranks:
-    """Return the layout of groups of ``size`` adjacent ranks that divide the positions of their rows.
-
-    Parameters are replicated on all ranks, or with FSDP sharded over ``fsdp x size`` ranks.
-    """
-    num_shards = fsdp * size if fsdp > 1 else 1
-    num_replicas, world_size = data * fsdp * size // num_shards, data * fsdp * size
-    mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=("data", "fsdp"))
-    group = _subgroup([list(range(first, first + size)) for first in range(0, world_size, size)])
-    return Ranks(
-        DataShard(rank // size, data * fsdp), num_replicas, num_shards, mesh, context_parallel_size=size,
-        context_group=group, context_parallel_kind=kind,
+        pipeline_group=None if pipeline == 1 else group_along("pp"), context_parallel_size=positions,
+        context_group=context_group, context_parallel_kind=parallel.context_parallel_kind,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.attention import AttentionMask
 from vorox.backends.torch_engine.experts import RouterStep
-from vorox.backends.torch_engine.inputs import PositionPart, dropout
+from vorox.backends.torch_engine.inputs import WHOLE, PositionPart, dropout
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.state_space import MambaState
 from vorox.backends.torch_engine.vision import ImageInputs
@@ -50,7 +50,7 @@ class ForwardContext:
         images: The images of the micro-batch, which take the place of token embeddings.
         recompute: Activation checkpointing: ``block`` saves only the inputs of blocks for the backward pass, ``dots``
             also matrix products and attention.
-        part: The part of the residual stream that is here; ``None`` for all.
+        part: With sequence parallelism, the part of the residual stream that is here; ``None`` for all.
         exchange: Attends to the positions of other ranks, if ``shape_BT`` is the part of every row that is here.
         router: Losses and metrics of the routers of experts; ``None`` in evaluation, and without experts.
     """
@@ -73,7 +73,7 @@ class ForwardContext:
     @property
     def stream_BT(self) -> tuple[int, int]:
         """Number of rows and positions of the residual stream; with sequence parallelism, rows follow each other."""
-        if self.part is None or self.exchange is not None:
+        if self.part is None:
             return self.shape_BT
         return 1, math.prod(self.shape_BT) // self.part.size
 
@@ -81,10 +81,15 @@ class ForwardContext:
     def stream_positions(self) -> Tensor:
         """``positions`` of the residual stream."""
         assert self.positions is not None
-        if self.part is None or self.exchange is not None:
+        if self.part is None:
             return self.positions
         return self.part.select(self.positions.expand(self.shape_BT).reshape(1, -1))
 
+    @property
+    def row_part(self) -> PositionPart:
+        """The part of every row that is here."""
+        return WHOLE if self.exchange is None else self.exchange.part
+
     def drop(self, x_MD: Tensor) -> Tensor:
         """Apply dropout to the residual stream."""
-        return dropout(x_MD, self.dropout, self.stream_BT[0], self.part)
+        return dropout(x_MD, self.dropout, self.shape_BT[0], self.row_part, self.part or WHOLE)

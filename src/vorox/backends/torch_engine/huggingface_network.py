@@ -19,7 +19,7 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.fake_quantization import quantize_modules
 from vorox.backends.torch_engine.float8_linear import convert_modules
 from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
-from vorox.backends.torch_engine.inputs import add_noise
+from vorox.backends.torch_engine.inputs import WHOLE, add_noise
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
@@ -56,7 +56,7 @@ class HuggingFaceNetwork(ModuleNetwork):
             self._compute.choices.document_states = "resets"
         context = ContextParallel.of(self._ranks)
         self._divided_rows = None if context is None else DividedRows(module, context)
-        part = None if context is None else context.part
+        part = WHOLE if context is None else context.part
         alpha = self._config.train.embedding_noise
         if alpha is not None:
 

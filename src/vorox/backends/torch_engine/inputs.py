@@ -93,37 +93,52 @@ class PositionPart:
         join: Any = torch.cat if isinstance(array_BT, Tensor) else np.concatenate
         return join(parts, 1)
 
-    def sample(self, x_MD: Tensor, num_rows: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return this part of ``draw(ones)``, which is drawn for whole rows, so it equals that of one process."""
-        width, hidden_size = x_MD.shape[0] // num_rows, x_MD.shape[1]
-        drawn = draw(torch.ones(num_rows, width * self.size, hidden_size, device=x_MD.device))
-        return self.select(drawn).reshape(x_MD.shape).to(x_MD.dtype)
+
+WHOLE = PositionPart(0, 1)
 
 
-def dropout(x_MD: Tensor, fraction: float, num_rows: int, part: PositionPart | None) -> Tensor:
-    """Apply dropout to the residual stream of whole rows, or of a part of their positions."""
+def _sample(
+    x_MD: Tensor, num_rows: int, row_part: PositionPart, stream_part: PositionPart, draw: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return this rank's part of ``draw(ones)``, which is drawn for whole rows, so it equals that of one process."""
+    width, hidden_size = x_MD.shape[0] * row_part.size * stream_part.size // num_rows, x_MD.shape[1]
+    drawn_BPD = row_part.select(draw(torch.ones(num_rows, width, hidden_size, device=x_MD.device)))
+    return stream_part.select(drawn_BPD.reshape(1, -1, hidden_size)).reshape(x_MD.shape).to(x_MD.dtype)
+
+
+def dropout(
+    x_MD: Tensor, fraction: float, num_rows: int, row_part: PositionPart = WHOLE, stream_part: PositionPart = WHOLE
+) -> Tensor:
+    """Apply dropout to the residual stream.
+
+    Args:
+        x_MD: The positions that are here.
+        fraction: Dropout rate.
+        num_rows: Rows of the micro-batch.
+        row_part: The part of each row that is here.
+        stream_part: The part of all these positions in sequence that is here.
+    """
     if fraction == 0:
         return x_MD
-    if part is None:
+    if row_part.size == stream_part.size == 1:
         return F.dropout(x_MD, fraction)
-    return x_MD * part.sample(x_MD, num_rows, lambda ones: F.dropout(ones, fraction))
+    return x_MD * _sample(x_MD, num_rows, row_part, stream_part, lambda ones: F.dropout(ones, fraction))
 
 
-def add_noise(x: Tensor, alpha: float, num_positions: int, part: PositionPart | None = None) -> Tensor:
+def add_noise(x: Tensor, alpha: float, num_positions: int, part: PositionPart = WHOLE) -> Tensor:
     """Add noise to token embeddings: uniform in [-1, 1] x alpha / sqrt(T D), drawn in fp32 (NEFTune, arXiv 2310.05914).
 
     Args:
         x: Embeddings ``[..., D]``.
         alpha: ``train.embedding_noise``.
         num_positions: Positions of a row that are here, T.
-        part: The part of the positions that is here; ``None``: whole rows.
+        part: The part of each row that is here.
     """
-    if part is None:
+    if part.size == 1:
         noise = torch.empty(x.shape, device=x.device).uniform_(-1, 1)
     else:
-        noise = part.sample(x, x.shape[0] // num_positions, lambda ones: ones.uniform_(-1, 1))
-        num_positions *= part.size
-    return x + (noise * (alpha / math.sqrt(num_positions * x.shape[-1]))).to(x.dtype)
+        noise = _sample(x, x.shape[0] // num_positions, part, WHOLE, lambda ones: ones.uniform_(-1, 1))
+    return x + (noise * (alpha / math.sqrt(num_positions * part.size * x.shape[-1]))).to(x.dtype)
 
 
 @contextlib.contextmanager

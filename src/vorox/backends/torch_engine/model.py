@@ -302,7 +302,7 @@ class Decoder(nn.Module):
         if self._embedding_scale != 1:
             x_MD = x_MD * self._embedding_scale
         if context.embedding_noise is not None:
-            x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1], context.part)
+            x_MD = add_noise(x_MD, context.embedding_noise, context.shape_BT[1], context.row_part)
         if context.images is not None:
             x_MD = cast("ImageEncoder", self.vision)(x_MD, context.images)
         if self.position_embedding is not None:

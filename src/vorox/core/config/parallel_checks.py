@@ -15,8 +15,8 @@ _CONTEXT_KIND = "parallel.context_parallel_kind"
 _KIND, _OFFLOAD = "parallel.kind", "parallel.fsdp_offload"
 _LOSSES = ("adapter.kind", "loss.name", "train.distillation.teacher", "train.distillation.logits")
 _BY_CONTEXT = (
-    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", "parallel.tensor_parallel_size",
-    "parallel.pipeline_parallel_size", *_LOSSES, "train.forward_backward", "runtime.compile", "runtime.determinism",
+    "model.kind", "model.block", "model.num_experts", "model.layer_pattern", *_LOSSES, "train.forward_backward",
+    "runtime.compile", "runtime.determinism",
 )  # fmt: skip
 _BY_EXPERTS = (
     "model.kind", "parallel.fsdp_size", "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size",
@@ -111,7 +111,12 @@ def context_problems(config: RunConfig) -> Iterator[Problem]:
     size, model = config.parallel.context_parallel_size, config.model
     if size == 1:
         return
-    yield from unsupported(config, CONTEXT_SIZE, f"{CONTEXT_SIZE} above 1", _BY_CONTEXT)
+    stages, name = config.parallel.pipeline_parallel_size, "parallel.pipeline_parallel_size"
+    is_divided = model.kind == "huggingface" and stages > 1
+    yield from unsupported(
+        config, CONTEXT_SIZE, f"{CONTEXT_SIZE} above 1", _BY_CONTEXT,
+        Refusal(is_divided, name, stages, f"{name}=1 for transformers models"),
+    )  # fmt: skip
     divisor, context = size, f"{CONTEXT_SIZE}={size}"
     if config.parallel.context_parallel_kind == "ring":
         divisor, context = 2 * size, f"2 x {CONTEXT_SIZE}={2 * size}, which {_CONTEXT_KIND}=ring needs"
@@ -139,11 +144,14 @@ def sequence_problems(config: RunConfig) -> Iterator[Problem]:
     if config.log.activation_statistics:
         key = "log.activation_statistics"
         yield Problem(f"{key}=true is not supported with {name}=true; set {key}=false", keys=(key, name))
+    divisor, divided = size, f"parallel.tensor_parallel_size={size}"
+    if (positions := config.parallel.context_parallel_size) > 1:
+        divisor, divided = size * positions, f"{divided} x {CONTEXT_SIZE}={positions}"
     for key, length in _row_lengths(config):
-        if length % size:
+        if length % divisor:
             yield Problem(
-                f"{key}={length:,} is not divisible by parallel.tensor_parallel_size={size}, which {name}=true needs; "
-                f"set {key}={length // size * size or size}",
+                f"{key}={length:,} is not divisible by {divided}, which {name}=true needs; "
+                f"set {key}={length // divisor * divisor or divisor}",
                 keys=(key, name),
             )
 

@@ -38,10 +38,12 @@ class ContextParallel:
     Attributes:
         part: The positions of this rank; with ring attention in zigzag.
         group: The ranks that divide the positions of the same rows.
+        heads: Index and number of the shares of the heads, of which this rank attends with one.
     """
 
     part: PositionPart
     group: ProcessGroup
+    heads: tuple[int, int]
 
     @classmethod
     def of(cls, ranks: Ranks) -> ContextParallel | None:
@@ -49,8 +51,10 @@ class ContextParallel:
         group = ranks.context_group
         if group is None:
             return None
-        is_ring = ranks.context_parallel_kind == "ring"
-        return cls(PositionPart(dist.get_rank(group), ranks.context_parallel_size, is_zigzag=is_ring), group)
+        index, size = dist.get_rank(group), ranks.context_parallel_size
+        part = PositionPart(index, size, is_zigzag=ranks.context_parallel_kind == "ring")
+        # Tensor parallelism divides the heads first.
+        return cls(part, group, (ranks.tensor_index * size + index, ranks.tensor_parallel_size * size))
 
     @property
     def is_ring(self) -> bool:
@@ -61,7 +65,7 @@ class ContextParallel:
         """Return attention of this rank's positions to all positions of their rows."""
         if self.is_ring:
             return self._attend_in_ring
-        return partial(self._attend, attend_with_share(attend, self.part.index, self.part.size))
+        return partial(self._attend, attend_with_share(attend, *self.heads))
 
     def mask(
         self, segments_BT: Int32Array | None, window_tokens: int | None, device: torch.device

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import attention, kernels
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.forward_context import ForwardContext
-from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, RunBlock
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
@@ -62,8 +61,11 @@ class PipelineNetwork(DecoderNetwork):
         return nn.ModuleList(decoders), self._forward
 
     def _stream_shape(self, num_rows: int, num_positions: int, is_training: bool) -> tuple[int, int]:
-        part = self._parallel.part if is_training and self._parallel is not None else None
-        return num_rows * num_positions // (1 if part is None else part.size), self._spec.hidden_size
+        size = 1
+        if is_training:
+            part = None if self._parallel is None else self._parallel.part
+            size = self._ranks.context_parallel_size * (1 if part is None else part.size)
+        return num_rows * num_positions // size, self._spec.hidden_size
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ class PipelineNetwork(DecoderNetwork):
 
     def _objective(self, step: TrainingStep, decoder: Decoder, index: int, hidden_MD: Tensor) -> Tensor:
         """Return the scaled objective of a micro-batch on the last stage."""
-        labels = labels_to_device(step.batch.labels_ABT[index], self._compute.device)
+        labels = self._labels(step.batch, index)
         with self._compute.no_autocast():
             objective, step.sums[index] = self.loss.train(
                 hidden_MD, decoder.head_weight, labels, step.scale, step.loss_scale
