@@ -64,8 +64,9 @@ def test_heads_that_do_not_divide_are_refused_with_sizes_that_do() -> None:
         check_divisible(config_of(size=3), spec_of(config_of()))
     assert "1, 2, 4" in str(caught.value.hint)
     both = config_of({"num_heads": 6, "hidden_size": 24}, parallel__tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"num_heads = 6 is not .* tensor_parallel_size x context_parallel_size = 4"):
+    with pytest.raises(ConfigError, match=r"num_heads = 6 is not .* x context_parallel_size = 4") as caught:
         check_divisible(both, spec_of(both))
+    assert "choose sizes whose product is one of 1, 2, 3, 6" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

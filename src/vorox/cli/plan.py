@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vorox.training.resource_plan import ResourcePlan
 
 _MANY_DEVICES = 1000
+_SIZES = (
+    "data_parallel_size", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
+)  # fmt: skip
 PARTS = {
     "parameters": "parameter_bytes",
     "gradients": "gradient_bytes",
@@ -80,11 +83,12 @@ def plan(
     found = plan_resources(
         config, spec, devices, mfu_fraction=mfu, compiled=backends.compiled_memory if compiled else None
     )
-    if found.config.parallel.num_devices > devices.num_devices:
+    parallel = found.config.parallel
+    if parallel.num_devices > devices.num_devices:
+        sizes = [f"parallel.{name}" for name in _SIZES if getattr(parallel, name) not in {1, "auto"}]
         raise DoesNotFitError(
-            f"The configuration needs {found.config.parallel.num_devices:,} devices; {devices.name} has "
-            f"{devices.num_devices:,}",
-            where="parallel", hint="lower parallel.fsdp_size or parallel.data_parallel_size",
+            f"The configuration needs {parallel.num_devices:,} devices; {devices.name} has {devices.num_devices:,}",
+            where="parallel", hint=f"lower {' or '.join(sizes)}, or name other hardware with --hardware",
         )  # fmt: skip
     if as_json:
         print_json(_as_json(found, mfu))
