@@ -144,6 +144,8 @@ def test_new_files_join_the_caches_of_the_tokenizer_that_was_trained_before(
     assert all(0 < report["units_built"] < report["units"] for report in grown.values())
     assert {path.name for path in (place / "cache").glob("text-*")} == before
     assert vorox("data", "stats", name, "data.cache.grow=true")[0] == 0
+    _, out, _ = vorox("data", "grow", name)
+    assert "BUILT-NOW" in out, "0 of the units: all were there"
 
 
 def test_options_that_contradict_each_other_are_refused(vorox: Run) -> None:

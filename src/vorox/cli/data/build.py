@@ -148,7 +148,7 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
         for name, report in reports.items()
     ]
     titles = ["CACHE", "DOCUMENTS", "TEXT", "TOKENS", "BYTES/TOKEN", "ROWS", "CHUNKS", "FULL", "SIZE"]
-    titles += ["OF-UINT32", "OF-UINT16", "BUILT", "BAD"]
+    titles += ["OF-UINT32", "OF-UINT16", "BUILT-NOW", "BAD"]
     print_table(titles, rows, right=" ".join(titles[1:]))
     for name, report in reports.items():
         for transform, count in report.transforms.items():
