@@ -289,6 +289,19 @@ def test_files_that_are_added_during_a_run_join_it_with_the_tokenizer_that_it_tr
     assert min(steps) > 8
 
 
+def test_a_validation_set_that_grew_between_two_attempts_is_reported(tmp_path: Path) -> None:
+    config = configuration(tmp_path, ["data.cache.grow=true"])
+    killed_at(config, 9)
+    killed_at(config, 10)
+    directory = only_run(tmp_path)
+    assert not events(directory, "validation_set_changed")
+    added = write_text(tmp_path / "x", seed=5) / "text.jsonl"
+    added.rename(tmp_path / "text" / "zmore.jsonl")
+    run(config)
+    (said,) = events(directory, "validation_set_changed")
+    assert "earlier validation losses are not comparable" in said
+
+
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_added_files_are_refused_unless_the_run_grows(tmp_path: Path, num_epochs: int) -> None:
     """The units that the plan names are unchanged: only the new ones give the added file away."""

@@ -26,7 +26,7 @@ from vorox.core.log import RunLog
 from vorox.core.pluralize import pluralize
 from vorox.core.rank_comparison import compare_ranks
 from vorox.core.run_context import RunContext, recorded_config
-from vorox.core.run_lookup import run_argument
+from vorox.core.run_lookup import run_argument, run_attempts
 from vorox.core.schema import RunConfig
 from vorox.core.staged_directory import read_manifest
 from vorox.data.corpus import Corpus
@@ -247,12 +247,24 @@ def _report_warnings(workload: Workload, run: RunContext, length: Horizon) -> No
             workload.log.event(kind, text, level="warning")
     held_out = workload.corpus.held_out
     workload.log.event("held_out", f"Validation set: {held_out}", held_out=held_out)
+    _report_changed_validation(workload, run)
     notes = workload.corpus.notes
     for note in notes:
         level = "info" if note.kind == "conversations" else "warning"
         workload.log.event(f"source_{note.kind}", note.text, level=level)
     if notes:
         run.note(sources=[note.text for note in notes])
+
+
+def _report_changed_validation(workload: Workload, run: RunContext) -> None:
+    """Record the content of the validation set, and report that it is not the one of an earlier attempt."""
+    content = xxhash.xxh3_64_hexdigest("".join(reader.digest for reader in workload.corpus.validation).encode())
+    earlier = [attempt.get("notes", {}).get("validation_set") for attempt in run_attempts(run.directory)]
+    recorded = next((one for one in reversed(earlier) if one is not None), content)
+    if recorded != content:
+        text = "The validation set has changed since the last attempt: earlier validation losses are not comparable"
+        workload.log.event("validation_set_changed", text, level="warning")
+    run.note(validation_set=content)
 
 
 def _initialize_weights(workload: Workload, run: RunContext) -> None:
