@@ -63,6 +63,10 @@ def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute:
     part = memory(64, "parallel.context_parallel_size=4")
     assert (part.activation_bytes, part.logits_bytes) == (short.activation_bytes, short.logits_bytes)
     assert (part.mask_bytes, part.optimizer_bytes) == (whole.mask_bytes, whole.optimizer_bytes)
+    stages = ("parallel.pipeline_parallel_size=2", "train.global_batch_sequences=8")
+    assert (
+        memory(64, "parallel.context_parallel_size=4", *stages).activation_bytes == memory(16, *stages).activation_bytes
+    )
     sharded = memory(64, "parallel.context_parallel_size=4", "parallel.fsdp_size=2")
     assert sharded.optimizer_bytes == whole.optimizer_bytes // 8
 

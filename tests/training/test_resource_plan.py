@@ -112,6 +112,7 @@ def test_the_command_refuses_what_does_not_fit_and_its_hint_fits(capsys: pytest.
     hint = next(line for line in said.err.splitlines() if line.strip().startswith("do "))
     settings = hint.split(" set ")[1].split()
     assert main([*words[:-1], *[one for one in settings if "micro" in one], "precision.dtype=fp32", *settings]) == 0
+    assert main(["plan", "gpt2-124m", "--hardware", "a100-80x4", "parallel.fsdp_size=8"]) == 3
     assert main(["plan", "gpt2-124m", "--hardware", "a100-80x4", "parallel.tensor_parallel_size=12"]) == 3
     assert "lower parallel.tensor_parallel_size, or name other hardware" in capsys.readouterr().err
     assert main(["plan", "gpt2-124m", "--hardware", "h300"]) == 2

@@ -74,6 +74,7 @@ def load_function(
     is_file = module_name.endswith(".py")
     try:
         module = _module_of_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+        function = getattr(module, function_name, None)  # may import another module
     except VoroxError:
         raise
     except Exception as error:  # importing a user's module can raise anything
@@ -82,13 +83,15 @@ def load_function(
             hint="use an absolute path, or one relative to the working directory" if is_file else
             "install its package, or add its folder to PYTHONPATH",
         ) from error  # fmt: skip
-    function = getattr(module, function_name, None)
     if function is None:
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        public = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+        own = [key for key, value in public.items() if getattr(value, "__module__", "") == module.__name__] or list(
+            public
+        )
         near = difflib.get_close_matches(function_name, own, n=2)
         raise ConfigError(
             f"Cannot import {kind} {path}: {module_name} has no function {function_name}", where=where,
-            hint=f"did you mean {' or '.join(near)}?" if near else f"it defines {', '.join(own[:8]) or 'none'}",
+            hint=f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:8]) or 'none'}",
         )  # fmt: skip
     if not callable(function):
         raise ConfigError(f"{path} is not a function", where=where, hint="name a function or a class")

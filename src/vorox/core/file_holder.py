@@ -1,4 +1,4 @@
-"""Who holds a file: the process that it names, and locks that end with their process.
+"""Holders of files: the process that a file names, and locks that end with their process.
 
 Locks, leases, streaming windows, owners of mirrors, heartbeats and temporary files record a ``ProcessIdentity``: host,
 process id and start time, because process ids are reused. In a container every training process has id 1, so an id

@@ -68,10 +68,10 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
 def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
     """Check that the ranks of context parallelism have equal shares of the heads. Key/value heads are replicated."""
     size, remedy = config.parallel.context_parallel_size, ""
-    divided, choose = "context_parallel_size", "choose"
+    divided, advice = "context_parallel_size", "choose"
     if (tensor := config.parallel.tensor_parallel_size) > 1:  # it divides the heads first
         size *= tensor
-        divided, choose = "tensor_parallel_size x context_parallel_size", "choose sizes whose product is"
+        divided, advice = "tensor_parallel_size x context_parallel_size", "choose sizes whose product is"
     if isinstance(spec, HuggingFaceSpec):
         _check_architecture("Context parallelism", CONTEXT_SIZE, spec, CONTEXT_MODELS, _undivided(config, spec))
         heads = next((value for name, value in _settings(spec) if name in _NUM_HEADS), None)
@@ -91,7 +91,7 @@ def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
         fitting = ", ".join(str(part) for part in range(1, num_heads + 1) if num_heads % part == 0)
         raise ConfigError(
             f"{name} = {num_heads} is not divisible by {divided} = {size}", where=where,
-            hint=f"{choose} one of {fitting}{remedy}",
+            hint=f"{advice} one of {fitting}{remedy}",
         )  # fmt: skip
 
 

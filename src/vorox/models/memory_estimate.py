@@ -216,13 +216,14 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         blocks = kept * layers * row.all_blocks_bytes / spec.num_layers
     received = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     stream = FP32_BYTES * length * spec.hidden_size / stream_parts
+    num_rows = train.micro_batch_rows / parallel.context_parallel_size  # in positions of this device
     return replace(
         whole,
         parameter_bytes=round(whole.parameter_bytes * share),
         gradient_bytes=round(whole.gradient_bytes * share),
         optimizer_bytes=round(whole.optimizer_bytes * share),
         snapshot_bytes=round(whole.snapshot_bytes * share),
-        activation_bytes=round(train.micro_batch_rows * (blocks + 2 * block_input + received * count * stream)),
+        activation_bytes=round(num_rows * (blocks + 2 * block_input + received * count * stream)),
         logits_bytes=whole.logits_bytes if stages[-1].is_last else 0,
         mask_bytes=whole.mask_bytes * kept,
     )

@@ -133,7 +133,7 @@ class RankStatistics:
         return cls(workload.engine, heartbeat.seconds, workload.log, is_logged)
 
     def end_step(self) -> None:
-        """End the time of the collectives of a step, which ``report`` starts."""
+        """Record how long the collectives of a step took; ``report`` starts their time."""
         self._step_collective_seconds = self._collective_seconds() - self._collectives_before
 
     def _collective_seconds(self) -> float:

@@ -321,8 +321,7 @@ class DecoderNetwork:
         exchange: ContextParallel | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardContext:
-        if self.module.training != is_training:  # `train` visits every module
-            self.module.train(is_training)  # the residual stream is divided in training only
+        self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
         positions: Tensor | None = None
         first, num_attended = num_past, num_positions

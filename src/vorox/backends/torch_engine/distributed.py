@@ -2,9 +2,8 @@
 
 Every rank runs the same program on its own device. Ranks are laid out as ``pp x data x fsdp x tp``: replicas of
 the model, each divided into the stages of a pipeline; ``fsdp`` ranks shard a stage, and ``tp`` ranks share its matrix
-products. Ranks that differ only in ``pp`` or ``tp`` read the same rows.
-Or as ``data x fsdp x cp``: ``cp`` ranks read the same rows and compute parts of their positions; they are replicas, or
-share the shards of FSDP.
+products. Ranks that differ only in ``pp`` or ``tp`` read the same rows. So do ranks that divide the positions of rows,
+which are among those of ``data``, or with FSDP among those of ``fsdp``.
 Tensors on GPUs travel by NCCL, everything else by gloo.
 """
 

@@ -102,8 +102,8 @@ def _sample(
 ) -> Tensor:
     """Return this rank's part of ``draw(ones)``, which is drawn for whole rows, so it equals that of one process."""
     width, hidden_size = x_MD.shape[0] * row_part.size * stream_part.size // num_rows, x_MD.shape[1]
-    drawn_BPD = row_part.select(draw(torch.ones(num_rows, width, hidden_size, device=x_MD.device)))
-    return stream_part.select(drawn_BPD.reshape(1, -1, hidden_size)).reshape(x_MD.shape).to(x_MD.dtype)
+    mask_BPD = row_part.select(draw(torch.ones(num_rows, width, hidden_size, device=x_MD.device)))
+    return stream_part.select(mask_BPD.reshape(1, -1, hidden_size)).reshape(x_MD.shape).to(x_MD.dtype)
 
 
 def dropout(

@@ -258,7 +258,7 @@ class FlatParameters:
 
 
 class WrappedParameters:
-    """What a layout has from the one inside it, which holds this rank's share as if it were a whole model."""
+    """The base of layouts around another one, which holds this rank's share as if it were a whole model."""
 
     def __init__(self, inner: Parameters) -> None:
         self._inner = inner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.tree import Problem, unmet
+from vorox.core.config.tree import Problem, unmet_needs
 from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
 
@@ -88,7 +88,7 @@ def _width_transfer(config: RunConfig) -> Iterator[Problem]:
             f"AdamW, whose learning rates it scales, not {config.optimizer.name}; set optimizer.name=adamw",
         ),
     )  # fmt: skip
-    yield from unmet(switch, switch, needs)
+    yield from unmet_needs(switch, switch, needs)
 
 
 def _layer_pattern(config: RunConfig) -> Iterator[Problem]:

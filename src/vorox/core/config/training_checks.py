@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.tree import Need, Problem, unmet
+from vorox.core.config.tree import Need, Problem, unmet_needs
 from vorox.core.extensions import is_extension
 from vorox.core.schema import DistillationConfig, RunConfig
 
@@ -32,7 +32,7 @@ def float8_problems(config: RunConfig) -> Iterator[Problem]:
         ("train.quantization_aware", config.train.quantization_aware is None, "train.quantization_aware=null"),
         *linear_layer_needs(config, other_sizes=(), supported="replicas and FSDP2 are supported"),
     )  # fmt: skip
-    yield from unmet(FLOAT8, FLOAT8, needs)
+    yield from unmet_needs(FLOAT8, FLOAT8, needs)
 
 
 def linear_layer_needs(config: RunConfig, *, other_sizes: tuple[str, ...], supported: str) -> tuple[Need, ...]:
@@ -93,7 +93,7 @@ def in_backward_problems(config: RunConfig) -> Iterator[Problem]:
         ("runtime.determinism", config.runtime.determinism != "bitwise-any-world", "bitwise"),
     )  # fmt: skip
     values = ((key, holds, f"{key}={wanted}") for key, holds, wanted in needs)
-    yield from unmet(_IN_BACKWARD, f"{_IN_BACKWARD}=true", values)
+    yield from unmet_needs(_IN_BACKWARD, f"{_IN_BACKWARD}=true", values)
 
 
 def fine_tuning_problems(config: RunConfig) -> Iterator[Problem]:
@@ -124,7 +124,7 @@ def _embedding_noise_problems(config: RunConfig) -> Iterator[Problem]:
         ("parallel.kind", config.parallel.kind == "native", "parallel.kind=native"),
         ("parallel.tensor_parallel_size", config.parallel.tensor_parallel_size == 1, "parallel.tensor_parallel_size=1"),
     )
-    return unmet(_NOISE, _NOISE, needs)
+    return unmet_needs(_NOISE, _NOISE, needs)
 
 
 def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def _quantization_problems(config: RunConfig) -> Iterator[Problem]:
         ("loss.name", config.loss.name != "dpo", "another loss: the reference would be rounded as well"),
         *linear_layer_needs(config, other_sizes=("fsdp_size",), supported="replicas are supported"),
     )
-    return unmet(_QUANTIZATION, _QUANTIZATION, needs)
+    return unmet_needs(_QUANTIZATION, _QUANTIZATION, needs)
 
 
 def distillation_problems(config: RunConfig) -> Iterator[Problem]:
@@ -210,7 +210,7 @@ def _preference_needs(config: RunConfig) -> Iterator[Problem]:
         ("parallel.fsdp_size", config.parallel.fsdp_size == 1, "parallel.fsdp_size=1; replicas are supported"),
         ("parallel.tensor_parallel_size", config.parallel.tensor_parallel_size == 1, "parallel.tensor_parallel_size=1"),
     )
-    yield from unmet("loss.name", "loss.name=dpo", needs)
+    yield from unmet_needs("loss.name", "loss.name=dpo", needs)
     for index, stage in enumerate(config.data.stages):
         if stage.sequence_length_tokens is not None:
             key = f"data.stages.{index}.sequence_length_tokens"

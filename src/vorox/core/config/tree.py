@@ -41,7 +41,7 @@ Need = tuple[str, bool, str]
 """A setting, whether its value is supported, and what is needed."""
 
 
-def unmet(switch: str, feature: str, needs: Iterable[Need]) -> Iterator[Problem]:
+def unmet_needs(switch: str, feature: str, needs: Iterable[Need]) -> Iterator[Problem]:
     """Yield the needs of a feature that are not met; ``switch`` is the setting that enables it."""
     for key, holds, needed in needs:
         if not holds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.tree import Problem, unmet
+from vorox.core.config.tree import Problem, unmet_needs
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.vision import IMAGE_TOKEN
@@ -118,7 +118,7 @@ def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]
         ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),
         ("train.distillation.logits", train.distillation.logits is None, "train.distillation.logits=null"),
     )  # fmt: skip
-    yield from unmet(switch, what, needs)
+    yield from unmet_needs(switch, what, needs)
     for index, stage in enumerate(config.data.stages):
         if stage.sequence_length_tokens is not None:
             key = f"data.stages.{index}.sequence_length_tokens"

@@ -111,8 +111,8 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="PyTorch, the native decoder and transformers models: processes that each hold some of the "
-        "blocks; the micro-batches of a step pass through them in turn. With tensor_parallel_size or "
-        "context_parallel_size, each stage is that many processes.",
+        "blocks; the micro-batches of a step pass through them in turn. With tensor_parallel_size, or (the native "
+        "decoder) context_parallel_size, each stage is that many processes.",
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
         default="1f1b",

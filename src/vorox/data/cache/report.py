@@ -1,4 +1,4 @@
-"""What is reported about preparing a corpus and building its caches: progress, and the final report."""
+"""Progress of preparing a corpus and building its caches, and the final report."""
 
 from __future__ import annotations
 

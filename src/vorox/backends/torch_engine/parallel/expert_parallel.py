@@ -65,14 +65,14 @@ class ExpertParallel:
         received_RX = torch.empty_like(sent_RX)
         dist.all_to_all_single(received_RX, sent_RX, group=self.group)
         sent, received = sent_RX.sum(1).tolist(), received_RX.sum(1).tolist()
-        there, back = partial(self._all_to_all, sent, received), partial(self._all_to_all, received, sent)
-        x_PD = differentiable(x_SD, there, back)
+        dispatch, combine = partial(self._all_to_all, sent, received), partial(self._all_to_all, received, sent)
+        x_PD = differentiable(x_SD, dispatch, combine)
         # Slots arrive by rank, then by expert.
         expert_P = torch.arange(self.num_local, device=x_SD.device).repeat(self.size)
         order_P = expert_P.repeat_interleave(received_RX.flatten().long()).argsort(stable=True)
         inverse_P = order_P.argsort()
         y_PD = compute(Permute.apply(x_PD, order_P, inverse_P), received_RX.sum(0).cumsum(0).int())
-        return differentiable(Permute.apply(y_PD, inverse_P, order_P), back, there)
+        return differentiable(Permute.apply(y_PD, inverse_P, order_P), combine, dispatch)
 
     def _all_to_all(self, sent: list[int], received: list[int], x_SD: Tensor) -> Tensor:
         """Send consecutive slots to the ranks of the group, ``sent[r]`` to rank r."""
