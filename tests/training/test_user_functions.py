@@ -170,7 +170,7 @@ def test_a_misspelled_function_is_refused_with_the_nearest(tmp_path: Path, funct
 
 def test_a_function_whose_module_imports_it_late_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text("def __getattr__(name):\n    raise ImportError(f'{name} needs a backend')\n")
-    with pytest.raises(ConfigError, match="Cannot import schedule .*: ImportError: shape needs a backend"):
+    with pytest.raises(ConfigError, match=r"Cannot import schedule .*: ImportError: shape needs a backend"):
         run(tmp_path, [f"schedule.name={tmp_path / 'late.py'}:shape"])
 
 
