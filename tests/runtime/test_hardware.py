@@ -44,6 +44,13 @@ def test_an_unknown_name_is_refused_with_the_kinds(name: str) -> None:
     assert "x4" in refused.value.hint
 
 
+@pytest.mark.parametrize(("name", "near"), [("rtx4091", "rtx4090"), ("RTX-4090x2", "rtx4090"), ("h300x8", "h200")])
+def test_the_nearest_kind_is_named(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        named_hardware(name)
+    assert f"for example {near}x4" in refused.value.hint
+
+
 def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\nNVIDIA T4, 15360\\n'\n")

@@ -144,6 +144,7 @@ def test_across_a_resume_with_another_configuration(directory: Path) -> None:
     with pytest.raises(ConfigError, match="changed at step 12; a replay of steps 8 to 16") as refused:
         again(directory, 8)
     assert replayed_by(refused.value.hint, directory) == [(0, 12), (12, 16)]
+    assert "no checkpoint is left" not in refused.value.hint
     assert str(again(directory, 0, 12)) == "bit-exact, 12 steps"
     assert str(again(directory, 12)) == "bit-exact, 4 steps"
 
@@ -158,6 +159,7 @@ def test_from_the_state_at_which_the_configuration_changed(directory: Path) -> N
         again(directory, 12)
     assert refused.value.exit_code == 2
     assert replayed_by(refused.value.hint, directory) == [(0, 12)]
+    assert refused.value.hint.endswith("; no checkpoint is left for steps 13 to 14")
 
 
 def replayed_by(hint: str, directory: Path) -> list[tuple[int, int]]:

@@ -79,7 +79,8 @@ def named_hardware(name: str) -> Hardware:
     if kind not in _KINDS:
         kind, _, number = kind.rpartition("x")
     if kind not in _KINDS or not number.isdecimal() or int(number) < 1:
-        near = difflib.get_close_matches(kind or name, _KINDS, n=1, cutoff=0.4)
+        names = (name.strip().lower(), kind)
+        near = [near for word in names for near in difflib.get_close_matches(word, _KINDS, n=1, cutoff=0.6)]
         raise ConfigError(
             f"Hardware {name!r} is unknown; the kinds are {', '.join(_KINDS)}", where="--hardware",
             hint=f"for example {near[0] if near else 'a100-80'}x4 for four devices",

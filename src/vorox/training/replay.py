@@ -173,8 +173,13 @@ def _possible_replays(run_directory: Path, known: int) -> str:
         end = min(known, resume_settings.next_change(run_directory, start) or known)
         if start < end:
             starts.setdefault(end, start)
-    run = run_argument(run_directory)
-    return "run " + " and ".join(f"`vorox replay {run} --from {start} --to {end}`" for end, start in starts.items())
+    run, gaps, end_before = run_argument(run_directory), list[str](), 0
+    for end, start in (*starts.items(), (known, known)):
+        if start > end_before:
+            gaps.append(f"{end_before + 1:,} to {start:,}")
+        end_before = end
+    commands = " and ".join(f"`vorox replay {run} --from {start} --to {end}`" for end, start in starts.items())
+    return f"run {commands}" + (f"; no checkpoint is left for steps {' and '.join(gaps)}" if gaps else "")
 
 
 def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
