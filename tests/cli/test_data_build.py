@@ -148,6 +148,21 @@ def test_new_files_join_the_caches_of_the_tokenizer_that_was_trained_before(
     assert "BUILT-NOW" in out, "0 of the units: all were there"
 
 
+def test_a_run_with_another_tokenizer_section_does_not_use_the_tokenizer_of_the_run(
+    place: Path, vorox: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_numpy_engine(monkeypatch)
+    trained = CONFIG.replace("kind: byte", "kind: bpe, vocab_size: 300")
+    (place / "c.yaml").write_text(trained.format(text=place / "text", cache=place / "cache"))
+    assert vorox("train", "c.yaml", "--name", "tiny")[0] == 0
+    assert built(vorox("data", "build", "tiny", "tokenizer={kind: bpe, vocab_size: 300}", "--json")) == [0, 0]
+    assert all(built(vorox("data", "build", "tiny", "tokenizer={kind: bpe, vocab_size: 280}", "--json")))
+    sizes = [
+        len(json.loads(path.read_bytes())["model"]["vocab"]) for path in place.glob("cache/tokenizers/*/tokenizer.json")
+    ]
+    assert sorted(sizes) == [280, 300]
+
+
 def test_options_that_contradict_each_other_are_refused(vorox: Run) -> None:
     code, _, err = vorox("data", "build", "c.yaml", "--force-rebuild", "--repair")
     assert code == 2

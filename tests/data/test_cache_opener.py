@@ -312,6 +312,35 @@ def test_what_cannot_be_mended_is_said_with_the_damage(tmp_path: Path) -> None:
     assert "rebuilding the unit failed" in caught.value.hint
 
 
+@pytest.mark.parametrize("knows_files", [True, False])
+def test_damage_in_units_that_another_process_planned_later(tmp_path: Path, knows_files: bool) -> None:
+    write(tmp_path / "text", "a")
+    growth = {"mode": "strict", "first_segment_units": 1, "build": False}
+    builds = configuration(tmp_path, cache={"grow": True})
+    follows = configuration(tmp_path, cache={"grow": True}, growth=growth)
+    prepare(builds)
+    if knows_files:
+        write(tmp_path / "text", "b")
+    reader = held(prepare(follows))[0]
+    if not knows_files:
+        write(tmp_path / "text", "b")
+    expected = held(prepare(builds))[0]
+    num_units = expected.manifest.planned_units
+    assert num_units > reader.manifest.planned_units
+    read = rows(expected, num_units)
+    seen = reader.refreshed()
+    path = sorted(reader.directory.glob("chunks/*/*.psc"))[-1]
+    path.unlink()
+    if knows_files:
+        assert rows(seen, num_units) == read
+        return
+    with pytest.raises(DataError, match="Cannot open a chunk") as caught:
+        rows(seen, num_units)
+    assert caught.value.where == str(path)
+    assert "vorox data build --repair" in caught.value.hint
+    assert "added after this process had opened the cache" in caught.value.hint
+
+
 def test_a_cache_on_a_disk_that_is_read_only_is_opened(tmp_path: Path) -> None:
     write(tmp_path / "text", "a")
     config = configuration(tmp_path)

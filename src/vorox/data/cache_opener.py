@@ -18,6 +18,7 @@ from pathlib import Path
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema.data import DataConfig
 from vorox.data.cache.build import BuildOptions, BuildTarget, build, build_in_background, build_pair, rebuild_unit
+from vorox.data.cache.initialize import planned_inputs
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.recipe import RECIPE_NAME, Recipe
@@ -109,7 +110,7 @@ class CacheOpener:
         units = self._units(location, split, units)
         with replacing(location.directory, wanted=self.options.force_rebuild) as directory:
             report = self._build(replace(location, directory=directory), recipe, units, None)
-        return self._reader(location, recipe, units, name, complete=True), report
+        return self._reader(location, recipe, name, complete=True), report
 
     def open_splits(self, source: Source) -> tuple[tuple[CacheReader, BuildReport], tuple[CacheReader, BuildReport]]:
         """Open the training and the validation cache of a source, with one pass over its text if they share units.
@@ -138,7 +139,7 @@ class CacheOpener:
             for split, target, report in zip(SPLITS, targets, reports, strict=True):
                 self._check_finished(f"{source.config.name} {split}", target.directory, report)
         train_reader, validation_reader = (
-            self._reader(location, recipes[split], units[split], f"{source.config.name} {split}", complete=True)
+            self._reader(location, recipes[split], f"{source.config.name} {split}", complete=True)
             for split, location in locations.items()
         )
         return (train_reader, reports[0]), (validation_reader, reports[1])
@@ -243,7 +244,7 @@ class CacheOpener:
             manifest = Manifest.open(location.directory)
             report = build_report(manifest, recipe.row_tokens)
             units = self._locate(location.source, "train", recipe).units or ()
-        reader = self._reader(location, recipe, units, name, complete=False)
+        reader = self._reader(location, recipe, name, complete=False)
         if builds and report.units_missing:
             reader.background = build_in_background(
                 location.directory, self.unit_builder(location.source, recipe), units, self.options
@@ -259,21 +260,21 @@ class CacheOpener:
             self.report(f"wait {name}", 0, 0, {})
             time.sleep(_POLL_SECONDS)
 
-    def _reader(
-        self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, *, complete: bool
-    ) -> CacheReader:
+    def _reader(self, location: CacheLocation, recipe: Recipe, name: str, *, complete: bool) -> CacheReader:
         reader = CacheReader.open(location.directory, recipe, complete=complete)
         mark_used(location.directory)
         if self.options.build:
-            reader.repair = functools.partial(self._repair, location, recipe, units, name)
+            reader.repair = functools.partial(self._repair, location, recipe, name)
         return reader
 
-    def _repair(
-        self, location: CacheLocation, recipe: Recipe, units: Sequence[Unit], name: str, unit: int, error: DataError
-    ) -> None:
+    def _repair(self, location: CacheLocation, recipe: Recipe, name: str, unit: int, error: DataError) -> None:
         if self.options.on_repair is not None:
             self.options.on_repair(f"{name}: {error}; rebuilding unit {unit}")
         try:
+            # Other processes may have planned units since, also of files that this process has not listed.
+            _, units = planned_inputs(location.directory, Manifest.open(location.directory))
+            if any(span.file_index >= len(location.source.files) for span in units[unit].spans):
+                raise DataError("its file was added after this process had opened the cache")
             rebuild_unit(location.directory, self.unit_builder(location.source, recipe), units, unit)
         except DataError as failure:
             hint = f"{error.hint}; rebuilding the unit failed: {failure.what}"

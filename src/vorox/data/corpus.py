@@ -164,7 +164,8 @@ def prepare(
         build: Whether to build what is missing; otherwise it is an error.
         repair: Whether to verify every byte of existing caches first and rebuild damaged chunks.
         options: Details of the build; ``build`` and ``repair`` override them.
-        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one.
+        tokenizer: A tokenizer that is already known; ``None`` loads or trains the configured one, or takes that of the
+            caches that ``data.cache.grow`` extends.
 
     Raises:
         ConfigError: The configuration contradicts itself, or its holdout is empty.
@@ -181,7 +182,10 @@ def prepare(
     if options.build:
         _check_writable(root)
     with ExitStack() as reads:
-        listed = list_sources(config, weights, root, report, tokenizer=tokenizer, build=options.build, reads=reads)
+        listed = list_sources(
+            config, weights, root, report,
+            tokenizer=tokenizer, build=options.build, force_rebuild=options.force_rebuild, reads=reads,
+        )  # fmt: skip
         assert listed.tokenizer is not None, "only a dry run has no tokenizer"
         tokenizer = listed.tokenizer
         streams = StreamGroup(data, leads=options.leads) if data.mode == "streaming" else None

@@ -13,34 +13,62 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.errors import DataError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.data.cache_location import find_location
 from vorox.data.cache_opener import recipe_for
 from vorox.data.image_layout import image_layout
+from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source
 from vorox.data.tokenizers.store import stored_with_same_settings, with_chat_template
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 
 def growing_tokenizer(
-    config: RunConfig, sources: Sequence[Source], weights: Sequence[Fraction], root: Path
-) -> Tokenizer | None:
+    config: RunConfig,
+    sources: Sequence[Source],
+    weights: Sequence[Fraction],
+    root: Path,
+    *,
+    force_rebuild: bool = False,
+) -> tuple[Tokenizer | None, list[Note]]:
     """Return the stored tokenizer whose caches hold the most files of the sources; ``None`` if no cache grows.
+
+    A note names it if it was trained on other files than today's; between equals, the one of today's files is taken.
 
     Args:
         config: The configuration.
         sources: The listed training sources with their holdout rules.
         weights: Their mixture weights.
         root: Root directory of the caches.
+        force_rebuild: Whether every cache is rebuilt, so that none needs to be extended.
+
+    Raises:
+        DataError: The only caches were built from files that have changed or are missing.
     """
     if not config.data.cache.grow or config.tokenizer.kind != "bpe":  # a character vocabulary must cover all text
-        return None
-    found: list[tuple[int, str, Tokenizer]] = []
-    for tokenizer in stored_with_same_settings(config.tokenizer, config.data, sources, weights, root):
-        num_files = sum(_num_cached_files(config, source, tokenizer, root) for source in sources)
+        return None, []
+    found: list[tuple[int, bool, str, Tokenizer]] = []
+    problem: DataError | None = None
+    for tokenizer, is_exact in stored_with_same_settings(config.tokenizer, config.data, sources, weights, root):
+        num_files = 0
+        for source in sources:
+            try:
+                num_files += _num_cached_files(config, source, tokenizer, root)
+            except DataError as error:
+                problem = problem or error
         if num_files:
-            found.append((num_files, tokenizer.fingerprint, tokenizer))
-    return max(found, key=lambda one: one[:2])[2] if found else None
+            found.append((num_files, is_exact, tokenizer.fingerprint, tokenizer))
+    if not found:
+        if problem is not None and not force_rebuild:
+            raise problem
+        return None, []
+    num_files, is_exact, fingerprint, tokenizer = max(found, key=lambda one: one[:3])
+    if is_exact:
+        return tokenizer, []
+    files = pluralize(sum(len(source.files) for source in sources), "file")
+    text = f"keeps tokenizer {fingerprint[:16]}, trained on earlier files: its caches hold {num_files:,} of {files}"
+    return tokenizer, [Note("tokenizer", f"data.cache.grow {text}")]
 
 
 def _num_cached_files(config: RunConfig, source: Source, tokenizer: Tokenizer, root: Path) -> int:
@@ -48,7 +76,4 @@ def _num_cached_files(config: RunConfig, source: Source, tokenizer: Tokenizer, r
     if source.config.chat_fields:
         source = replace(source, chat_template=with_chat_template(tokenizer, config.tokenizer).chat_template)
     recipe = recipe_for(config.data, source, "train", tokenizer, images=image_layout(config.model))
-    try:
-        return find_location(root, source, "train", recipe, grow=True).num_files
-    except DataError:  # built from a file that has changed since
-        return 0
+    return find_location(root, source, "train", recipe, grow=True).num_files

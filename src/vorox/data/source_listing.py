@@ -71,6 +71,7 @@ def list_sources(
     tokenizer: Tokenizer | None = None,
     build: bool = True,
     is_dry: bool = False,
+    force_rebuild: bool = False,
     reads: ExitStack | None = None,
 ) -> ListedSources:
     """List the files of all sources, choose the holdout rules, and load or train the tokenizer.
@@ -80,15 +81,16 @@ def list_sources(
         weights: Share of each source in the training rows.
         root: Root directory of the caches.
         report: Called with the progress.
-        tokenizer: The tokenizer of the run to resume; ``None`` loads or trains the configured one, or takes that of the
+        tokenizer: A tokenizer that is already known; ``None`` loads or trains the configured one, or takes that of the
             caches that ``data.cache.grow`` extends.
         build: Whether to train a missing tokenizer.
         is_dry: Write nothing, and do not train a tokenizer.
+        force_rebuild: Whether every cache is rebuilt.
         reads: Bytes read from the files are shared in memory until this stack is closed, so none is fetched twice.
 
     Raises:
         ConfigError: The configuration contradicts itself, or its holdout is empty.
-        DataError: Text is missing or unreadable, or the tokenizer is missing and ``build`` is off.
+        DataError: Text is missing or unreadable, the tokenizer is missing and ``build`` is off, or a cache cannot grow.
     """
     data = config.data
     validation = [
@@ -107,8 +109,9 @@ def list_sources(
         return _with_cached_holdout(source, data, root / VERSIONS_NAME, remember=not is_dry)
 
     sources = [source if source.config.has_tokens else choose_holdout(source) for source in sources]
+    growth_notes: list[Note] = []
     if tokenizer is None:
-        tokenizer = growing_tokenizer(config, sources, weights, root)
+        tokenizer, growth_notes = growing_tokenizer(config, sources, weights, root, force_rebuild=force_rebuild)
     if tokenizer is None:
         tokenizer = _tokenizer(config, sources, validation, weights, root, report, build=build, is_dry=is_dry)
     if tokenizer is not None:
@@ -125,7 +128,7 @@ def list_sources(
             for listed in (sources, validation)
         )
     notes = [note for source in (*sources, *validation) for note in source.notes]
-    notes += _chat_notes((*sources, *validation))
+    notes += [*_chat_notes((*sources, *validation)), *growth_notes]
     section = config.tokenizer
     if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
         text = f"the vocabulary has {tokenizer.vocab_size:,} tokens, not tokenizer.vocab_size={section.vocab_size:,}"

@@ -39,14 +39,14 @@ def load_with_tokenizer(arguments: list[str], options: tuple[str, ...]) -> tuple
     The caches of the run are built with that tokenizer; after files were added, training would give another one.
     ``None`` if the arguments change the tokenizer.
     """
+    from vorox.core.config import load_config
     from vorox.core.run_layout import RunLayout
     from vorox.data.tokenizers.store import load_run_tokenizer
 
     config = load(arguments, options)
     parsed = parse_arguments(arguments, options=options, max_positional=1)
-    changed = any(word.removeprefix("--").startswith("tokenizer.") for word in parsed.overrides)
     source = configuration_source(parsed.positional[0]) if parsed.positional and not parsed.data else None
-    if changed or not isinstance(source, Path):
+    if not isinstance(source, Path) or load_config(source).tokenizer != config.tokenizer:
         return config, None
     return config, load_run_tokenizer(RunLayout(source.parent).tokenizer, config.tokenizer)
 

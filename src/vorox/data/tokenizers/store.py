@@ -73,20 +73,25 @@ def resolve_tokenizer(
 
 def stored_with_same_settings(
     config: TokenizerConfig, data: DataConfig, sources: Sequence[Source], weights: Sequence[Fraction], root: Path
-) -> Iterator[Tokenizer]:
-    """Yield the stored tokenizers that were trained with the same settings, on any files. Arguments as above."""
+) -> Iterator[tuple[Tokenizer, bool]]:
+    """Yield the stored tokenizers that were trained with the same settings, and whether on exactly these files.
+
+    Arguments as above. A damaged entry is skipped; that of exactly these files is reported when it is loaded.
+    """
 
     def without_files(trained_on: dict[str, Any]) -> dict[str, Any]:
         return {**trained_on, "sources": [{**source, "files": ""} for source in trained_on["sources"]]}
 
-    wanted = without_files(_identity(config, data, sources, weights)["trained_on"])
+    exact = _identity(config, data, sources, weights)
+    wanted = without_files(exact["trained_on"])
     for path in sorted((root / "tokenizers").glob(f"*/{IDENTITY_NAME}")):
         try:
-            is_same = without_files(json.loads(path.read_bytes())["trained_on"]) == wanted
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # a damaged entry is reported when the configuration needs it
-        if is_same:
-            yield _configured(_load(path.parent, config), config)
+            if without_files(json.loads(path.read_bytes())["trained_on"]) != wanted:
+                continue
+            tokenizer = _load(path.parent, config)
+        except (DataError, OSError, ValueError, KeyError, TypeError):
+            continue
+        yield _configured(tokenizer, config), path.parent.name == exact["key"]
 
 
 def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
