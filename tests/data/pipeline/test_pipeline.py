@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from vorox.core.errors import DataError
 from vorox.data.pipeline import pipeline as pipeline_module
 from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
+
+PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,64 @@ def test_a_failure_follows_all_earlier_items_and_names_stage_and_place(threads, 
     (note,) = caught.value.__notes__
     assert stage in note
     assert failing == "input" or "number 5" in note
+    assert our_threads() == []
+
+
+def fail_after_patience() -> Callable[[], None]:
+    """A ``poll`` that ends a pipeline whose consumer waits for ever."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def poll() -> None:
+        assert time.monotonic() < deadline, "the consumer hangs"
+
+    return poll
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_failed_estimate_of_the_size_is_the_failure_of_its_item(threads):
+    def reserve_bytes(item: Number) -> int:
+        if item.value >= 5:
+            raise DataError(f"bad {item.value}", where="file, record 5")
+        return 8
+
+    stage = Stage("work", doubled, threads, reserve_bytes)
+    found = []
+    with pytest.raises(DataError, match="bad 5") as caught:
+        found.extend(
+            item.value for item in Pipeline(numbers(9), [stage], queue_bytes=1000, poll=fail_after_patience())
+        )  # fmt: skip
+    assert found == [0, 2, 4, 6, 8]
+    assert caught.value.__notes__ == ["in stage 'work' of the data pipeline, at number 5"]
+    assert our_threads() == []
+
+
+@pytest.mark.parametrize("failing", ["flow", "input"])
+def test_a_flow_that_fails_when_it_is_called(failing):
+    """Not as a generator function, which fails at its first item."""
+
+    def ordered(items):
+        found = sorted(items, key=lambda item: -item.value)
+        raise DataError(f"bad {len(found)}", where="file")
+
+    def source():
+        yield from numbers(3)
+        if failing == "input":
+            raise DataError("bad input", where="file")
+
+    pipeline = Pipeline(source(), [Flow("order", ordered)], queue_bytes=1000, poll=fail_after_patience())
+    with pytest.raises(DataError, match="bad 3" if failing == "flow" else "bad input") as caught:
+        list(pipeline)
+    note = "'order' of the data pipeline, at number 2" if failing == "flow" else "'input' of the data pipeline"
+    assert caught.value.__notes__ == [f"in stage {note}"]
+    assert our_threads() == []
+
+
+def test_an_item_without_a_size_is_an_error_and_not_the_end():
+    pipeline = Pipeline(numbers(3), [Flow("values", lambda items: (item.value for item in items))], queue_bytes=1000,
+                        poll=fail_after_patience())  # fmt: skip
+    with pytest.raises(AttributeError, match="size_bytes") as caught:
+        list(pipeline)
+    assert caught.value.__notes__ == ["in stage 'values' of the data pipeline"]
     assert our_threads() == []
 
 

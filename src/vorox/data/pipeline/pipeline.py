@@ -46,7 +46,8 @@ class Stage:
         name: For statistics and messages.
         work: Maps an item to an item.
         threads: Number of threads.
-        reserve_bytes: Bytes to reserve for the result before it is computed; None: the size of the input.
+        reserve_bytes: Bytes to reserve for the result before it is computed; None: the size of the input. If it raises,
+            the stage fails at this item.
     """
 
     name: str
@@ -317,11 +318,16 @@ class Pipeline:
         """The main function of one thread."""
         stage, target = self._stages[index], self._queues[index]
         source = self._queues[index - 1] if index else self._input
-        if isinstance(stage, Stage):
-            self._run_stage(index, stage, source, target)
-        else:
-            self._run_flow(index, stage, source, target)
-        target.finish()
+        try:
+            if isinstance(stage, Stage):
+                self._run_stage(index, stage, source, target)
+            else:
+                self._run_flow(index, stage, source, target)
+        except BaseException as error:  # such as an item without a size; without a failure it would look like the end
+            if (slot := target.reserve(0)) is not None:
+                target.fill(slot, self._fail(error, stage.name, ""))
+        finally:
+            target.finish()
 
     def _run_stage(self, index: int, stage: Stage, source: _Source, target: ResultQueue) -> None:
         item: Any = None
@@ -329,11 +335,14 @@ class Pipeline:
             with self._orders[index]:
                 if (item := source.get()) is None:
                     return
-                has_failed = isinstance(item, _Failure)
-                size_bytes = stage.reserve_bytes(item) if stage.reserve_bytes and not has_failed else item.size_bytes
+                reserve_bytes = None if isinstance(item, _Failure) else stage.reserve_bytes
+                try:
+                    size_bytes = item.size_bytes if reserve_bytes is None else reserve_bytes(item)
+                except BaseException as error:
+                    item, size_bytes = self._fail(error, stage.name, item.place), 0
                 if (slot := target.reserve(size_bytes)) is None:
                     return
-            if not has_failed:
+            if not isinstance(item, _Failure):
                 started = time.perf_counter()
                 try:
                     item = stage.work(item)
@@ -344,7 +353,7 @@ class Pipeline:
 
     def _run_flow(self, index: int, flow: Flow, source: _Source, target: ResultQueue) -> None:
         inputs = _Inputs(source)
-        outputs = flow.work(iter(inputs))
+        outputs = run_serial(inputs, [flow])  # calls the flow at the first ``next``, which catches its errors
         item: Any = None
         while not isinstance(item, _Failure):
             started, waited_seconds = time.perf_counter(), inputs.wait_seconds
