@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow
@@ -14,12 +15,15 @@ import pyarrow.parquet as parquet
 import pytest
 
 from dataset_folders import write_mds, write_saved_dataset
+from servers import http_server
 from vorox.cli import main
 from vorox.cli.arguments import parse_arguments
 from vorox.cli.config import source_and_overrides
 from vorox.core.config import load_config
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
+from vorox.data.storage import StoredFile
+from vorox.data.text import format_detection
 from vorox.data.text.format_detection import detect_source
 
 TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon. " * 40 for number in range(40)]
@@ -35,6 +39,33 @@ def test_a_first_record_that_is_longer_than_the_sample() -> None:
     records = [{"text": "word " * 100_000}, *({"text": text} for text in TEXTS)]
     Path("long.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     assert detect_source(["long.jsonl"], {}).source["text_field"] == "text"
+
+
+@pytest.mark.parametrize(("first_line_bytes", "read_bytes"), [(300_000, 1 << 19), (600_000, 1 << 20), (9, 1 << 18)])
+def test_detection_reads_little_more_than_the_first_line(
+    monkeypatch: pytest.MonkeyPatch, first_line_bytes: int, read_bytes: int
+) -> None:
+    lines = json.dumps({"text": "x" * first_line_bytes}), json.dumps({"text": "word " * 900_000})
+    Path("long.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    original, ends = format_detection.open_content, list[int]()
+
+    def open_content(file: StoredFile, start_byte: int, end_byte: int) -> Any:
+        assert start_byte == (ends[-1] if ends and end_byte != ends[0] else 0), "no byte twice"
+        ends.append(end_byte)
+        return original(file, start_byte, end_byte)
+
+    monkeypatch.setattr(format_detection, "open_content", open_content)
+    assert detect_source(["long.jsonl"], {}).source["text_field"] == "text"
+    assert max(ends) == read_bytes
+
+
+@pytest.mark.parametrize("num_words", [20, 100_000], ids=["short", "long"])
+def test_files_on_a_server_are_recognised(num_words: int) -> None:
+    Path("web").mkdir()
+    records = [{"text": "word " * num_words}, {"text": TEXTS[0]}]
+    Path("web/a.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    with http_server(Path("web")) as web:
+        assert detect_source([f"{web.url}/a.jsonl"]).source["text_field"] == "text"
 
 
 def _txt() -> str:

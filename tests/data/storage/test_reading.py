@@ -103,6 +103,15 @@ def test_a_range_in_reads_of_any_size(start: int, end: int | None, sizes: list[i
 seeks = st.tuples(st.sampled_from([io.SEEK_SET, io.SEEK_END]), positions, st.integers(0, 15_000))
 
 
+@pytest.mark.parametrize("start", [0, len(CONTENT) - 1, len(CONTENT)])
+def test_a_range_ends_with_the_object(start: int) -> None:
+    """As that of a local file does; a server answers a request past the end as if the object had changed."""
+    store = FakeStore(failing_fraction=0.0)
+    with open_remote_range(store, FILE, start, len(CONTENT) + 9_000) as reader:
+        assert reader.read() == CONTENT[start:]
+    assert max((end for _, end in store.sent), default=0) <= len(CONTENT)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(seeks, max_size=10), st.integers(0, 99))
 def test_random_access_equals_that_of_a_file(operations: list[tuple[int, int, int]], seed: int) -> None:

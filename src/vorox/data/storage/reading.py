@@ -114,7 +114,7 @@ class _RangeReader(io.RawIOBase):
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int | None) -> None:
         self._store, self._file = store, file
         self._start_byte = self._requested_byte = start_byte
-        self._end_byte = file.size_bytes if end_byte is None else end_byte
+        self._end_byte = file.size_bytes if end_byte is None else min(end_byte, file.size_bytes)
         self._has_end = end_byte is not None
         self._budget = current_budget()
         self._fetches: deque[tuple[RangeFetch, int, int]] = deque()  # with the part of it that is read

@@ -158,12 +158,11 @@ def _delimiter(file: StoredFile) -> str:
 
 def _lines(file: StoredFile) -> Iterator[str]:
     """Yield the first lines of a file; the first one whole, if it is not extremely long."""
-    num_bytes = _SAMPLE_BYTES // 4
-    with open_content(file, 0, num_bytes) as content:
-        head = content.read(num_bytes)
-    if len(head) == num_bytes and b"\n" not in head:
-        with open_content(file, 0, _LONGEST_LINE_BYTES) as content:
-            head = content.read(_LONGEST_LINE_BYTES)
+    head, end_byte = b"", 0
+    while len(head) == end_byte < _LONGEST_LINE_BYTES and b"\n" not in head:
+        end_byte = min(max(2 * end_byte, _SAMPLE_BYTES // 4), _LONGEST_LINE_BYTES)
+        with open_content(file, len(head), end_byte) as content:
+            head += content.read(end_byte - len(head))
     yield from head.decode("utf-8-sig", "replace").splitlines()
 
 
