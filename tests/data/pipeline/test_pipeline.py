@@ -110,7 +110,7 @@ def test_a_failure_follows_all_earlier_items_and_names_stage_and_place(threads, 
 
 
 def fail_after_patience() -> Callable[[], None]:
-    """A ``poll`` that ends a pipeline whose consumer waits for ever."""
+    """A ``poll`` that ends a pipeline whose consumer hangs."""
     deadline = time.monotonic() + PATIENCE_SECONDS
 
     def poll() -> None:

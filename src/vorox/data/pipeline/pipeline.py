@@ -335,11 +335,12 @@ class Pipeline:
             with self._orders[index]:
                 if (item := source.get()) is None:
                     return
-                reserve_bytes = None if isinstance(item, _Failure) else stage.reserve_bytes
-                try:
-                    size_bytes = item.size_bytes if reserve_bytes is None else reserve_bytes(item)
-                except BaseException as error:
-                    item, size_bytes = self._fail(error, stage.name, item.place), 0
+                size_bytes = item.size_bytes
+                if stage.reserve_bytes is not None and not isinstance(item, _Failure):
+                    try:
+                        size_bytes = stage.reserve_bytes(item)
+                    except BaseException as error:
+                        item = self._fail(error, stage.name, item.place)
                 if (slot := target.reserve(size_bytes)) is None:
                     return
             if not isinstance(item, _Failure):
