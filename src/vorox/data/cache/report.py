@@ -170,7 +170,7 @@ class ProgressTracker:
         self._units, self._on_progress = units, on_progress
         self._sizes_U = _source_bytes(units)
         self._generation = -1
-        self._built_bytes = self._built_text_bytes = 0
+        self._uncommitted_bytes = self._uncommitted_text_bytes = 0
         self.progress = BuildProgress(
             0, len(units), source_bytes=int(self._sizes_U.sum()), row_tokens=row_tokens
         )  # fmt: skip
@@ -195,22 +195,24 @@ class ProgressTracker:
         )
 
     def add_unit(self, unit: int, size_bytes: int) -> None:
-        """Count a unit that is about to be written; the size of the others is estimated from its ratio."""
-        self._built_bytes += size_bytes
-        self._built_text_bytes += int(self._unit_bytes()[unit])
+        """Count a unit that is about to be written and committed."""
+        self._uncommitted_bytes, self._uncommitted_text_bytes = size_bytes, int(self._unit_bytes()[unit])
 
     @property
     def needed_bytes(self) -> int:
-        """Estimated size of the chunk files of all units that are not committed."""
-        built = self._built_text_bytes
-        ratio = self._built_bytes / built if built else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
-        return round(ratio * (self.progress.source_bytes - self.progress.source_bytes_done))
+        """Size of the chunk files of all units that are not committed, estimated from those of all builders."""
+        progress = self.progress
+        built_bytes = progress.compressed_bytes + self._uncommitted_bytes
+        text_bytes = progress.source_bytes_done + self._uncommitted_text_bytes
+        ratio = built_bytes / text_bytes if text_bytes else _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE
+        return round(ratio * (progress.source_bytes - progress.source_bytes_done))
 
     def observe(self, manifest: Manifest) -> None:
         """Report what is committed, if that has changed."""
         if manifest.generation == self._generation:
             return
         self._generation = manifest.generation
+        self._uncommitted_bytes = self._uncommitted_text_bytes = 0
         sizes_U = self._unit_bytes()
         units = manifest.units["unit"].astype(np.int64)
         self.update(
