@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from vorox.core.json_lines import read_lines
 from vorox.core.schema import RunConfig
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import DecoderSpec
+from vorox.runtime.heartbeat import Heartbeat
+from vorox.runtime.throughput import Throughput
+from vorox.training import observer, session
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.replay_chain import read_chain
 
@@ -86,6 +90,23 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Non
         return original(self, batch, **kwargs)
 
     monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) -> None:
+    """Call ``action`` with the step, from 1, at its start."""
+    original = NumpyEngine.train_step
+
+    def train_step(self: NumpyEngine, batch: Any, **arguments: Any) -> Any:
+        action(batch.step + 1)
+        return original(self, batch, **arguments)
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+
+
+def use_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Measure the phases and the speed of runs by another clock, in seconds."""
+    monkeypatch.setattr(session, "Heartbeat", functools.partial(Heartbeat, clock=clock))
+    monkeypatch.setattr(observer, "Throughput", functools.partial(Throughput, clock=clock))
 
 
 def run(config: RunConfig, **arguments: Any) -> vorox.run.Outcome:

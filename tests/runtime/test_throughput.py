@@ -114,21 +114,27 @@ def test_before_the_first_step_nothing_is_known() -> None:
         max_size=30,
     )
 )
-def test_fractions_always_sum_to_one(
+def test_fractions_always_sum_to_one_and_seconds_to_the_time_that_passed(
     events: list[tuple[Literal["step", "save", "validation", "read"], float, float]],
 ) -> None:
     clock = Clock()
     meter = throughput(clock)
+    started_at = last_read_at = None
     for kind, seconds, wait in events:
         if kind == "step":
             clock.now += seconds
             clock.spend("data", wait)
             meter.count(work(7))
+            if started_at is None:
+                started_at = last_read_at = clock.now
         elif kind == "read":
             meter.read()
+            last_read_at = None if started_at is None else clock.now
         else:
             clock.spend(kind, seconds)
-    for reading in (meter.total(), meter.read()):
+    for reading, since in ((meter.total(), started_at), (meter.read(), last_read_at)):
+        passed = 0.0 if since is None else clock.now - since
+        assert sum(reading.seconds.values()) == pytest.approx(passed, abs=1e-6)  # fp64, up to 6e5 s
         fractions = reading.time_fractions
         if fractions:
             assert sum(fractions.values()) == pytest.approx(1.0)

@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eventually import wait_until
 from numpy_engine import NumpyEngine, NumpyResult
-from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
+from tiny_runs import (
+    Killed,
+    at_step,
+    before_step,
+    configuration,
+    events,
+    kill,
+    result,
+    run,
+    use_clock,
+    use_numpy_engine,
+)
 from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
@@ -23,6 +35,8 @@ from vorox.data import loader
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
+from vorox.runtime.heartbeat import Heartbeat, Phase
+from vorox.runtime.throughput import Throughput
 from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
 from vorox.training.display import NoDisplay
 from vorox.training.replay_chain import read_chain
@@ -101,22 +115,68 @@ def test_reading_ahead_changes_nothing(threads: int, prefetch: int, straight: di
     assert result(run(configuration(tmp_path, loader))) == straight
 
 
-def test_the_time_of_reading_is_waiting_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a loop that reads each batch itself; validation reads too, and is not waiting."""
-    read, seconds = loader._BatchReader.read, 0.05
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_only_reading_that_the_loop_waits_for_is_waiting_for_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ready: bool
+) -> None:
+    """By a clock that goes on by 1 s in every step, and by 4 s in every read of a batch.
+
+    The loop reads each batch itself, or all are read ahead during step 1, at the end of which the measurement starts.
+    """
+    now = [0.0]
+    use_clock(monkeypatch, lambda: now[0])
+    read, numbers = loader._BatchReader.read, list[int]()
 
     def slow(self: Any, number: int) -> Any:
-        time.sleep(seconds)
+        now[0] += 4.0 if number < STEPS else 0.0  # the plan of the data is longer than the run
+        numbers.append(number)
         return read(self, number)
 
+    def step(number: int) -> None:
+        if is_ready and number == 1:
+            wait_until(lambda: STEPS - 1 in numbers)
+        now[0] += 1.0
+
     monkeypatch.setattr(loader._BatchReader, "read", slow)
-    found = run(configuration(tmp_path, ["data.loader.num_threads=0"]))
-    waited = found.speed.seconds["data"]
-    assert waited >= 11 * seconds, "the clock starts at the end of step 1"
-    metrics = read_metrics(found.run_directory)
-    last = [metrics[step]["data_wait_seconds"] for step in range(2, 13, 2)]
-    assert min(last) >= seconds
-    assert metrics[12]["time/data_fraction"] <= 1
+    before_step(monkeypatch, step)
+    threads = "data.loader={num_threads: 1, prefetch_batches: 12}" if is_ready else "data.loader.num_threads=0"
+    found = run(configuration(tmp_path, [threads]))
+    wait_seconds, num_steps = 0.0 if is_ready else 4.0, STEPS - 1
+    assert found.speed.seconds == {"compute": num_steps, "data": num_steps * wait_seconds, "save": 0.0, "eval": 0.0}
+    metrics = [values for step, values in read_metrics(found.run_directory).items() if step > 1]
+    assert {(one["data_wait_seconds"], one["step_seconds"]) for one in metrics} == {(wait_seconds, wait_seconds + 1.0)}
+
+
+def test_no_speed_is_read_in_the_middle_of_a_wait_a_save_or_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its seconds would count in the window that they end in, which may be shorter."""
+    phases, read_in = [""], list[tuple[str, str]]()
+    enter = Heartbeat.enter
+
+    def entered(self: Heartbeat, phase: Phase, step: int | None = None) -> None:
+        enter(self, phase, step)
+        phases[0] = phase
+
+    def observed(name: str) -> Callable[..., Any]:
+        original = getattr(Throughput, name)
+
+        def call(self: Throughput, *arguments: Any) -> Any:
+            read_in.append((name, phases[0]))
+            return original(self, *arguments)
+
+        return call
+
+    monkeypatch.setattr(Heartbeat, "enter", entered)
+    for name in ("count", "read", "total", "excluded"):
+        monkeypatch.setattr(Throughput, name, observed(name))
+    settings = ["checkpoint.every_steps=1", "eval.every_steps=2", "log.every_steps=1", "data.loader.num_threads=0"]
+    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Preempted):
+        run(configuration(tmp_path, settings))
+    run(configuration(tmp_path, settings))
+    assert {name for name, _ in read_in} >= {"count", "read", "total"}
+    assert not {phase for _, phase in read_in} & {"data", "save", "validation"}
 
 
 def test_saving_validating_and_logging_change_nothing(straight: dict[str, Any], tmp_path: Path) -> None:

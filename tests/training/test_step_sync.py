@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 
 import vorox.run
-from numpy_engine import NumpyEngine
 from rank_threads import RANK, ThreadBackend, run_ranks
-from tiny_runs import configuration, run
+from tiny_runs import before_step, configuration, run, use_clock
 from vorox.core.errors import NumericalError, Preempted
 from vorox.data import loader
+from vorox.runtime.heartbeat import Heartbeat, Phase
 from vorox.training.checkpoints.store import step_directories
 from vorox.training.rank_statistics import RankStatistics
 from vorox.training.replay_chain import ReplayChain, read_chain
@@ -28,17 +29,6 @@ LIMIT_SECONDS = 120.0
 @pytest.fixture(autouse=True)
 def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vorox.run.backends, "load", lambda name: ThreadBackend())
-
-
-def before_step(patch: pytest.MonkeyPatch, action: Any) -> None:
-    """Call ``action`` with the step, from 1, at its start."""
-    original = NumpyEngine.train_step
-
-    def train_step(self: NumpyEngine, batch: Any, **arguments: Any) -> Any:
-        action(batch.step + 1)
-        return original(self, batch, **arguments)
-
-    patch.setattr(NumpyEngine, "train_step", train_step)
 
 
 def wait_for_decision(step: int) -> None:
@@ -66,22 +56,38 @@ def chain(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_decide_while_they_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """No step ends before its decision is there; the run is that of one process."""
+    """No step ends before its decision is there; the run is that of one process.
+
+    The clock of a rank goes on by 1 s in each of its steps, and is otherwise still.
+    """
+    now = Counter[int]()
+
+    def step(number: int) -> None:
+        wait_for_decision(number)
+        now[RANK.dist.rank] += 1
+
     run(configuration(tmp_path / "one"))
     with monkeypatch.context() as patch:
-        before_step(patch, wait_for_decision)
+        before_step(patch, step)
+        use_clock(patch, lambda: float(now[RANK.dist.rank]))
         reports = reports_of(patch)
         outcomes = run_ranks(count, configuration(tmp_path / "ranks"))
     assert [outcome.progress.step for outcome in outcomes] == [12] * count
     assert chain(tmp_path / "ranks") == chain(tmp_path / "one")
     assert len(reports) == 12
+    times = {(report["waited_seconds"], report["compute_seconds"]) for step in reports[2:] for report in step}
+    assert times == {(0.0, 1.0)}, "batches came during the steps"
+    assert [outcome.speed.seconds["data"] for outcome in outcomes] == [0.0] * count
 
 
 def test_a_batch_that_takes_longer_than_the_step_is_a_wait_of_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, has_ended, read_seconds = list[Any](), threading.Event(), 0.5
+    """By a clock that goes on only while rank 1 waits for its batch of step 6, and rank 0 for rank 1."""
+    slow, now, read_seconds = list[Any](), [0.0], 0.5
+    waits = {rank: threading.Event() for rank in (0, 1)}
     original_read, original_init = loader._BatchReader.read, loader._BatchReader.__init__
+    original_finish, original_enter = StepSync.finish, Heartbeat.enter
 
     def create(self: Any, *arguments: Any) -> None:
         original_init(self, *arguments)
@@ -90,29 +96,31 @@ def test_a_batch_that_takes_longer_than_the_step_is_a_wait_of_its_rank(
 
     def read(self: Any, number: int) -> Any:
         if number + 1 == 6 and self in slow:
-            assert has_ended.wait(LIMIT_SECONDS)
-            time.sleep(read_seconds)
+            assert all(event.wait(LIMIT_SECONDS) for event in waits.values())
+            now[0] += read_seconds
         return original_read(self, number)
 
-    original_finish = StepSync.finish
-
     def finish(self: StepSync, exchange: Exchange) -> StepDecision:
-        """Rank 0 computes until its batch is there, rank 1 ends before its batch is read."""
+        """Rank 0 computes until its batch is there."""
         if exchange.progress.step == 5 and RANK.dist.rank == 0:
             assert exchange.is_batch_known.wait(LIMIT_SECONDS)
-        if exchange.progress.step == 5 and RANK.dist.rank == 1:
-            has_ended.set()
         return original_finish(self, exchange)
+
+    def enter(self: Heartbeat, phase: Phase, step: int | None = None) -> None:
+        original_enter(self, phase, step)
+        if (RANK.dist.rank, phase, step) in {(0, "sync", 5), (1, "data", 6)}:
+            waits[RANK.dist.rank].set()
 
     monkeypatch.setattr(loader._BatchReader, "__init__", create)
     monkeypatch.setattr(loader._BatchReader, "read", read)
     monkeypatch.setattr(StepSync, "finish", finish)
+    monkeypatch.setattr(Heartbeat, "enter", enter)
+    use_clock(monkeypatch, lambda: now[0])
     reports = reports_of(monkeypatch)
     outcomes = run_ranks(2, configuration(tmp_path, ["data.loader.num_threads=0", "eval.every_steps=null"]))
-    waited = [report["waited_seconds"] for report in reports[5]]
-    assert waited[1] >= read_seconds - 0.1, "the batch of step 6, which the exchange of step 6 reports"
-    assert waited[0] <= 0.1
-    assert outcomes[1].speed.seconds["data"] >= read_seconds - 0.1 >= 0.2 >= outcomes[0].speed.seconds["data"]
+    waited = [[report["waited_seconds"] for report in step] for step in reports[2:]]
+    assert waited == [[0.0, read_seconds if step == 6 else 0.0] for step in range(3, 13)], "reported with step 6"
+    assert [outcome.speed.seconds["data"] for outcome in outcomes] == [0.0, read_seconds]
 
 
 def test_a_step_that_fails_on_one_rank_ends_all_and_their_exchange(

@@ -137,10 +137,13 @@ class _Window:
 class Throughput:
     """Measures the throughput of one process.
 
+    Invariant: no method is called during the phases data, save and validation, so a window contains each of them whole
+    or not at all, and their seconds are at most its wall seconds.
+
     Args:
         phase_seconds: Time that the loop has spent in each phase so far: ``Heartbeat.seconds``, which stays current.
         limits: Upper bounds of the speed.
-        clock: A monotonic clock in seconds.
+        clock: The monotonic clock of the phases, in seconds.
     """
 
     def __init__(
@@ -205,7 +208,8 @@ class Throughput:
 
     def _reading(self, window: _Window, now: float) -> Reading:
         spent = {use: seconds - window.spent_before[use] for use, seconds in self._spent().items()}
-        seconds = {"compute": max(0.0, now - window.started_at - sum(spent.values())), **spent}
+        rest = now - window.started_at - sum(spent.values())  # negative by rounding only
+        seconds = {"compute": max(0.0, rest), **spent}
         reading = Reading(window.num_steps, window.work.num_tokens, seconds)
         if not window.num_steps or reading.training_seconds <= 0:
             return reading
