@@ -1,4 +1,4 @@
-"""Configurations that context and sequence parallelism do not support, and rows and heads that do not divide."""
+"""Configurations that context, sequence and expert parallelism do not support, rows and heads that do not divide."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from small_configurations import POSITIONS, VOCAB, configuration
+from vorox.core.config import load_config
 from vorox.core.config.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
@@ -16,6 +17,7 @@ from vorox.models.huggingface_spec import HuggingFaceSpec
 
 SIZE = "parallel.context_parallel_size"
 TRANSFORMERS = {"kind": "huggingface", "name_or_path": "somewhere"}
+EXPERTS = {"num_experts": 4}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -146,6 +148,46 @@ def test_sequence_parallelism_needs_rows_that_divide_and_no_statistics() -> None
     ]
     assert "tensor_parallel_size=4 x parallel.context_parallel_size=4, which" in problem.what
     assert "set data.sequence_length_tokens=16" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"parallel__fsdp_size": 2}, "parallel.fsdp_size"),
+        ({"parallel__tensor_parallel_size": 2}, "parallel.tensor_parallel_size"),
+        ({"parallel__pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
+        ({"parallel__context_parallel_size": 2}, "parallel.context_parallel_size"),
+        ({"parallel__data_parallel_size": 3}, "parallel.data_parallel_size"),
+        ({"model": EXPERTS | {"num_experts": 5}}, "model.num_experts"),
+        ({"optimizer__name": "adamw_8bit"}, "optimizer.name"),
+        ({"runtime__compile": True}, "runtime.compile"),
+        ({"runtime__determinism": "bitwise-any-world"}, "runtime.determinism"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_expert_parallelism_does_not_support_is_refused(settings: dict[str, Any], key: str) -> None:
+    def named(**settings: Any) -> set[str]:
+        problems = find_problems(configuration(**{"model": EXPERTS, **settings}))
+        return {key for problem in problems if "expert_parallel_size" in problem.what for key in problem.keys}
+
+    assert {key, "parallel.expert_parallel_size"} <= named(**settings, parallel__expert_parallel_size=2)
+    assert named(**settings) == set()
+    assert named(parallel__expert_parallel_size=2) == set()
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_experts"):
+        load_config("quickstart", ["parallel.expert_parallel_size=2"])
+
+
+def test_expert_parallelism_of_other_models() -> None:
+    """Whether a transformers model has experts is known from its config.json only."""
+    words = ["backend=torch", "parallel.expert_parallel_size=2"]
+    load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x"])
+    with pytest.raises(ConfigError, match=r"it needs model\.kind=decoder or huggingface"):
+        load_config("quickstart", [*words, "model.kind=own.py:build"])
+    with pytest.raises(ConfigError, match=r"it needs adapter\.kind=none"):
+        load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x", "adapter.kind=lora"])
 
 
 def spec_of(config: RunConfig) -> Any:
