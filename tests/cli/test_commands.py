@@ -290,7 +290,8 @@ def test_a_run_that_is_running(vorox: Run, house: Path, trained: Path) -> None:
             assert long["state"] == "running"
             assert str(process.pid) in long["holder"]
             assert long["checkpoint_step"] > 0
-            for words in (("runs", "remove", "long", "-y"), ("checkpoints", "remove", "long", "1", "-y", "--force")):
+            step = str(long["checkpoint_step"])
+            for words in (("runs", "remove", "long", "-y"), ("checkpoints", "remove", "long", step, "-y", "--force")):
                 code, _, err = vorox(*words)
                 assert code == 2
                 assert f"in use by process {process.pid}" in err

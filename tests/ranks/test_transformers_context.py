@@ -37,7 +37,7 @@ TWO = [f"1,1,1,1,2:{'+'.join(('transformers qwen3', *part))}" for part in (OTHER
             ],
             4,
         ),
-        (["1,1,2,1,2:transformers qwen3+transformers llama+transformers gemma3_text"], 4),
+        (["1,1,2,1,2:transformers qwen3+transformers gemma3_text"], 4),
     ],
     ids=["alone", "four, with replicas, and with FSDP2", "with tensor parallelism"],
 )
