@@ -21,6 +21,7 @@ from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
+from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.report import PrepareProgress
 from vorox.data.chat_template import BUILT_IN
 from vorox.data.growing_tokenizer import growing_tokenizer
@@ -127,13 +128,17 @@ def list_sources(
             [replace(s, chat_template=tokenizer.chat_template) if s.config.chat_fields else s for s in listed]
             for listed in (sources, validation)
         )
-    notes = [note for source in (*sources, *validation) for note in source.notes]
-    notes += [*_chat_notes((*sources, *validation)), *growth_notes]
-    section = config.tokenizer
+    notes = [*_notes((*sources, *validation), tokenizer, config.tokenizer), *growth_notes]
+    return ListedSources(tuple(sources), tuple(validation), tokenizer, tuple(notes))
+
+
+def _notes(sources: Sequence[Source], tokenizer: Tokenizer | None, section: TokenizerConfig) -> list[Note]:
+    """Return what was noticed about sources with their tokenizer."""
+    notes = [note for source in sources for note in source.notes] + _chat_notes(sources)
     if tokenizer is not None and section.kind == "bpe" and tokenizer.vocab_size < section.vocab_size:
         text = f"the vocabulary has {tokenizer.vocab_size:,} tokens, not tokenizer.vocab_size={section.vocab_size:,}"
         notes.append(Note("vocabulary", f"{text}: the text has no further pairs to merge"))
-    return ListedSources(tuple(sources), tuple(validation), tokenizer, tuple(notes))
+    return notes
 
 
 def _chat_notes(sources: Sequence[Source]) -> list[Note]:
