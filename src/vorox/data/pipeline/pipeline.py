@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol
 
 from vorox.data.pipeline.statistics import PipelineStatistics, QueueStatistics, StageStatistics
@@ -46,14 +47,14 @@ class Stage:
         name: For statistics and messages.
         work: Maps an item to an item.
         threads: Number of threads.
-        reserve_bytes: Bytes to reserve for the result before it is computed; None: the size of the input. If it raises,
-            the stage fails at this item.
+        reserve_bytes: Bytes to reserve for the result before it is computed, by default the size of the input. If it
+            raises, the stage fails at this item.
     """
 
     name: str
     work: Callable[[Any], Item]
     threads: int = 1
-    reserve_bytes: Callable[[Any], int] | None = None
+    reserve_bytes: Callable[[Any], int] = attrgetter("size_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +336,8 @@ class Pipeline:
             with self._orders[index]:
                 if (item := source.get()) is None:
                     return
-                size_bytes = item.size_bytes
-                if stage.reserve_bytes is not None and not isinstance(item, _Failure):
+                size_bytes = 0
+                if not isinstance(item, _Failure):
                     try:
                         size_bytes = stage.reserve_bytes(item)
                     except BaseException as error:
