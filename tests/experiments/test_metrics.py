@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vorox.core.errors import ConfigError
-from vorox.experiments.metrics import metric, reduce, registry
+from vorox.experiments.metrics import metric, registry
 
 NEEDED = [
     "loss",
@@ -99,17 +99,3 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_the_nearest_name_is_given() -> None:
     with pytest.raises(ConfigError, match="did you mean grad_norm"):
         metric("gradnorm")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("loss", 2.0),
-        ("nonfinite_steps", 6.0),
-        ("learning_rate", 1.0),
-        ("memory/host_bytes", 3.0),
-        ("memory/host_available_bytes", 1.0),
-    ],
-)
-def test_reductions(name: str, expected: float) -> None:
-    assert reduce(name, [3.0, 2.0, 1.0]) == expected

@@ -17,7 +17,7 @@ from vorox.core.json_lines import read_lines
 from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
 from vorox.experiments.sinks import TensorBoardSink
-from vorox.experiments.tracking import Tracker, last_values, read_metrics
+from vorox.experiments.tracking import Tracker, last_values, read_metrics, reduce
 
 
 def open_tracker(directory: Path, attempt: int = 1, resume_step: int = 0) -> Tracker:
@@ -55,6 +55,20 @@ def test_observed_values_are_reduced_until_the_next_log(tmp_path: Path) -> None:
     tracker.observe({"loss": 2.0, "learning_rate": 0.2, "accuracy": 0.5})
     assert tracker.log(2, {"accuracy": 0.25}) == {"loss": 3.0, "learning_rate": 0.2, "accuracy": 0.25}
     assert tracker.log(3, {"loss": 1.0}) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss", 2.0),
+        ("nonfinite_steps", 6.0),
+        ("learning_rate", 1.0),
+        ("memory/host_bytes", 3.0),
+        ("memory/host_available_bytes", 1.0),
+    ],
+)
+def test_reductions(name: str, expected: float) -> None:
+    assert reduce(name, [3.0, 2.0, 1.0]) == expected
 
 
 def test_a_later_attempt_is_believed(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Metric registry: name, unit, reduction and description of every metric; user-defined metrics.
 
 In: a name. Out: its definition, or an error with the nearest names, so that a misspelled metric cannot start a second
-curve. Families cover names with a variable part (``activation/3/mlp/std``). The reduction combines the values of
-several steps or ranks into one. User functions take part in no decision; one that fails is reported once and never
-stops the training.
+curve. Families cover names with a variable part (``activation/3/mlp/std``). The reduction of a metric is how
+``tracking.reduce`` combines the values of several steps or ranks into one. User functions take part in no decision; one
+that fails is reported once and never stops the training.
 """
 
 from __future__ import annotations
@@ -308,26 +308,6 @@ def metric(name: str) -> Metric:
         where="experiments/metrics.py",
         hint=f"did you mean {' or '.join(near)}?" if near else "every metric has an entry there",
     )
-
-
-def reduce(name: str, values: Sequence[float]) -> float:
-    """Combine the values of several steps or ranks by the metric's reduction.
-
-    Args:
-        name: A registered name.
-        values: At least one, in the order of measurement.
-    """
-    match metric(name).reduction:
-        case "mean":
-            return sum(values) / len(values)
-        case "sum":
-            return float(sum(values))
-        case "max":
-            return max(values)
-        case "min":
-            return min(values)
-        case "last":
-            return values[-1]
 
 
 class MetricFunctions:

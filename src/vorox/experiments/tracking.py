@@ -23,7 +23,7 @@ from vorox.core.json_lines import LineFile, as_number, encode, read_lines
 from vorox.core.log import RunLog
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
-from vorox.experiments.metrics import MetricFunctions, metric, reduce
+from vorox.experiments.metrics import MetricFunctions, metric
 from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
 from vorox.experiments.sinks import Sink, TensorBoardSink, open_custom_sink, require_tensorboard
 from vorox.experiments.trackio_sink import TrackioSink, require_trackio
@@ -36,7 +36,7 @@ class Tracker:
     Args:
         sinks: The sinks; empty on ranks that do not write.
         log: Reports each failing sink once.
-        custom: Metrics computed by user functions from the step and its values.
+        custom: Metrics computed by user functions from the step and its values; ``None`` without such functions.
     """
 
     def __init__(self, sinks: Sequence[Sink], log: RunLog, custom: MetricFunctions | None = None) -> None:
@@ -88,8 +88,7 @@ class Tracker:
             for number, path in enumerate(config.sinks):
                 sinks.append(open_custom_sink(path, f"log.sinks.{number}", run_directory, resume_step, settings or {}))
         log = log or RunLog(None)
-        custom = MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=log)
-        return cls(sinks, log, custom if sinks else None)
+        return cls(sinks, log, _metric_functions(config, log) if sinks and config.metrics else None)
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Collect values for the next ``log``. Thread-safe.
@@ -151,6 +150,26 @@ class Tracker:
                 self._log.event("sink_failed", text, level="warning", sink=sink.name)
 
 
+def reduce(name: str, values: Sequence[float]) -> float:
+    """Combine the values of several steps or ranks by the metric's reduction.
+
+    Args:
+        name: A registered name.
+        values: At least one, in the order of measurement.
+    """
+    match metric(name).reduction:
+        case "mean":
+            return sum(values) / len(values)
+        case "sum":
+            return float(sum(values))
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case "last":
+            return values[-1]
+
+
 def check_sinks(config: LogConfig) -> None:
     """Check that the sinks and metrics of a run can be opened, as far as this is known before they are.
 
@@ -165,7 +184,11 @@ def check_sinks(config: LogConfig) -> None:
             require()
     for number, path in enumerate(config.sinks):
         load_function(path, kind="sink", where=f"log.sinks.{number}")
-    MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=RunLog(None))
+    _metric_functions(config, RunLog(None))
+
+
+def _metric_functions(config: LogConfig, log: RunLog) -> MetricFunctions:
+    return MetricFunctions(config.metrics, kind="metric", key="log.metrics", prefix="custom/", log=log)
 
 
 class JsonLinesSink:

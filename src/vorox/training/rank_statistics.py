@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from vorox.core.engine import Engine
 from vorox.core.log import RunLog
-from vorox.experiments.metrics import reduce
+from vorox.experiments.tracking import reduce
 from vorox.runtime.heartbeat import Heartbeat, Phase
 from vorox.runtime.throughput import host_memory
 from vorox.training.observer import is_logged_step
