@@ -21,10 +21,15 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile, list_files
-from vorox.data.text import file_content
-from vorox.data.text.decompression import BrokenStream, DecompressedStream
-from vorox.data.text.file_content import Limits, SequentialReads, length_bytes, open_content, open_content_seekable
-from vorox.data.text.file_signatures import Compression, compression_by_magic, compression_by_suffix
+from vorox.data.text import decompression, file_content
+from vorox.data.text.decompression import BrokenStream, Compression, DecompressedStream, Limits, compression_by_magic
+from vorox.data.text.file_content import (
+    SequentialReads,
+    compression_by_suffix,
+    length_bytes,
+    open_content,
+    open_content_seekable,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,13 +83,13 @@ def test_every_range_in_every_order(
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files whose decoding was begun."""
     begun: list[str] = []
-    begin = file_content._DecodedFile.__init__
+    begin = decompression.DecodedFile.__init__
 
-    def count(self: file_content._DecodedFile, file: StoredFile, *given: Any) -> None:
+    def count(self: decompression.DecodedFile, file: StoredFile, *given: Any) -> None:
         begun.append(file.uri)
         begin(self, file, *given)
 
-    monkeypatch.setattr(file_content._DecodedFile, "__init__", count)
+    monkeypatch.setattr(decompression.DecodedFile, "__init__", count)
     return begun
 
 
@@ -112,7 +117,7 @@ def test_units_in_order_are_decompressed_once(
 def test_going_back_a_little_goes_on_and_going_back_far_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_content, "_LOOK_BACK_BYTES", 50_000)
+    monkeypatch.setattr(decompression, "_LOOK_BACK_BYTES", 50_000)
     data = words(600_000)
     file, other = (stored(tmp_path / name, compressed("zst", data, 6)) for name in ("a.zst", "b.zst"))
     begun = counted(monkeypatch)
@@ -216,8 +221,8 @@ def bomb(kind: Compression, size: int) -> bytes:
 def test_bombs_are_refused_by_ratio_and_by_size(
     tmp_path: Path, kind: Compression, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert file_content._ALWAYS_ALLOWED_BYTES == 256 << 20
-    monkeypatch.setattr(file_content, "_ALWAYS_ALLOWED_BYTES", 16 << 20)
+    assert decompression._ALWAYS_ALLOWED_BYTES == 256 << 20
+    monkeypatch.setattr(decompression, "_ALWAYS_ALLOWED_BYTES", 16 << 20)
     file = stored(tmp_path / f"a.{kind}", bomb(kind, 20 << 20))
     with pytest.raises(DataError, match="decompression bomb") as caught:
         length_bytes(file)

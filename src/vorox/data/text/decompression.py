@@ -1,26 +1,72 @@
-"""Streaming gzip and zstd decompression in bounded memory.
+"""Streaming gzip and zstd decompression in bounded memory, with limits and damage detection.
 
-Compressed bytes go in from any reader; decompressed blocks come out. Invariants: gzip members and zstd frames are
-concatenated; a truncated or corrupt stream is an error at its offset; and the blocks, including the last one before an
-error, depend on the compressed bytes alone.
+Compressed bytes go in from any reader or stored file; decompressed blocks come out, forward from the start. Invariants:
+gzip members and zstd frames are concatenated; a truncated or corrupt stream is an error at its offset, and so is a
+decompression bomb; the blocks, including the last one before an error, depend on the compressed bytes alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import zstandard
 
-from vorox.data.text.file_signatures import NAMES, SIGNATURE_BYTES, Compression, compression_by_magic
+from vorox.core.errors import DataError
+from vorox.data.storage import StoredFile, open_range, open_seekable
 
+Compression = Literal["gz", "zst"]
+
+NAMES: dict[Compression, str] = {"gz": "gzip", "zst": "zstd"}
+
+SIGNATURE_BYTES = 512
+"""Leading bytes of a file, gzip member or zstd frame that are checked for signatures."""
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
 _UNKNOWN_START = ("incorrect header check", "Unknown frame descriptor")
 _CHECKSUM_MESSAGES = ("incorrect data check", "incorrect length check", "checksum")
 _FIRST_READ_BYTES, _MIN_READ_BYTES, MAX_READ_BYTES = 1 << 9, 1 << 6, 1 << 12
 """Compressed bytes per decoder call: fewer where they expand more, because the libraries cannot limit the output."""
 _FEW_BYTES, _MANY_BYTES = 1 << 18, 1 << 20
 _MAX_WINDOW_BYTES = 1 << 27
+_BUFFER_BYTES = 1 << 20
+_LOOK_BACK_BYTES = 4 << 20
+"""A range may begin this far before the last decoded byte without decoding from the start again."""
+_ALWAYS_ALLOWED_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on the content of a compressed file.
+
+    Attributes:
+        max_bytes: Decompressed bytes, at most.
+        max_ratio: Decompressed bytes per compressed byte, at most; applies above 256 MiB.
+        keeps_readable: A damaged file is read up to its damage instead of being rejected.
+        is_text: Every gzip member and zstd frame must be text; one with a binary signature is rejected.
+    """
+
+    max_bytes: int = 1 << 40
+    max_ratio: float = 1000.0
+    keeps_readable: bool = False
+    is_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The point after which a compressed file cannot be read.
+
+    Attributes:
+        end_byte: End of the readable content.
+        reason: What is wrong and where.
+    """
+
+    end_byte: int
+    reason: str
 
 
 class BrokenStream(ValueError):
@@ -147,6 +193,14 @@ class DecompressedStream:
         return BrokenStream(f"The {name} data is corrupt: {message.rpartition(': ')[2]}")
 
 
+def compression_by_magic(start: bytes) -> Compression | None:
+    """Return the compression that the magic bytes declare."""
+    if start.startswith(_GZIP_MAGIC):
+        return "gz"
+    is_skippable = len(start) >= 4 and int.from_bytes(start[:4], "little") in _SKIPPABLE_MAGIC
+    return "zst" if is_skippable or start.startswith(_ZSTD_MAGIC) else None
+
+
 def _decoder(kind: Compression) -> Any:
     """Return a streaming decoder of one member or frame; both libraries have the same interface."""
     decoders: dict[Compression, Callable[[], Any]] = {
@@ -154,3 +208,112 @@ def _decoder(kind: Compression) -> Any:
         "zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj(),
     }
     return decoders[kind]()
+
+
+class DecodedFile:
+    """The content of a compressed file, decoded forward from its start.
+
+    Args:
+        file: The file.
+        kind: Its compression.
+        limits: Limits on its content.
+        check_member: Called with the first decompressed bytes of every member and frame; may raise.
+        max_read_bytes: Compressed bytes per decoder call, at most.
+
+    Attributes:
+        position: Offset of the next byte that ``read`` returns.
+    """
+
+    def __init__(
+        self,
+        file: StoredFile,
+        kind: Compression,
+        limits: Limits,
+        check_member: Callable[[bytes], None] | None = None,
+        max_read_bytes: int = MAX_READ_BYTES,
+    ) -> None:
+        self.file, self.limits, self.position = file, limits, 0
+        self._base, self._recent = 0, bytearray()
+        self._open = contextlib.ExitStack()
+        # open_seekable checks a local file against its listing on every read, not only at the end.
+        source = self._open.enter_context(open_seekable(file) if file.scheme is None else open_range(file))
+        self._stream = DecompressedStream(kind, source, check_member, max_read_bytes)
+
+    def read(self, size: int) -> bytearray:
+        """Return at least one and at most ``size`` bytes; empty at the end.
+
+        Raises:
+            DataError: The content cannot be read any further.
+        """
+        start = self.position - self._base
+        if start == len(self._recent):
+            if start > 2 * _LOOK_BACK_BYTES:
+                del self._recent[:-_LOOK_BACK_BYTES]
+                self._base, start = self.position - _LOOK_BACK_BYTES, _LOOK_BACK_BYTES
+            self._recent += self._next_block()
+        data = self._recent[start : start + size]
+        self.position += len(data)
+        return data
+
+    def can_seek_to(self, position: int) -> bool:
+        """Whether ``seek_to`` supports a position: any ahead, and a few MiB back."""
+        return position >= self._base
+
+    def seek_to(self, position: int) -> None:
+        """Move to a position that ``can_seek_to`` allows, or to the end of the content if it comes first."""
+        assert self.can_seek_to(position)
+        self.position = min(self.position, position)
+        while self.position < position and self.read(position - self.position):
+            pass
+
+    def find_damage(self) -> tuple[int, Damage | None]:
+        """Read to the end; return the readable length, and the damage if the source keeps readable content.
+
+        A member or frame with a wrong checksum is unreadable as a whole, because any byte of it may be wrong.
+        """
+        try:
+            while self.read(_BUFFER_BYTES):
+                pass
+        except DataError as error:
+            broken = error.__cause__
+            if not (self.limits.keeps_readable and isinstance(broken, BrokenStream) and broken.is_damage):
+                raise
+            end = self._stream.member_offset if broken.is_checksum else self.position
+            return end, Damage(end, error.what)
+        return self.position, None
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Compressed bytes read so far."""
+        return self._stream.consumed_bytes
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _next_block(self) -> bytes:
+        before = self._stream.offset
+        try:
+            block = self._stream.read()
+        except NotCompressed as error:
+            hint = "give the file the suffix of its format, or download it again"
+            raise DataError(str(error), where=self.file.uri, hint=hint) from error
+        except BrokenStream as error:
+            raise DataError(
+                f"{error}, at byte {before:,} of the decompressed content (byte {self.consumed_bytes:,} of "
+                f"{self.file.size_bytes:,})",
+                where=self.file.uri, hint="download or write the file again, or remove it from data.sources",
+            ) from error  # fmt: skip
+        self._reject_bomb()
+        return block
+
+    def _reject_bomb(self) -> None:
+        length, consumed_bytes, limits = self._stream.offset, self.consumed_bytes, self.limits
+        allowed = max(_ALWAYS_ALLOWED_BYTES, int(limits.max_ratio * max(consumed_bytes, 1)))
+        if length <= min(allowed, limits.max_bytes):
+            return
+        option = "max_decompressed_bytes" if length > limits.max_bytes else "max_decompression_ratio"
+        raise DataError(
+            f"{consumed_bytes:,} compressed bytes expand to more than {length:,}: this looks like a decompression bomb",
+            where=self.file.uri,
+            hint=f"remove the file from data.sources; if you trust it, raise the source's {option}",
+        )

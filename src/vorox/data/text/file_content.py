@@ -1,9 +1,9 @@
-"""Reading stored files with transparent decompression, size limits and damage detection.
+"""The content of stored files: ranges, decompressed where the suffix declares it, and rejection of binary content.
 
 A listed file goes in; byte ranges of its decompressed content, and its length, come out. Compressed files are decoded
 forward from the start. ``SequentialReads`` reuses the decoder of the last range, so that consecutive units decode a
-file once. Invariants: suffix and magic bytes agree on the compression; memory is bounded; a truncated stream or a
-decompression bomb is a ``DataError`` with its offset.
+file once. Invariants: suffix and magic bytes agree on the compression; memory is bounded; a truncated stream, a
+decompression bomb or binary content is a ``DataError`` that states what was found.
 """
 
 from __future__ import annotations
@@ -12,178 +12,62 @@ import contextlib
 import contextvars
 import functools
 import io
+import re
 import tempfile
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context
-from vorox.data.text.decompression import MAX_READ_BYTES, BrokenStream, DecompressedStream, NotCompressed
-from vorox.data.text.file_signatures import Compression, compression_by_suffix, reject_binary
+from vorox.data.text.decompression import (
+    MAX_READ_BYTES,
+    NAMES,
+    SIGNATURE_BYTES,
+    Compression,
+    Damage,
+    DecodedFile,
+    Limits,
+    compression_by_magic,
+)
 
 T = TypeVar("T")
 
+COMPRESSED_SUFFIXES: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+
 _BUFFER_BYTES = 1 << 20
-_LOOK_BACK_BYTES = 4 << 20
-"""A range may begin this far before the last decoded byte without decoding from the start again."""
 _EXACT_READ_BYTES = 1 << 9
-_ALWAYS_ALLOWED_BYTES = 1 << 28
 _TEXT_FORMATS = frozenset({"txt", "jsonl", "csv"})
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits on the content of a compressed file.
-
-    Attributes:
-        max_bytes: Decompressed bytes, at most.
-        max_ratio: Decompressed bytes per compressed byte, at most; applies above 256 MiB.
-        keeps_readable: A damaged file is read up to its damage instead of being rejected.
-        is_text: Every gzip member and zstd frame must be text; one with a binary signature is rejected.
-    """
-
-    max_bytes: int = 1 << 40
-    max_ratio: float = 1000.0
-    keeps_readable: bool = False
-    is_text: bool = False
-
-    @classmethod
-    def from_source(cls, config: SourceConfig) -> Limits:
-        return cls(
-            max_bytes=config.max_decompressed_bytes,
-            max_ratio=config.max_decompression_ratio,
-            keeps_readable=config.damaged_files == "keep_readable",
-            is_text=config.format in _TEXT_FORMATS,
-        )
-
-
 DEFAULT_LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """The point after which a compressed file cannot be read.
-
-    Attributes:
-        end_byte: End of the readable content.
-        reason: What is wrong and where.
-    """
-
-    end_byte: int
-    reason: str
+def limits_of(config: SourceConfig) -> Limits:
+    """Return the limits on the compressed files of a source."""
+    return Limits(
+        max_bytes=config.max_decompressed_bytes,
+        max_ratio=config.max_decompression_ratio,
+        keeps_readable=config.damaged_files == "keep_readable",
+        is_text=config.format in _TEXT_FORMATS,
+    )
 
 
-class _DecodedFile:
-    """The content of a compressed file, decoded forward from its start.
-
-    Attributes:
-        position: Offset of the next byte that ``read`` returns.
-    """
-
-    def __init__(
-        self, file: StoredFile, kind: Compression, limits: Limits, max_read_bytes: int = MAX_READ_BYTES
-    ) -> None:  # fmt: skip
-        self.file, self.limits, self.position = file, limits, 0
-        self._base, self._recent = 0, bytearray()
-        self._open = contextlib.ExitStack()
-        # open_seekable checks a local file against its listing on every read, not only at the end.
-        source = self._open.enter_context(open_seekable(file) if file.scheme is None else open_range(file))
-        check = functools.partial(reject_binary, file) if limits.is_text else None
-        self._stream = DecompressedStream(kind, source, check, max_read_bytes)
-
-    def read(self, size: int) -> bytearray:
-        """Return at least one and at most ``size`` bytes; empty at the end.
-
-        Raises:
-            DataError: The content cannot be read any further.
-        """
-        start = self.position - self._base
-        if start == len(self._recent):
-            if start > 2 * _LOOK_BACK_BYTES:
-                del self._recent[:-_LOOK_BACK_BYTES]
-                self._base, start = self.position - _LOOK_BACK_BYTES, _LOOK_BACK_BYTES
-            self._recent += self._next_block()
-        data = self._recent[start : start + size]
-        self.position += len(data)
-        return data
-
-    def can_seek_to(self, position: int) -> bool:
-        """Whether ``seek_to`` supports a position: any ahead, and a few MiB back."""
-        return position >= self._base
-
-    def seek_to(self, position: int) -> None:
-        """Move to a position that ``can_seek_to`` allows, or to the end of the content if it comes first."""
-        assert self.can_seek_to(position)
-        self.position = min(self.position, position)
-        while self.position < position and self.read(position - self.position):
-            pass
-
-    def find_damage(self) -> tuple[int, Damage | None]:
-        """Read to the end; return the readable length, and the damage if the source keeps readable content.
-
-        A member or frame with a wrong checksum is unreadable as a whole, because any byte of it may be wrong.
-        """
-        try:
-            while self.read(_BUFFER_BYTES):
-                pass
-        except DataError as error:
-            broken = error.__cause__
-            if not (self.limits.keeps_readable and isinstance(broken, BrokenStream) and broken.is_damage):
-                raise
-            end = self._stream.member_offset if broken.is_checksum else self.position
-            return end, Damage(end, error.what)
-        return self.position, None
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Compressed bytes read so far."""
-        return self._stream.consumed_bytes
-
-    def close(self) -> None:
-        self._open.close()
-
-    def _next_block(self) -> bytes:
-        before = self._stream.offset
-        try:
-            block = self._stream.read()
-        except NotCompressed as error:
-            hint = "give the file the suffix of its format, or download it again"
-            raise DataError(str(error), where=self.file.uri, hint=hint) from error
-        except BrokenStream as error:
-            raise DataError(
-                f"{error}, at byte {before:,} of the decompressed content (byte {self.consumed_bytes:,} of "
-                f"{self.file.size_bytes:,})",
-                where=self.file.uri, hint="download or write the file again, or remove it from data.sources",
-            ) from error  # fmt: skip
-        self._reject_bomb()
-        return block
-
-    def _reject_bomb(self) -> None:
-        length, consumed_bytes, limits = self._stream.offset, self.consumed_bytes, self.limits
-        allowed = max(_ALWAYS_ALLOWED_BYTES, int(limits.max_ratio * max(consumed_bytes, 1)))
-        if length <= min(allowed, limits.max_bytes):
-            return
-        option = "max_decompressed_bytes" if length > limits.max_bytes else "max_decompression_ratio"
-        raise DataError(
-            f"{consumed_bytes:,} compressed bytes expand to more than {length:,}: this looks like a decompression bomb",
-            where=self.file.uri,
-            hint=f"remove the file from data.sources; if you trust it, raise the source's {option}",
-        )
+def compression_by_suffix(name: str) -> Compression | None:
+    """Return the compression that the suffix of a name declares."""
+    return next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if name.lower().endswith(suffix)), None)
 
 
 class SequentialReads:
     """Reuses the decoder of the last range for the next range of the same file."""
 
     def __init__(self) -> None:
-        self._kept: _DecodedFile | None = None
+        self._kept: DecodedFile | None = None
 
     def iterate(self, items: Iterator[T]) -> Iterator[T]:
         """Iterate over items whose computation reads ranges through this object."""
         return run_in_context(items, _reads, self)
 
-    def take(self, file: StoredFile, limits: Limits, start_byte: int) -> _DecodedFile | None:
+    def take(self, file: StoredFile, limits: Limits, start_byte: int) -> DecodedFile | None:
         """Return the kept decoder if it is this file's and can seek to ``start_byte``."""
         kept = self._kept
         if kept is None or (kept.file, kept.limits) != (file, limits) or not kept.can_seek_to(start_byte):
@@ -191,7 +75,7 @@ class SequentialReads:
         self._kept = None
         return kept
 
-    def keep(self, content: _DecodedFile) -> None:
+    def keep(self, content: DecodedFile) -> None:
         """Keep a decoder in place of the previous one."""
         self.close()
         self._kept = content
@@ -205,13 +89,18 @@ class SequentialReads:
 _reads: contextvars.ContextVar[SequentialReads | None] = contextvars.ContextVar("sequential_reads", default=None)
 
 
+def _decode(file: StoredFile, kind: Compression, limits: Limits, max_read_bytes: int = MAX_READ_BYTES) -> DecodedFile:
+    check_member = functools.partial(reject_binary, file) if limits.is_text else None
+    return DecodedFile(file, kind, limits, check_member, max_read_bytes)
+
+
 @contextlib.contextmanager
-def _open_decoded(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[_DecodedFile]:
+def _open_decoded(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[DecodedFile]:
     """Open a file at a position; afterwards, keep its decoder if a ``SequentialReads`` is active."""
     reads = _reads.get()
     content = None if reads is None else reads.take(file, limits, start_byte)
     if content is None:
-        content = _DecodedFile(file, kind, limits)
+        content = _decode(file, kind, limits)
     try:
         content.seek_to(start_byte)
         yield content
@@ -227,7 +116,7 @@ def _open_decoded(file: StoredFile, kind: Compression, start_byte: int, limits: 
 class _Range(io.RawIOBase):
     """The decoded bytes from the current position to ``end_byte``."""
 
-    def __init__(self, content: _DecodedFile, end_byte: int | None) -> None:
+    def __init__(self, content: DecodedFile, end_byte: int | None) -> None:
         self._content, self._end_byte = content, end_byte
 
     def readable(self) -> bool:
@@ -280,7 +169,7 @@ def open_content_seekable(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> 
 @functools.lru_cache(maxsize=1 << 12)
 def _scan(file: StoredFile, kind: Compression, limits: Limits) -> tuple[int, Damage | None]:
     """Return the length and the damage of a compressed file; one pass per process."""
-    with contextlib.closing(_DecodedFile(file, kind, limits)) as content:
+    with contextlib.closing(_decode(file, kind, limits)) as content:
         return content.find_damage()
 
 
@@ -305,6 +194,117 @@ def compressed_length_bytes(file: StoredFile, end_byte: int, limits: Limits = DE
     kind = compression_by_suffix(file.uri)
     assert kind is not None, "the file must be compressed"
     strict = replace(limits, keeps_readable=False)
-    with contextlib.closing(_DecodedFile(file, kind, strict, _EXACT_READ_BYTES)) as content:
+    with contextlib.closing(_decode(file, kind, strict, _EXACT_READ_BYTES)) as content:
         content.seek_to(end_byte)
         return content.consumed_bytes
+
+
+_UNPACK = "unpack it and give the folder: {unpack}"
+_READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
+_LEAVE = "remove it from data.sources, or set its format"
+_SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"PAR1", "Parquet", "set format: parquet, and give the file the suffix .parquet"),
+    (0, b"ARROW1", "an Arrow file", _READ.format(convert="datasets.load_dataset('arrow', ...).to_json(...)")),
+    (0, b"Obj\x01", "an Avro file", _READ.format(convert="fastavro --json-lines")),
+    (0, b"SQLite format 3\0", "a SQLite database", _READ.format(convert="sqlite3 FILE '.mode json' 'SELECT ...'")),
+    (0, b"\x89HDF", "an HDF5 file", _READ.format(convert="h5py")),
+    (257, b"ustar", "a tar archive", _UNPACK.format(unpack="mkdir DIR && tar -xf FILE -C DIR")),
+    (0, b"PK\x03\x04", "a zip archive", _UNPACK.format(unpack="unzip FILE -d DIR")),
+    (0, b"PK\x05\x06", "an empty zip archive", _LEAVE),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(unpack="7z x FILE -oDIR")),
+    (0, b"Rar!\x1a\x07", "a rar archive", _UNPACK.format(unpack="unrar x FILE DIR/")),
+    (0, b"070701", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
+    (0, b"070707", "a cpio archive", _UNPACK.format(unpack="mkdir DIR && cd DIR && cpio -id < FILE")),
+    (0, b"!<arch>\n", "an ar archive", _UNPACK.format(unpack="ar x FILE")),
+    (0, b"\xfd7zXZ\0", "xz data", "decompress it, or recompress it: xz -dc FILE | zstd > FILE.zst"),
+    (0, b"BZh", "bzip2 data", "decompress it, or recompress it: bzip2 -dc FILE | zstd > FILE.zst"),
+    (0, b"\x04\x22\x4d\x18", "LZ4 data", "decompress it, or recompress it: lz4 -dc FILE | zstd > FILE.zst"),
+    (0, b"LZIP\x01", "lzip data", "decompress it, or recompress it: lzip -dc FILE | zstd > FILE.zst"),
+    (0, b"\x1f\x9d", "Unix compress data", "decompress it: uncompress FILE"),
+    (0, b"WARC/", "a WARC or WET archive of web pages", _READ.format(convert="warcio, or trafilatura for WARC")),
+    (0, b"filedesc://", "an ARC archive of web pages", _READ.format(convert="warcio recompress, then warcio")),
+    (
+        0,
+        b"\x93NUMPY",
+        "a NumPy array",
+        "for token ids, convert it to .bin and set format: bin: numpy.load('FILE').astype('uint16').tofile('FILE.bin')",
+    ),
+    (0, b"\x7fELF", "a program", _LEAVE),
+    (0, b"\x89PNG", "a PNG image", _LEAVE),
+    (0, b"GIF8", "a GIF image", _LEAVE),
+    (0, b"\xff\xd8\xff", "a JPEG image", _LEAVE),
+    (0, b"%PDF-", "a PDF document", "extract its text: pdftotext FILE"),
+    (0, b"\xd0\xcf\x11\xe0", "an Office document", "save it as text"),
+    (0, b"{\\rtf", "an RTF document", "save it as text"),
+    (0, b"\xff\xfe", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
+    (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
+)
+"""(offset, signature, what the file is, what to do)."""
+
+_CERTAIN = {
+    b"BZh": re.compile(rb"BZh[1-9]1AY&SY"),
+    b"WARC/": re.compile(rb"WARC/[0-9.]+\r?\n"),
+    b"filedesc://": re.compile(rb"filedesc://\S+ \S+ [0-9]{8,14} \S+ [0-9]+\r?\n"),
+    b"GIF8": re.compile(rb"GIF8[79]a"),
+    b"070701": re.compile(rb"070701[0-9A-Fa-f]{104}"),
+    b"070707": re.compile(rb"070707[0-7]{70}"),
+    b"ustar": re.compile(rb"[^\0]*\0"),
+}
+"""Stricter patterns for signatures that could also begin a text."""
+_TAR, _CHECKSUM = "a tar archive", slice(148, 156)
+
+
+def reject_binary(file: StoredFile, start: bytes) -> None:
+    """Reject content that starts with the signature of a binary format.
+
+    Args:
+        file: The file, for the message.
+        start: The start of its content, or of a later gzip member or zstd frame, decompressed; only the first
+            ``SIGNATURE_BYTES`` count.
+
+    Raises:
+        DataError: The content is not text; the message names the format and a command that converts it.
+    """
+    start = start[:SIGNATURE_BYTES]
+    found = compression_by_magic(start)
+    if found is not None:
+        what = f"{NAMES[found]} data, but its name does not end in .{found}"
+        hint = f"add the suffix .{found} to the file name, so that it is decompressed"
+    else:
+        known = _identify(start) or _identify(start.lstrip(b"\xef\xbb\xbf\r\n"))
+        if known is None:
+            return
+        what, hint = known
+    raise DataError(
+        f"The file is not UTF-8 text; it looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
+    )
+
+
+def _identify(start: bytes) -> tuple[str, str] | None:
+    """Return the format of binary content and what to do; ``None`` if it may be text."""
+    for offset, signature, what, hint in _SIGNATURES:
+        certain = _CERTAIN.get(signature)
+        if start.startswith(signature, offset) and (certain is None or certain.match(start)):
+            return what, hint
+    if _is_tar_header(start):
+        return next((what, hint) for _, _, what, hint in _SIGNATURES if what == _TAR)
+    order = _utf16_byte_order(start)
+    return None if order is None else ("UTF-16 text", f"convert it to UTF-8: iconv -f UTF-16{order} -t UTF-8 FILE")
+
+
+def _is_tar_header(start: bytes) -> bool:
+    """Whether the content starts with a valid tar header checksum: tar had no signature before POSIX."""
+    digits = start[_CHECKSUM].strip(b" \0")
+    if len(start) < SIGNATURE_BYTES or not re.fullmatch(rb"[0-7]+", digits):
+        return False
+    blank = start[: _CHECKSUM.start] + b" " * 8 + start[_CHECKSUM.stop :]
+    return sum(blank[:SIGNATURE_BYTES]) == int(digits, 8)
+
+
+def _utf16_byte_order(start: bytes) -> str | None:
+    """Return ``LE`` or ``BE`` where every other byte is NUL, as in mostly Latin UTF-16 without a byte order mark."""
+    first, second = start[0::2], start[1::2]
+    for low, high, order in ((first, second, "LE"), (second, first, "BE")):
+        if len(start) >= 16 and 0 not in low and 2 * high.count(0) >= len(high):
+            return order
+    return None

@@ -26,8 +26,8 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile, has_magic, scheme_of
-from vorox.data.text import file_signatures
-from vorox.data.text.file_content import Limits, open_content
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import COMPRESSED_SUFFIXES, open_content
 from vorox.data.text.formats import arrow, mds, read_records, split_blocks, suffixes
 
 _SAMPLE_BYTES = 1 << 20
@@ -148,7 +148,7 @@ def _locations(paths: Sequence[str], name: str, chosen: Sequence[StoredFile]) ->
 
 def _ending(uri: str) -> str:
     path = PurePath(uri)
-    return "".join(path.suffixes[-2:]) if path.suffix in file_signatures.SUFFIXES else path.suffix
+    return "".join(path.suffixes[-2:]) if path.suffix in COMPRESSED_SUFFIXES else path.suffix
 
 
 def _delimiter(file: StoredFile) -> str:
@@ -307,7 +307,7 @@ def _opening(sample: str) -> str:
 def _text_bytes(files: Sequence[StoredFile]) -> int:
     total = 0
     for file in files:
-        kind = file_signatures.SUFFIXES.get(PurePath(file.uri).suffix.lower()) or PurePath(file.uri).suffix.lower()[1:]
+        kind = COMPRESSED_SUFFIXES.get(PurePath(file.uri).suffix.lower()) or PurePath(file.uri).suffix.lower()[1:]
         total += file.size_bytes * _EXPANSION.get(kind, 1)
     return total
 

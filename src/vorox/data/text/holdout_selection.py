@@ -15,7 +15,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import Unit
-from vorox.data.text.file_signatures import compression_by_suffix
+from vorox.data.text.file_content import compression_by_suffix
 from vorox.data.text.formats import has_many_records
 from vorox.data.text.holdout import (
     NO_HOLDOUT,

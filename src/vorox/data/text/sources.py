@@ -19,8 +19,7 @@ from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.chat_template import ChatTemplate
 from vorox.data.documents import SourceFile
 from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, retry_budget
-from vorox.data.text.file_content import Limits, detect_damage
-from vorox.data.text.file_signatures import compression_by_suffix
+from vorox.data.text.file_content import compression_by_suffix, detect_damage, limits_of
 from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, split_blocks
 from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
@@ -153,7 +152,7 @@ def list_source(
             duplicates.append(f"{stored.uri} (as {first})")
             continue
         end, text_bytes, is_last = _apply_limit(config, stored, used)
-        if text_bytes or (end is None and detect_damage(stored, Limits.from_source(config)) is not None):
+        if text_bytes or (end is None and detect_damage(stored, limits_of(config)) is not None):
             chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
         used += text_bytes
         if is_last:

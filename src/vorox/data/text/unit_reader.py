@@ -39,8 +39,7 @@ from vorox.data.storage import (
     read_prefetched,
     retry_budget,
 )
-from vorox.data.text.file_content import SequentialReads
-from vorox.data.text.file_signatures import compression_by_suffix
+from vorox.data.text.file_content import SequentialReads, compression_by_suffix
 from vorox.data.text.formats import has_many_records, has_row_groups, records_reader
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source

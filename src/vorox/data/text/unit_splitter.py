@@ -21,8 +21,7 @@ from vorox.data.documents import Unit, UnitSpan
 from vorox.data.prefetch import map_ordered
 from vorox.data.size_groups import batch_by_size
 from vorox.data.storage import RetryPolicy, retry_budget
-from vorox.data.text.file_content import Limits, compressed_length_bytes
-from vorox.data.text.file_signatures import compression_by_suffix
+from vorox.data.text.file_content import compressed_length_bytes, compression_by_suffix, limits_of
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
 from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
 from vorox.data.text.sources import Source
@@ -71,7 +70,7 @@ class UnitSplitter:
         """Estimate the bytes that all units span, from the first of them; exact for uncompressed text formats."""
         if not first:
             return 0
-        last, limits = first[-1].spans[-1], Limits.from_source(self.source.config)
+        last, limits = first[-1].spans[-1], limits_of(self.source.config)
         file = self.source.stored[last.file_index]
         passed = sum(self._stored_bytes(index) for index in range(last.file_index))
         if compression_by_suffix(file.uri) is None or self.source.end_bytes[last.file_index] is not None:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits, SequentialReads
+from vorox.data.text.file_content import SequentialReads, limits_of
 from vorox.data.text.formats import (
     RecordBlock,
     has_many_records,
@@ -142,7 +142,7 @@ def _texts(
         return
     ends = (block.start_byte, block.start_byte + wanted_bytes)
     if records_are_lines(config):
-        limits = Limits.from_source(config)
+        limits = limits_of(config)
         start, end = (
             at if at in {span.start_byte, span.end_byte} else line_end_after(stored, at - 1, span.end_byte, limits)
             for at in ends
@@ -163,4 +163,4 @@ def _accept_all(_: int) -> bool:
 def _align(config: SourceConfig, stored: StoredFile, at: int, span: UnitSpan) -> int:
     if at in {span.start_byte, span.end_byte}:
         return at
-    return text_boundary_before(stored, at, span.start_byte, Limits.from_source(config)) or span.start_byte
+    return text_boundary_before(stored, at, span.start_byte, limits_of(config)) or span.start_byte

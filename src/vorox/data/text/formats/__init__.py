@@ -16,9 +16,14 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Record, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
-from vorox.data.text import file_signatures
 from vorox.data.text.conversations import lone_surrogate
-from vorox.data.text.file_content import Limits, detect_damage, length_bytes
+from vorox.data.text.file_content import (
+    COMPRESSED_SUFFIXES,
+    compression_by_suffix,
+    detect_damage,
+    length_bytes,
+    limits_of,
+)
 from vorox.data.text.formats import arrow, custom, delimited, json_lines, mds, parquet, plain_text, token_shards
 from vorox.data.text.formats.json_lines import parse_line
 from vorox.data.text.formats.plain_text import text_boundary_before
@@ -112,7 +117,7 @@ def suffixes(source: SourceConfig) -> tuple[str, ...]:
     plain = custom.suffixes(source) if _format(source) is _CUSTOM else _format(source).suffixes
     if source.format in {"python_stdlib", "bin"}:
         return plain
-    return (*plain, *(name + ending for name in plain for ending in file_signatures.SUFFIXES))
+    return (*plain, *(name + ending for name in plain for ending in COMPRESSED_SUFFIXES))
 
 
 def has_many_records(source: SourceConfig) -> bool:
@@ -125,7 +130,7 @@ def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> i
     own = _format(source).measure
     if own is not None:
         return own(source, file, end)
-    return length_bytes(file, Limits.from_source(source)) if end is None else end
+    return length_bytes(file, limits_of(source)) if end is None else end
 
 
 def split_blocks(
@@ -149,7 +154,7 @@ def split_blocks(
 
 def first_block(source: SourceConfig, file: StoredFile, end: int | None, block_bytes: int) -> RecordBlock | None:
     """Return the first block with any text, from the last bytes of its range alone where the format allows."""
-    if not records_are_lines(source) or file_signatures.compression_by_suffix(file.uri) is not None:
+    if not records_are_lines(source) or compression_by_suffix(file.uri) is not None:
         return next((block for block in split_blocks(source, file, 0, end, block_bytes) if block.text_bytes), None)
     stop = high = file.size_bytes if end is None else end
     if high > block_bytes:
@@ -189,7 +194,7 @@ def _read_damaged(
 
 
 def _unreadable_rest(source: SourceConfig, file: StoredFile, span: UnitSpan) -> BadRecord:
-    damage = detect_damage(file, Limits.from_source(source))
+    damage = detect_damage(file, limits_of(source))
     if damage is None:
         raise DataError(
             f"The file was damaged after byte {span.start_byte:,} of its content, but no longer is",

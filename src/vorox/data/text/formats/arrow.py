@@ -20,7 +20,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits, length_bytes, open_content
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import length_bytes, limits_of, open_content
 from vorox.data.text.formats.columnar import (
     RowGroup,
     check_columns,
@@ -118,7 +119,7 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
 
 
 def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
-    for row in _scan_batches(file, source.text_field, source.chat_fields, Limits.from_source(source)).tolist():
+    for row in _scan_batches(file, source.text_field, source.chat_fields, limits_of(source)).tolist():
         yield RowGroup(*row)
 
 
@@ -179,7 +180,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """Yield the rows of the record batches in a span for whose ordinal ``accept`` is true."""
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
     check_columns(file, schema, source.text_field, source.chat_fields)
     check_present(file, schema.names, source.metadata_fields, "metadata_fields")

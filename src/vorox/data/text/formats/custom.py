@@ -15,7 +15,7 @@ from vorox.core.extensions import load_function
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, Record, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits, length_bytes, open_content
+from vorox.data.text.file_content import length_bytes, limits_of, open_content
 from vorox.data.text.formats.record_blocks import RecordBlock, too_large
 
 
@@ -29,7 +29,7 @@ def split_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield the file as one block, if the range covers it."""
     del block_bytes
-    size = length_bytes(file, Limits.from_source(source))
+    size = length_bytes(file, limits_of(source))
     if start == 0 and size and (end is None or end >= size):
         yield RecordBlock(0, size, first_ordinal, size)
 
@@ -69,7 +69,7 @@ def _problem(text: Any, max_record_bytes: int) -> str:
 
 
 def _texts(source: SourceConfig, file: StoredFile) -> Iterator[Any]:
-    with open_content(file, 0, None, Limits.from_source(source)) as reader:
+    with open_content(file, 0, None, limits_of(source)) as reader:
         content = reader.read()
     try:
         yield from _function(source)(content)

@@ -18,8 +18,15 @@ from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Conversation, Document, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
 from vorox.data.text.conversations import plain_text, read_messages
-from vorox.data.text.file_content import Limits, detect_damage, length_bytes, open_content
-from vorox.data.text.file_signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import (
+    compression_by_suffix,
+    detect_damage,
+    length_bytes,
+    limits_of,
+    open_content,
+    reject_binary,
+)
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     RecordBlock,
@@ -123,7 +130,7 @@ def header(file: StoredFile, delimiter: str, limits: Limits) -> tuple[tuple[str,
     start, ends = _start_of(file, _USUAL_HEADER_BYTES, delimiter, limits)
     if not len(ends) and len(start) == _USUAL_HEADER_BYTES:
         start, ends = _start_of(file, _MAX_HEADER_BYTES, delimiter, limits)
-    reject_binary(file, start[:SIGNATURE_BYTES])
+    reject_binary(file, start)
     if not start:
         return (), 0
     end = int(ends[0]) if len(ends) else len(start)
@@ -154,7 +161,7 @@ def _start_of(
 
 
 def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
-    columns, _ = header(file, source.delimiter, Limits.from_source(source))
+    columns, _ = header(file, source.delimiter, limits_of(source))
     if columns.count(name) == 1:
         return columns.index(name)
     present = ", ".join(repr(column) for column in columns[:20]) or "no columns"
@@ -167,7 +174,7 @@ def _column(source: SourceConfig, file: StoredFile, name: str) -> int:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Return the bytes before ``end``, without the header."""
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     _, data_start = header(file, source.delimiter, limits)
     return max(0, (length_bytes(file, limits) if end is None else end) - data_start)
 
@@ -176,7 +183,7 @@ def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
     """Yield blocks of whole records after the header."""
-    limits, delimiter = Limits.from_source(source), source.delimiter
+    limits, delimiter = limits_of(source), source.delimiter
     _, data_start = header(file, delimiter, limits)
     damage = detect_damage(file, limits) if end is None else None
     if damage is not None and data_start >= damage.end_byte:
@@ -195,7 +202,7 @@ def split_blocks(
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the records in a range."""
     find = RecordEnds(source.delimiter.encode())
-    with open_content(file, start, end, Limits.from_source(source)) as reader:
+    with open_content(file, start, end, limits_of(source)) as reader:
         total, last = 0, start
         for _, ends in find_record_ends(reader, start, find):
             total += len(ends)
@@ -207,7 +214,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """Yield the records in a span for whose first byte ``accept`` is true."""
-    limits, delimiter = Limits.from_source(source), source.delimiter.encode()
+    limits, delimiter = limits_of(source), source.delimiter.encode()
     columns, data_start = header(file, source.delimiter, limits)
     texts_of = source.chat_fields or (source.text_field,)
     wanted = [_column(source, file, name) for name in (*texts_of, *source.metadata_fields)]

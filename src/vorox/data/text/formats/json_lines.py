@@ -18,8 +18,7 @@ from vorox.data.documents import BadRecord, Document, PlacedImage, UnitSpan, Unr
 from vorox.data.images import read_images
 from vorox.data.storage import StoredFile
 from vorox.data.text.conversations import json_type, lone_surrogate, plain_text, read_messages
-from vorox.data.text.file_content import Limits, open_content
-from vorox.data.text.file_signatures import SIGNATURE_BYTES, reject_binary
+from vorox.data.text.file_content import limits_of, open_content, reject_binary
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     WINDOW_BYTES,
@@ -38,7 +37,7 @@ def split_blocks(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
     """Yield blocks of whole lines, in one pass over the content."""
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     if end == start:
         return
     key = ("lines", file, start, end, block_bytes, first_ordinal, limits)
@@ -49,7 +48,7 @@ def split_blocks(
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the lines in a range."""
-    return count_lines(file, start, end, Limits.from_source(source))
+    return count_lines(file, start, end, limits_of(source))
 
 
 def read_records(
@@ -63,7 +62,7 @@ def read_records(
                 yield BadRecord(*position, ordinal + 1, too_large(length, source.max_record_bytes))
             continue
         if offset == 0:
-            reject_binary(file, line[:SIGNATURE_BYTES])
+            reject_binary(file, line)
             line = line.removeprefix(BYTE_ORDER_MARK)
         if not accept(offset) or not line or line.isspace():
             continue  # a blank line keeps its ordinal
@@ -84,7 +83,7 @@ def _read_lines(
 ) -> Iterator[tuple[int, int, int, bytes | None]]:  # fmt: skip
     """Yield (ordinal, byte offset, length, bytes with the line end); the bytes of an oversized line are ``None``."""
     offset, max_bytes = span.start_byte, source.max_record_bytes
-    with open_content(file, span.start_byte, span.end_byte, Limits.from_source(source)) as reader:
+    with open_content(file, span.start_byte, span.end_byte, limits_of(source)) as reader:
         ordinal = span.first_ordinal
         while line := reader.readline(max_bytes + 1):
             size = len(line)

@@ -25,7 +25,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, Record, TokenDocument, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile, open_range
-from vorox.data.text.file_content import Limits, length_bytes, open_content
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import length_bytes, limits_of, open_content
 from vorox.data.text.formats.record_blocks import RecordBlock, blocks_from_ends, too_large
 from vorox.data.text.formats.token_shards import end_of_text
 
@@ -112,7 +113,7 @@ def _check_hashes(file: StoredFile) -> None:
 
 def _open_shard(source: SourceConfig, file: StoredFile) -> MdsHeader:
     """Return the header of a shard that has the columns of the source."""
-    found = read_header(file, Limits.from_source(source))
+    found = read_header(file, limits_of(source))
     name, key = (
         (source.text_field, "text_field") if source.tokens_field is None else (source.tokens_field, "tokens_field")
     )
@@ -141,7 +142,7 @@ def _open_shard(source: SourceConfig, file: StoredFile) -> MdsHeader:
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Return the bytes of samples before ``end``."""
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     return max(0, (length_bytes(file, limits) if end is None else end) - int(read_header(file, limits).offsets[0]))
 
 
@@ -158,7 +159,7 @@ def split_blocks(
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the samples that begin in a range."""
-    begins = read_header(file, Limits.from_source(source)).offsets[:-1]
+    begins = read_header(file, limits_of(source)).offsets[:-1]
     return int(((begins >= start) & (begins < end)).sum())
 
 
@@ -166,7 +167,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Record]:
     """Yield the samples in a span for whose first byte ``accept`` is true."""
-    header, limits = _open_shard(source, file), Limits.from_source(source)
+    header, limits = _open_shard(source, file), limits_of(source)
     first, last = np.searchsorted(header.offsets, (span.start_byte, span.end_byte)).tolist()
     offsets = header.offsets[first : last + 1].tolist()
     if len(offsets) < 2:

@@ -20,7 +20,8 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import Limits, length_bytes, open_content_seekable
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import length_bytes, limits_of, open_content_seekable
 from vorox.data.text.formats.columnar import (
     RowGroup,
     check_columns,
@@ -57,7 +58,7 @@ def row_groups(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
     Raises:
         DataError: The file is not Parquet, lacks the text column, or has an inconsistent footer.
     """
-    for row in _row_groups(file, source.text_field, source.chat_fields, Limits.from_source(source)).tolist():
+    for row in _row_groups(file, source.text_field, source.chat_fields, limits_of(source)).tolist():
         yield RowGroup(*row)
 
 
@@ -139,7 +140,7 @@ def read_records(
 ) -> Iterator[Document | BadRecord]:
     """Yield the rows of the row groups in a span for whose ordinal ``accept`` is true."""
     groups = list(row_groups(source, file))
-    with _open_parquet(file, Limits.from_source(source)) as opened:
+    with _open_parquet(file, limits_of(source)) as opened:
         check_present(file, opened.schema_arrow.names, source.metadata_fields, "metadata_fields")
         check_present(file, opened.schema_arrow.names, image_columns(source), "images_field")
         for group in groups:

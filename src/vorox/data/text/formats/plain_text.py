@@ -14,8 +14,16 @@ from typing import BinaryIO
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, Document, UnitSpan
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import DEFAULT_LIMITS, Limits, detect_damage, length_bytes, open_content
-from vorox.data.text.file_signatures import SIGNATURE_BYTES, compression_by_suffix, reject_binary
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import (
+    DEFAULT_LIMITS,
+    compression_by_suffix,
+    detect_damage,
+    length_bytes,
+    limits_of,
+    open_content,
+    reject_binary,
+)
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
     WINDOW_BYTES,
@@ -60,7 +68,7 @@ def split_text(
     source: SourceConfig, file: StoredFile, start: int, end: int | None, block_bytes: int, first_ordinal: int
 ) -> Iterator[RecordBlock]:
     """Yield the blocks of a text, each a document. Damaged text ends at a line or character, with an empty block."""
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     damage = detect_damage(file, limits) if end is None else None
     if damage is not None:  # the last bytes may be part of a truncated character or line
         end = max(start, damage.end_byte - _MAX_CHARACTER_BYTES)
@@ -155,10 +163,10 @@ def read_records(
 
 
 def _read_document(source: SourceConfig, file: StoredFile, span: UnitSpan) -> Document | BadRecord:
-    limits = Limits.from_source(source)
+    limits = limits_of(source)
     start, body = span.start_byte, read_range(file, span.start_byte, span.end_byte, limits)
     if start == 0:
-        reject_binary(file, body[:SIGNATURE_BYTES])
+        reject_binary(file, body)
         if body.startswith(BYTE_ORDER_MARK):
             start, body = len(BYTE_ORDER_MARK), body[len(BYTE_ORDER_MARK) :]
     position = (span.file_index, span.first_ordinal, start, len(body))

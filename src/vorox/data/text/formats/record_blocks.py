@@ -16,8 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.data.storage import StoredFile
-from vorox.data.text.file_content import DEFAULT_LIMITS, Limits, detect_damage, open_content
-from vorox.data.text.file_signatures import compression_by_suffix
+from vorox.data.text.decompression import Limits
+from vorox.data.text.file_content import (
+    DEFAULT_LIMITS,
+    compression_by_suffix,
+    detect_damage,
+    open_content,
+)
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WINDOW_BYTES = 1 << 20
