@@ -13,7 +13,7 @@ from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
 from vorox.core.json_lines import read_lines
 from vorox.data.storage import RetryPolicy, stalls
-from vorox.data.storage.background import RangeCache
+from vorox.data.storage.reading import RangeCache
 from vorox.training.display import NoDisplay
 from vorox.training.replay_chain import read_chain
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.data.storage import StoredFile
-from vorox.data.storage.background import RangeCache
+from vorox.data.storage.reading import RangeCache
 
 SIZE = 200
 FILE = StoredFile("s3://bucket/a", SIZE, "signature", 0)

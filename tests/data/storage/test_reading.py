@@ -19,15 +19,15 @@ from vorox.core.errors import DataError
 from vorox.data.storage import (
     RetryPolicy,
     StoredFile,
-    background,
     iterate_in_budget,
     reading,
+    requests,
     retry_budget,
     waiting_for_data,
 )
+from vorox.data.storage.listing import list_remote
 from vorox.data.storage.reading import open_remote_range, open_remote_seekable
-from vorox.data.storage.remote_listing import list_remote
-from vorox.data.storage.retry import RetryingClient, TransientError
+from vorox.data.storage.requests import RetryingClient, TransientError
 from vorox.data.storage.store import Receive, UriFilter
 
 CONTENT = random.Random(0).randbytes(50_000)
@@ -172,12 +172,12 @@ def test_a_closed_reader_stops_fetching() -> None:
             await asyncio.Event().wait()
 
     store = Mute()
-    others = asyncio.all_tasks(background.event_loop())
+    others = asyncio.all_tasks(requests.background().loop)
     with open_remote_range(store, FILE, 0, None):
         wait_until(lambda: store.sent)
-        assert asyncio.all_tasks(background.event_loop()) - others
+        assert asyncio.all_tasks(requests.background().loop) - others
     wait_until(lambda: waiting_for_data() is None)
-    wait_until(lambda: asyncio.all_tasks(background.event_loop()) <= others)
+    wait_until(lambda: asyncio.all_tasks(requests.background().loop) <= others)
 
 
 NAMES = ["a.txt", "b/a.txt", "b/.h/a.txt", ".a.txt", "b/c/d.md", "b.txt/x.txt"]

@@ -14,7 +14,7 @@ from servers import http_server
 from vorox.core.config import load_config
 from vorox.data.corpus import prepare
 from vorox.data.storage import cache_ranges, list_files, open_range
-from vorox.data.storage.background import RANGE_CACHE
+from vorox.data.storage.reading import RANGE_CACHE
 
 PROBED_BYTES = 6 << 20
 """Read of a source of any size to choose its holdout, including read-ahead."""

@@ -1,7 +1,8 @@
 """Files and object stores under one interface: listings, versions, ranged reads, uploads."""
 
-from vorox.data.storage.background import cache_ranges, close_connections
+from vorox.data.storage.connections import close_connections
 from vorox.data.storage.failures import ObjectChanged
+from vorox.data.storage.listing import list_files
 from vorox.data.storage.local import listing_root, local_path
 from vorox.data.storage.locations import (
     STANDARD_LIBRARY,
@@ -13,8 +14,8 @@ from vorox.data.storage.locations import (
     relative_name,
     scheme_of,
 )
-from vorox.data.storage.reading import PrefetchedRanges, list_files, open_range, open_seekable, read_prefetched
-from vorox.data.storage.retry import (
+from vorox.data.storage.reading import PrefetchedRanges, cache_ranges, open_range, open_seekable, read_prefetched
+from vorox.data.storage.requests import (
     RetryBudget,
     RetryPolicy,
     StoreUnreachable,

@@ -28,7 +28,7 @@ from vorox.data.storage.failures import (
     split_bucket,
 )
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import NoConnection, RetryingClient, RetryPolicy, TransientError
+from vorox.data.storage.requests import NoConnection, RetryingClient, RetryPolicy, TransientError
 from vorox.data.storage.store import PART_BYTES, Content, PutMode, Receive, UriFilter, corrupt_upload
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.storage import background
-from vorox.data.storage.retry import RetryPolicy
+from vorox.data.storage import connections
+from vorox.data.storage.requests import RetryPolicy
 
 CREDENTIALS_HINTS = {
     "s3": "set credentials with access to it in the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
@@ -47,7 +47,7 @@ class CloudClient:
     Attributes:
         store: For single requests, without retries.
         upload_store: For multipart uploads, whose parts obstore retries itself.
-        name: Its name in ``background``.
+        name: Its name in ``connections``.
         checks_bodies: Whether the store compares uploads with a SHA-256 that is sent along.
         identity: The environment variables its credentials come from; empty if a provider renews them.
         has_worked: Whether the store has accepted a request of this client.
@@ -70,19 +70,19 @@ async def cloud_client(scheme: str, bucket: str, policy: RetryPolicy, uri: str) 
     """
     name = f"{scheme}://{bucket} {policy.connect_seconds} {policy.stall_seconds}"
 
-    async def create() -> tuple[CloudClient, background.Close]:
+    async def create() -> tuple[CloudClient, connections.Close]:
         async def close() -> None:
             return None
 
         return await asyncio.to_thread(_create, scheme, bucket, policy, uri, name), close
 
-    return await background.client(name, create)
+    return await connections.client(name, create)
 
 
 async def drop_expired(client: CloudClient) -> bool:
     """Drop a client whose credentials expired; return whether a new one may get valid ones."""
     renewable = client.has_worked and (client.identity == "" or client.identity != _credential_environment())
-    await background.drop_client(client.name)
+    await connections.drop_client(client.name)
     return renewable
 
 

@@ -6,12 +6,14 @@ messages contain neither headers nor the targets of redirects.
 
 from __future__ import annotations
 
+import email.utils
+import time
 from collections.abc import Mapping
 from typing import NoReturn
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
-from vorox.data.storage.retry import TransientError, retry_after_seconds
+from vorox.data.storage.requests import TransientError
 
 _TRANSIENT = frozenset({408, 425, 429})
 _PERMANENT_SERVER_ERRORS = frozenset({501, 505})
@@ -91,3 +93,17 @@ def missing_bucket(uri: str) -> DataError:
     """Return the error for a bucket that does not exist."""
     bucket, _ = split_bucket(uri)
     return DataError(f"Bucket {bucket!r} does not exist", where=uri, hint="check its name, or create it")
+
+
+def retry_after_seconds(value: str | None, *, now_unix_seconds: float | None = None) -> float | None:
+    """Parse a Retry-After header: seconds or a date; ``None`` if it is missing or malformed."""
+    if value is None:
+        return None
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        then = email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, then - (time.time() if now_unix_seconds is None else now_unix_seconds))

@@ -21,9 +21,9 @@ from urllib.request import getproxies, proxy_bypass
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.installation import install_command
 from vorox.core.redaction import redact
-from vorox.data.storage import background
+from vorox.data.storage import connections
 from vorox.data.storage.failures import no_range_support, raise_changed, raise_for_status
-from vorox.data.storage.retry import NoConnection, RetryPolicy, TransientError
+from vorox.data.storage.requests import NoConnection, RetryPolicy, TransientError
 from vorox.data.storage.store import Receive
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ async def http_session() -> aiohttp.ClientSession:
             "Reading over http needs aiohttp, which is not installed", hint=install_command("http")
         ) from error
 
-    async def create() -> tuple[aiohttp.ClientSession, background.Close]:
+    async def create() -> tuple[aiohttp.ClientSession, connections.Close]:
         redirects = aiohttp.TraceConfig()
         redirects.on_request_redirect.append(_refuse_private_target)
         session = aiohttp.ClientSession(
@@ -51,7 +51,7 @@ async def http_session() -> aiohttp.ClientSession:
         )
         return session, session.close
 
-    return await background.client("http", create)
+    return await connections.client("http", create)
 
 
 class _PrivateTarget(Exception):

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.storage import background, failures
+from vorox.data.storage import failures, requests
 from vorox.data.storage.failures import ObjectNotFound, raise_for_status
 from vorox.data.storage.http import get_json, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import RetryingClient, RetryPolicy, current_budget
+from vorox.data.storage.requests import RetryingClient, RetryPolicy, current_budget
 from vorox.data.storage.store import Receive, UriFilter
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def resolve_commit(uri: str) -> str:
         DataError: The repository or revision does not exist or is not readable.
     """
     budget = current_budget()
-    return background.run(_resolve(parse_hub_uri(uri), RetryingClient(uri, budget)), uri, budget)
+    return requests.run(_resolve(parse_hub_uri(uri), RetryingClient(uri, budget)), uri, budget)
 
 
 async def _resolve(hub: HubUri, client: RetryingClient) -> str:

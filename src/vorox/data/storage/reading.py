@@ -1,28 +1,31 @@
-"""Reading: list, read a range, open for random access; the same for every scheme.
+"""Reading: a range, or random access; the same for every scheme.
 
-A location or a ``StoredFile`` goes in and is dispatched to the module of its scheme. Remote objects have a sequential
-reader with read-ahead and a random-access one. A unit that is fetched in one thread and decoded in another passes its
-bytes along in ``PrefetchedRanges``. Invariant: what is read is the version that was listed, under every scheme; a
-change raises a ``DataError`` that names the object.
+A ``StoredFile`` goes in and is dispatched to the module of its scheme. Remote objects have a sequential reader with
+read-ahead and a random-access one. They fetch ranges in the background (``RangeFetch``), which ``RangeCache`` shares
+among readers. A unit that is fetched in one thread and decoded in another passes its bytes along in
+``PrefetchedRanges``. Invariants: what is read is the version that was listed, under every scheme; a change raises a
+``DataError`` that names the object; bytes that arrived before a failure are kept, and no reader requests a range twice.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import contextvars
 import functools
 import io
-from collections import deque
-from collections.abc import Generator, Iterator
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.extensions import is_extension
-from vorox.data.storage import local
-from vorox.data.storage.background import RANGE_CACHE, RangeFetch
-from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, scheme_of
-from vorox.data.storage.remote_listing import list_remote
-from vorox.data.storage.retry import current_budget, run_in_context
+from vorox.data.storage import local, requests
+from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile
+from vorox.data.storage.requests import RetryBudget, current_budget, run_in_context, with_retries
 from vorox.data.storage.store import Store
 
 T = TypeVar("T")
@@ -32,6 +35,8 @@ _MIN_RANDOM_READ_BYTES = 1 << 20
 _FIRST_FETCH_BYTES = 1 << 18
 _OPEN_ENDED_DIVISOR = 8
 _SHORT_BYTES = 1 << 22
+_CACHE_BYTES = 64 << 20
+_SMALL_FILE_BYTES = 1 << 20
 
 
 @functools.cache
@@ -52,30 +57,6 @@ def store_of(scheme: str) -> Store:
     from vorox.data.storage.web import WebStore
 
     return WebStore()
-
-
-def list_files(
-    location: str, suffixes: tuple[str, ...], *, skip_directories: frozenset[str] = frozenset()
-) -> list[StoredFile]:
-    """List all files of a location, sorted by uri.
-
-    A file or a glob is used as given; a folder is searched recursively for the suffixes, without names that start with
-    a dot.
-
-    Args:
-        location: Path, folder, glob (``**`` crosses folders), ``stdlib:``, or any of these under ``s3://``, ``gs://``,
-            ``az://``, ``hf://`` and ``https://``.
-        suffixes: File name suffixes, in lower case, that count inside a folder.
-        skip_directories: Names of directories that are not entered.
-
-    Raises:
-        ConfigError: The scheme is unknown, its extra is not installed, or the location contains credentials.
-        DataError: The location does not exist, matches nothing, or cannot be read.
-    """
-    scheme = scheme_of(location)
-    if scheme is not None:
-        return list_remote(store_of(scheme), location, suffixes, skip_directories)
-    return local.list_files(location, suffixes, skip_directories=skip_directories)
 
 
 @contextlib.contextmanager
@@ -101,6 +82,141 @@ def open_seekable(file: StoredFile) -> BinaryIO:
         DataError: The file cannot be read, or it changed since it was listed; its reads raise this too.
     """
     return local.open_seekable(file) if file.scheme is None else open_remote_seekable(store_of(file.scheme), file)
+
+
+class RangeFetch:
+    """A range that is being fetched: starts immediately, resumes at the byte after a failure, awaited when read."""
+
+    def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int, budget: RetryBudget) -> None:
+        self.start_byte, self.end_byte = start_byte, end_byte
+        self._store, self._file, self._budget = store, file, budget
+        self._received = bytearray()
+        self._future: Future[None] = requests.start(self._fetch())
+
+    async def _fetch(self) -> None:
+        async def attempt() -> None:
+            position = self.start_byte + len(self._received)
+            if position < self.end_byte:
+                await self._store.stream_range(
+                    self._file, position, self.end_byte, self._received.extend, self._budget.policy
+                )
+
+        await with_retries(
+            attempt, uri=self._file.uri, budget=self._budget, progress=lambda: len(self._received)
+        )  # fmt: skip
+        assert len(self._received) == self.end_byte - self.start_byte, "a store sent another length without an error"
+
+    def bytes(self) -> bytearray:
+        """Wait for the range and return it."""
+        requests.finish(self._future, self._file.uri, self._budget)
+        return self._received
+
+    @property
+    def has_failed(self) -> bool:
+        return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class RangeCache:
+    """The ranges that all readers of registered files share, in memory. Thread-safe.
+
+    Splitting a file into units, counting its records, building the units and rebuilding evicted ones each open readers
+    of their own on the same bytes; a reader of a registered file fetches only what no other has. Ranges of a file do
+    not overlap, and the cache holds at most ``limit_bytes`` plus one range.
+
+    Args:
+        limit_bytes: Total size of all ranges; the least recently used are evicted first.
+        small_file_bytes: Files up to this size are fetched whole, in one request.
+    """
+
+    def __init__(self, limit_bytes: int = _CACHE_BYTES, small_file_bytes: int = _SMALL_FILE_BYTES) -> None:
+        self._limit_bytes, self._small_file_bytes = limit_bytes, small_file_bytes
+        self._lock = threading.Lock()
+        self._users: Counter[StoredFile] = Counter()
+        self._ranges: OrderedDict[tuple[StoredFile, int], RangeFetch] = OrderedDict()
+        self._starts: dict[StoredFile, list[int]] = {}
+        self._size_bytes = 0
+
+    @contextlib.contextmanager
+    def register(self, files: Iterable[StoredFile]) -> Generator[None]:
+        """Cache the ranges of some files until the block ends. Blocks may overlap; the last to end drops the ranges."""
+        listed = list(files)
+        with self._lock:
+            self._users.update(listed)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users.subtract(listed)
+                for file in listed:
+                    if self._users[file] <= 0:
+                        del self._users[file]
+                        for start_byte in list(self._starts.get(file, ())):
+                            self._drop(file, start_byte)
+
+    def is_registered(self, file: StoredFile) -> bool:
+        """Return whether ranges of a file are shared, so that no single reader may cancel them."""
+        return file in self._users
+
+    def get(
+        self, file: StoredFile, position: int, start_byte: int, end_byte: int, fetch: Callable[[int, int], RangeFetch]
+    ) -> RangeFetch:
+        """Return the range that contains a position; start fetching it if it is not cached.
+
+        Args:
+            file: The file.
+            position: A byte of ``[start_byte, end_byte)``.
+            start_byte: Start of the range to fetch, unless a cached range reaches beyond it.
+            end_byte: End of the range to fetch, unless a cached range starts before it.
+            fetch: Starts fetching a range, without waiting for it.
+        """
+        with self._lock:
+            if file not in self._users:
+                return fetch(start_byte, end_byte)
+            if file.size_bytes <= self._small_file_bytes:
+                start_byte, end_byte = 0, file.size_bytes
+            starts = self._starts.setdefault(file, [])
+            after = bisect.bisect_right(starts, position)
+            if after:
+                before = self._ranges[file, starts[after - 1]]
+                if before.has_failed:
+                    self._drop(file, before.start_byte)
+                    after -= 1
+                elif position < before.end_byte:
+                    self._ranges.move_to_end((file, before.start_byte))
+                    return before
+                else:
+                    start_byte = max(start_byte, before.end_byte)
+            if after < len(starts):
+                end_byte = min(end_byte, starts[after])
+            fetched = fetch(start_byte, end_byte)
+            self._ranges[file, start_byte] = fetched
+            bisect.insort(starts, start_byte)
+            self._size_bytes += end_byte - start_byte
+            while self._size_bytes > self._limit_bytes and len(self._ranges) > 1:
+                self._drop(*next(iter(self._ranges)))
+            return fetched
+
+    def _drop(self, file: StoredFile, start_byte: int) -> None:
+        dropped = self._ranges.pop((file, start_byte))
+        self._size_bytes -= dropped.end_byte - dropped.start_byte
+        starts = self._starts[file]
+        starts.remove(start_byte)
+        if not starts and file not in self._users:
+            del self._starts[file]
+
+
+RANGE_CACHE = RangeCache()
+
+
+def cache_ranges(files: Iterable[StoredFile]) -> AbstractContextManager[None]:
+    """Cache what any reader fetches of these files until the block ends, so that it is not fetched again.
+
+    Blocks may overlap. The cache is bounded and shared by the process.
+    """
+    return RANGE_CACHE.register(files)
 
 
 class _RangeReader(io.RawIOBase):

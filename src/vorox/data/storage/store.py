@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import RetryingClient, RetryPolicy, TransientError
+from vorox.data.storage.requests import RetryingClient, RetryPolicy, TransientError
 
 UriFilter = Callable[[str], bool]
 """Returns whether the object of a uri belongs to a listing."""

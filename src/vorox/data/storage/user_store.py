@@ -16,7 +16,7 @@ from vorox.core.errors import DataError, VoroxError
 from vorox.core.extensions import load_function
 from vorox.data.storage.failures import ObjectNotFound, raise_changed
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import RetryingClient, RetryPolicy, TransientError
+from vorox.data.storage.requests import RetryingClient, RetryPolicy, TransientError
 from vorox.data.storage.store import Receive, UriFilter
 
 _READ_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from vorox.data.storage import failures
 from vorox.data.storage.failures import ObjectNotFound, raise_for_status
 from vorox.data.storage.http import content_range, receive_range, request
 from vorox.data.storage.locations import StoredFile
-from vorox.data.storage.retry import RetryingClient, RetryPolicy
+from vorox.data.storage.requests import RetryingClient, RetryPolicy
 from vorox.data.storage.store import Receive, UriFilter
 
 if TYPE_CHECKING:

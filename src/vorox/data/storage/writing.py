@@ -14,11 +14,11 @@ from typing import cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
-from vorox.data.storage import background
+from vorox.data.storage import requests
 from vorox.data.storage.failures import PreconditionFailed, split_bucket
 from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, canonical_uri, scheme_of
 from vorox.data.storage.reading import store_of
-from vorox.data.storage.retry import RetryingClient, StoreUnreachable, current_budget
+from vorox.data.storage.requests import RetryingClient, StoreUnreachable, current_budget
 from vorox.data.storage.store import Content, PutMode, WritableStore
 
 
@@ -60,9 +60,9 @@ def _put(uri: str, content: Content, mode: PutMode) -> StoredFile:
     store, budget, uri = _writable_store(uri), current_budget(), canonical_uri(uri)
     client = RetryingClient(uri, budget)
     try:
-        return background.run(store.put(uri, content, mode, client), uri, budget)
+        return requests.run(store.put(uri, content, mode, client), uri, budget)
     except PreconditionFailed:
-        found = background.run(_find_own_upload(store, uri, content, client), uri, budget)
+        found = requests.run(_find_own_upload(store, uri, content, client), uri, budget)
     if found is None:
         raise WriteConflict(
             "Another writer created or replaced this object", where=uri,
@@ -94,7 +94,7 @@ def remove_object(uri: str) -> None:
         ConfigError, DataError: As ``put_file``.
     """
     store, budget, uri = _writable_store(uri), current_budget(), canonical_uri(uri)
-    background.run(store.remove(uri, RetryingClient(uri, budget)), uri, budget)
+    requests.run(store.remove(uri, RetryingClient(uri, budget)), uri, budget)
 
 
 def list_objects(folder: str) -> list[StoredFile]:
@@ -105,7 +105,7 @@ def list_objects(folder: str) -> list[StoredFile]:
     """
     store, budget, prefix = _writable_store(folder), current_budget(), canonical_uri(folder) + "/"
     listing = store.list_prefix(prefix, lambda _: True, RetryingClient(prefix, budget))
-    return sorted(background.run(listing, prefix, budget), key=lambda file: file.uri)
+    return sorted(requests.run(listing, prefix, budget), key=lambda file: file.uri)
 
 
 def check_writable(location: str) -> None:

@@ -35,7 +35,7 @@ from vorox.data.storage import (
     retry_budget,
     silent,
 )
-from vorox.data.storage.retry import new_jitter
+from vorox.data.storage.requests import new_jitter
 from vorox.training.mirror.contents import (
     CHECKPOINTS,
     SNAPSHOT_MANIFEST,

@@ -1,9 +1,9 @@
-"""Retries: transient failures are retried until their unit of work has used up its budget.
+"""Requests to stores: run in the background, and retried until their unit of work has used up its budget.
 
 An attempt (a coroutine) goes in; its result comes out, or a ``DataError`` with the number of tries and the last reason.
 Delays are exponential with full jitter, or as long as the server's Retry-After requests. Invariants: only transient
 failures are retried, never a refusal; every try has a deadline; bytes already received are kept, and a repeated attempt
-continues behind the last one.
+continues behind the last one; one event loop per process, and a forked child has its own.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import email.utils
 import math
 import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.redaction import redact
@@ -220,20 +220,6 @@ def backoff_seconds(policy: RetryPolicy, failures: int, jitter: random.Random) -
     return jitter.random() * bound
 
 
-def retry_after_seconds(value: str | None, *, now_unix_seconds: float | None = None) -> float | None:
-    """Parse a Retry-After header: seconds or a date; ``None`` if it is missing or malformed."""
-    if value is None:
-        return None
-    text = value.strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        then = email.utils.parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError):
-        return None
-    return max(0.0, then - (time.time() if now_unix_seconds is None else now_unix_seconds))
-
-
 def new_jitter(uri: str) -> random.Random:
     """Return a generator for delays. It affects no result, and must differ between processes that failed together."""
     return random.Random(f"{os.getpid()} {uri}")
@@ -314,3 +300,60 @@ class RetryingClient:
     async def run(self, attempt: Callable[[], Awaitable[T]], *, has_deadline: bool = True) -> T:
         """Repeat an attempt until it succeeds: see ``with_retries``."""
         return await with_retries(attempt, uri=self.uri, budget=self.budget, has_deadline=has_deadline)
+
+
+class Background:
+    """The event loop of a process, in a thread, and the clients that ``connections`` keeps for it."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.clients: dict[str, tuple[Any, Callable[[], Awaitable[None]]]] = {}
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="vorox-storage", daemon=True).start()
+
+
+_lock = threading.Lock()
+_instances: list[Background] = []
+"""The last one belongs to this process. Earlier ones were inherited by fork and stay referenced, because collecting
+them would close their selector and remove the parent's sockets from the epoll set that both processes share."""
+
+
+def background() -> Background:
+    """Return the background of this process, created on first use."""
+    with _lock:
+        if not _instances or _instances[-1].process != os.getpid():
+            _instances.append(Background())
+        return _instances[-1]
+
+
+def _reset_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset_lock)
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Schedule a coroutine on the background loop."""
+    return asyncio.run_coroutine_threadsafe(coroutine, background().loop)
+
+
+def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
+    """Wait for scheduled work and return its result; report a stall once it is late."""
+    try:
+        with contextlib.suppress(TimeoutError):
+            return future.result(timeout=budget.policy.late_seconds)
+        if future.done():
+            return future.result()
+        with budget.tracker(uri) as stall:
+            stall.report(f"no response for {budget.policy.late_seconds:g} s", failed=False)
+            return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def run(coroutine: Coroutine[Any, Any, T], uri: str, budget: RetryBudget) -> T:
+    """Run a coroutine on the background loop and return its result."""
+    return finish(start(coroutine), uri, budget)

@@ -1,12 +1,13 @@
-"""Listings of remote stores: one object, a folder or a pattern, from two operations of a ``Store``.
+"""Listing the files of a location; of a remote one from two operations of its ``Store``.
 
-A location goes in, its files come out. Invariant: a listing is sorted and omits hidden names.
+A location (one file, a folder or a pattern) goes in, its files come out. Invariant: a listing is sorted and omits
+hidden names.
 """
 
 from __future__ import annotations
 
 from vorox.core.errors import DataError
-from vorox.data.storage import background
+from vorox.data.storage import local, requests
 from vorox.data.storage.locations import (
     NoMatchingSuffix,
     StoredFile,
@@ -14,18 +15,44 @@ from vorox.data.storage.locations import (
     glob_root,
     has_magic,
     matches_glob,
+    scheme_of,
 )
-from vorox.data.storage.retry import RetryingClient, current_budget
+from vorox.data.storage.reading import store_of
+from vorox.data.storage.requests import RetryingClient, current_budget
 from vorox.data.storage.store import Store
+
+
+def list_files(
+    location: str, suffixes: tuple[str, ...], *, skip_directories: frozenset[str] = frozenset()
+) -> list[StoredFile]:
+    """List all files of a location, sorted by uri.
+
+    A file or a glob is used as given; a folder is searched recursively for the suffixes, without names that start with
+    a dot.
+
+    Args:
+        location: Path, folder, glob (``**`` crosses folders), ``stdlib:``, or any of these under ``s3://``, ``gs://``,
+            ``az://``, ``hf://`` and ``https://``.
+        suffixes: File name suffixes, in lower case, that count inside a folder.
+        skip_directories: Names of directories that are not entered.
+
+    Raises:
+        ConfigError: The scheme is unknown, its extra is not installed, or the location contains credentials.
+        DataError: The location does not exist, matches nothing, or cannot be read.
+    """
+    scheme = scheme_of(location)
+    if scheme is not None:
+        return list_remote(store_of(scheme), location, suffixes, skip_directories)
+    return local.list_files(location, suffixes, skip_directories=skip_directories)
 
 
 def list_remote(
     store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str]
 ) -> list[StoredFile]:
-    """List all files of a location of a store, sorted by uri: see ``storage.list_files``."""
+    """List all files of a location of a store, sorted by uri: see ``list_files``."""
     budget, location = current_budget(), canonical_uri(location)
     listing = _list(store, location, suffixes, skip_directories, RetryingClient(location, budget))
-    return sorted(background.run(listing, location, budget), key=lambda file: file.uri)
+    return sorted(requests.run(listing, location, budget), key=lambda file: file.uri)
 
 
 async def _list(

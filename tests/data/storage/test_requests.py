@@ -19,13 +19,13 @@ import pytest
 from eventually import wait_until
 from vorox.core.errors import DataError
 from vorox.data.storage import RetryPolicy, StoreUnreachable, iterate_in_budget, retry_budget, stalls, waiting_for_data
-from vorox.data.storage.retry import (
+from vorox.data.storage.failures import retry_after_seconds
+from vorox.data.storage.requests import (
     NoConnection,
     RetryBudget,
     TransientError,
     backoff_seconds,
     current_budget,
-    retry_after_seconds,
     with_retries,
 )
 
