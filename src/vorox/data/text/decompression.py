@@ -24,9 +24,9 @@ NAMES: dict[Compression, str] = {"gz": "gzip", "zst": "zstd"}
 
 SIGNATURE_BYTES = 512
 """Leading bytes of a file, gzip member or zstd frame that are checked for signatures."""
-_GZIP_MAGIC = b"\x1f\x8b"
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-_SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = (b"\x28\xb5\x2f\xfd", *(number.to_bytes(4, "little") for number in range(0x184D2A50, 0x184D2A60)))
+"""Of a frame, and of the sixteen kinds of skippable ones."""
 _UNKNOWN_START = ("incorrect header check", "Unknown frame descriptor")
 _CHECKSUM_MESSAGES = ("incorrect data check", "incorrect length check", "checksum")
 _FIRST_READ_BYTES, _MIN_READ_BYTES, MAX_READ_BYTES = 1 << 9, 1 << 6, 1 << 12
@@ -195,10 +195,7 @@ class DecompressedStream:
 
 def compression_by_magic(start: bytes) -> Compression | None:
     """Return the compression that the magic bytes declare."""
-    if start.startswith(_GZIP_MAGIC):
-        return "gz"
-    is_skippable = len(start) >= 4 and int.from_bytes(start[:4], "little") in _SKIPPABLE_MAGIC
-    return "zst" if is_skippable or start.startswith(_ZSTD_MAGIC) else None
+    return "gz" if start.startswith(GZIP_MAGIC) else "zst" if start.startswith(ZSTD_MAGIC) else None
 
 
 def _decoder(kind: Compression) -> Any:

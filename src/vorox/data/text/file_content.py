@@ -22,14 +22,14 @@ from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context
 from vorox.data.text.decompression import (
+    GZIP_MAGIC,
     MAX_READ_BYTES,
-    NAMES,
     SIGNATURE_BYTES,
+    ZSTD_MAGIC,
     Compression,
     Damage,
     DecodedFile,
     Limits,
-    compression_by_magic,
 )
 
 T = TypeVar("T")
@@ -202,7 +202,13 @@ def compressed_length_bytes(file: StoredFile, end_byte: int, limits: Limits = DE
 _UNPACK = "unpack it and give the folder: {unpack}"
 _READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
 _LEAVE = "remove it from data.sources, or set its format"
+_RENAME = "add the suffix {suffix} to the file name, so that it is decompressed"
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, GZIP_MAGIC, "gzip data, but its name does not end in .gz", _RENAME.format(suffix=".gz")),
+    *(
+        (0, magic, "zstd data, but its name does not end in .zst", _RENAME.format(suffix=".zst"))
+        for magic in ZSTD_MAGIC
+    ),
     (0, b"PAR1", "Parquet", "set format: parquet, and give the file the suffix .parquet"),
     (0, b"ARROW1", "an Arrow file", _READ.format(convert="datasets.load_dataset('arrow', ...).to_json(...)")),
     (0, b"Obj\x01", "an Avro file", _READ.format(convert="fastavro --json-lines")),
@@ -266,15 +272,10 @@ def reject_binary(file: StoredFile, start: bytes) -> None:
         DataError: The content is not text; the message names the format and a command that converts it.
     """
     start = start[:SIGNATURE_BYTES]
-    found = compression_by_magic(start)
-    if found is not None:
-        what = f"{NAMES[found]} data, but its name does not end in .{found}"
-        hint = f"add the suffix .{found} to the file name, so that it is decompressed"
-    else:
-        known = _identify(start) or _identify(start.lstrip(b"\xef\xbb\xbf\r\n"))
-        if known is None:
-            return
-        what, hint = known
+    known = _identify(start) or _identify(start.lstrip(b"\xef\xbb\xbf\r\n"))
+    if known is None:
+        return
+    what, hint = known
     raise DataError(
         f"The file is not UTF-8 text; it looks like {what}", where=file.uri, hint=hint.replace("FILE", file.uri)
     )
