@@ -1,4 +1,4 @@
-"""Requests to stores: run in the background, and retried until their unit of work has used up its budget.
+"""Requests to stores: run in the background, and retried within the budget of a unit of work.
 
 An attempt (a coroutine) goes in; its result comes out, or a ``DataError`` with the number of tries and the last reason.
 Delays are exponential with full jitter, or as long as the server's Retry-After requests. Invariants: only transient

@@ -1,4 +1,4 @@
-"""The content of stored files: ranges, decompressed where the suffix declares it, and rejection of binary content.
+"""The content of stored files: decompressed ranges, and rejection of binary content.
 
 A listed file goes in; byte ranges of its decompressed content, and its length, come out. Compressed files are decoded
 forward from the start. ``SequentialReads`` reuses the decoder of the last range, so that consecutive units decode a
