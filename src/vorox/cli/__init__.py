@@ -7,11 +7,12 @@ Arguments go in, an exit code comes out. Modules of commands import only typer u
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -104,6 +105,13 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def run() -> NoReturn:
+    """Run the command line of this process and end it."""
+    code = main()
+    gc.freeze()  # otherwise the interpreter looks for cycles among all objects of PyTorch, which takes 0.4 s
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.kernels import Products
+from vorox.backends.torch_engine.matrix_products import Products
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 
 pytestmark = pytest.mark.torch

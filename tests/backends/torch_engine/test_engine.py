@@ -26,7 +26,7 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
-from vorox.backends.torch_engine import kernels
+from vorox.backends.torch_engine import matrix_products
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import StepValues
@@ -183,7 +183,7 @@ def test_logits_have_gradients_whatever_library_multiplies(monkeypatch: pytest.M
     randomise(engine)
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 8), np.int32)
     for min_work in (1 << 60, 0):  # torch.mm, and oneDNN where the processor takes it
-        monkeypatch.setattr(kernels, "ONEDNN_MIN_WORK", min_work)
+        monkeypatch.setattr(matrix_products, "ONEDNN_MIN_WORK", min_work)
         engine.parameters.zero_gradients()
         engine.forward(tokens).square().mean().backward()
         found = dict(engine.parameters.whole(engine.parameters.gradients))

@@ -171,7 +171,7 @@ def test_products(products: str, m: int, k: int, n: int, layout: str) -> None:
     tolerance = {"rtol": 1e-5, "atol": 1e-6 * k}
     torch.testing.assert_close(multiply(a, b).double(), expected, **tolerance)
     total = torch.ones(m, n)
-    multiply.add_to(total, a, b, 0.25)
+    multiply.add_to(total, a.t(), b.t(), 0.25)
     torch.testing.assert_close(total.double(), 1 + expected / 4, **tolerance)
 
 

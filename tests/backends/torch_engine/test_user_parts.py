@@ -15,8 +15,8 @@ from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, rand
 from backends.torch_engine.test_checkpoint import save
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.inputs import labels_to_device
-from vorox.backends.torch_engine.kernels import Products
 from vorox.backends.torch_engine.loss import FusedLinearLoss
+from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.errors import ConfigError
 from vorox.core.schema import LossConfig

@@ -18,6 +18,7 @@ from vorox.backends.torch_engine import attention, compilation, kernels
 from vorox.backends.torch_engine.decoder import KeyValueCache, PrefixDecoder, TorchDecoder
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
+from vorox.backends.torch_engine.direct_block import direct_blocks
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.document_attention import DocumentAttention
 from vorox.backends.torch_engine.dpo_loss import (
@@ -77,8 +78,8 @@ class DecoderNetwork:
         self.parameters: Parameters
         self.module: nn.Module
         self.module, self._run = self._place()
-        self._run_block = compilation.compiled_block(compute) if compute.compiled else None
         self._products = kernels.products(compute)
+        self._run_block = compilation.compiled_block(compute) if compute.compiled else direct_blocks()
         make_loss = FusedLinearLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
         self.loss = make_loss(
             config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
@@ -321,7 +322,8 @@ class DecoderNetwork:
         exchange: ContextParallel | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardContext:
-        self.module.train(is_training)  # the residual stream is divided in training only
+        if self.module.training != is_training:
+            self.module.train(is_training)  # the residual stream is divided in training only
         num_rows, num_positions = shape_BT
         positions: Tensor | None = None
         first, num_attended = num_past, num_positions

@@ -1,9 +1,8 @@
 """Model kernels in two versions: plain PyTorch, and hand-written backward passes for fp32 on CPU.
 
 The plain version uses autograd; it is compiled, and runs on accelerators and under autocast. The direct version is for
-uncompiled fp32 on the CPU, where memory traffic and small operations dominate: weight gradients are accumulated
-directly in the flat buffers (``parameters.py``), element-wise chains share buffers, and matrix products use the fastest
-library (``Compute.products``). Tests compare both versions with each other and with float64.
+uncompiled fp32 on the CPU (``direct_kernels.py``), with matrix products by the fastest library (``Compute.products``).
+Tests compare both versions with each other and with float64.
 
 Shape legend: M rows (positions of a micro-batch), D width, F width of the MLP, O outputs, V vocabulary, T positions,
 H head width, X heads of queries, keys and values together, E experts, S slots: positions times experts per token.
@@ -23,42 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
+from vorox.backends.torch_engine.direct_kernels import Embed, Gate, Grouped, Linear, RmsNorm, Rotate, activate_gate
+from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.extensions import load_function
 
-ONEDNN_MIN_WORK = 1 << 20
-"""Below so many multiplications, starting a oneDNN product costs more than it saves."""
 _aten = torch.ops.aten
-
-
-class Products:
-    """Matrix products ``a @ b.T`` through one library; either factor may be a transposed view.
-
-    Args:
-        use_onednn: Use oneDNN for large fp32 products; otherwise ``torch.mm``.
-        choices: The library of products that add to a gradient.
-    """
-
-    def __init__(self, *, use_onednn: bool, choices: RecordedChoices | None = None) -> None:
-        self.is_onednn, self._choices = use_onednn, choices or RecordedChoices()
-        self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
-
-    def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
-        if self._onednn is None or a_MK.shape[0] * a_MK.shape[1] * b_NK.shape[0] < ONEDNN_MIN_WORK:
-            return torch.mm(a_MK, b_NK.t())
-        return self._onednn(_dense(a_MK), _dense(b_NK), None, "none", [], "")
-
-    def add_to(self, sum_MN: Tensor, a_MK: Tensor, b_NK: Tensor, scale: float = 1.0) -> None:
-        """Add ``scale * a @ b.T`` in place."""
-        if self._onednn is None or self._choices.gradient_products == "blas":
-            sum_MN.addmm_(a_MK, b_NK.t(), alpha=scale)
-        else:
-            sum_MN.add_(self(a_MK, b_NK), alpha=scale)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` with the strides of a matrix or its transpose; oneDNN is slow for any others."""
-    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +63,29 @@ def select(compute: Compute, *, keeps_products: bool = False) -> Kernels:
         return plain(compute)
     chosen = products(compute)
     return Kernels(
-        embed=_Embed.apply,
-        linear=lambda x_MD, weight_OD, bias_O: _Linear.apply(x_MD, weight_OD, bias_O, chosen, keeps_products),
-        rms_norm=_RmsNorm.apply,
-        gate=_Gate.apply,
-        rotate=_Rotate.apply,
-        grouped=lambda x_SD, weight_RD, ends_E: _Grouped.apply(x_SD, weight_RD, ends_E, chosen),
+        embed=Embed.apply,
+        linear=DirectLinear(chosen, keeps_products),
+        rms_norm=RmsNorm.apply,
+        gate=Gate.apply,
+        rotate=Rotate.apply,
+        grouped=lambda x_SD, weight_RD, ends_E: Grouped.apply(x_SD, weight_RD, ends_E, chosen),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLinear:
+    """The linear layer of ``direct_kernels.py``, which ``direct_block.py`` recognises.
+
+    Attributes:
+        products: Matrix products.
+        keeps_products: See ``select``.
+    """
+
+    products: Products
+    keeps_products: bool
+
+    def __call__(self, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
+        return Linear.apply(x_MD, weight_OD, bias_O, self.products, self.keeps_products)
 
 
 def plain(compute: Compute) -> Kernels:
@@ -126,14 +110,7 @@ def _plain_rms_norm(x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: fl
 
 def _plain_gate(gate_and_up_M2F: Tensor, activation: str) -> Tensor:
     gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
-    return _activate_gate(gate_MF, activation) * up_MF
-
-
-def _activate_gate(gate_MF: Tensor, activation: str) -> Tensor:
-    return F.silu(gate_MF) if activation == "swiglu" else F.gelu(gate_MF, approximate=_APPROXIMATIONS[activation])
-
-
-_APPROXIMATIONS = {"geglu": "none", "geglu_tanh": "tanh"}
+    return activate_gate(gate_MF, activation) * up_MF
 
 
 def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
@@ -197,156 +174,6 @@ _opaque_product.register_autograd(_product_backward, setup_context=_save_factors
 def _traceable_linear(x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
     y_MO = _opaque_product(x_MD, weight_OD)
     return y_MO if bias_O is None else y_MO + bias_O
-
-
-# -- direct -----------------------------------------------------------------------------------------------------------
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient to add to; a training loop outside of the engine may have removed it."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-class _Embed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens_M: Tensor, weight_VD: nn.Parameter) -> Tensor:
-        ctx.tokens_M, ctx.weight_VD = tokens_M, weight_VD
-        return F.embedding(tokens_M, weight_VD.detach())
-
-    @staticmethod
-    def backward(ctx: Any, d_x_MD: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _gradient(ctx.weight_VD).index_add_(0, ctx.tokens_M, d_x_MD)
-        return None, None
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_MD: Tensor, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, products: Products, is_kept: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x_MD)
-        ctx.weight_OD, ctx.bias_O, ctx.products = weight_OD, bias_O, products
-        y_MO = products(x_MD, weight_OD.detach())
-        if bias_O is None:
-            return y_MO
-        return y_MO + bias_O.detach() if is_kept else y_MO.add_(bias_O.detach())
-
-    @staticmethod
-    def backward(ctx: Any, d_y_MO: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x_MD,) = ctx.saved_tensors
-        if ctx.weight_OD.requires_grad:
-            ctx.products.add_to(_gradient(ctx.weight_OD), d_y_MO.t(), x_MD.t())
-        if ctx.bias_O is not None and ctx.bias_O.requires_grad:
-            _gradient(ctx.bias_O).add_(d_y_MO.sum(0))
-        d_x_MD = ctx.products(d_y_MO, ctx.weight_OD.detach().t()) if ctx.needs_input_grad[0] else None
-        return d_x_MD, None, None, None, None
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, products: Products) -> Tensor:
-        ctx.save_for_backward(x_SD)
-        ctx.weight_RD, ctx.products = weight_RD, products
-        ctx.segments = segments = _segments(ends_E, weight_RD.shape[0])
-        parts = [products(x_SD[slots], weight_RD.detach()[rows]) for slots, rows in segments]
-        return torch.cat(parts) if parts else x_SD.new_empty(0, weight_RD.shape[0] // len(ends_E))
-
-    @staticmethod
-    def backward(ctx: Any, d_y_SO: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x_SD,) = ctx.saved_tensors
-        if ctx.weight_RD.requires_grad:
-            gradient_RD = _gradient(ctx.weight_RD)
-            for slots, rows in ctx.segments:
-                ctx.products.add_to(gradient_RD[rows], d_y_SO[slots].t(), x_SD[slots].t())
-        weight_RD = ctx.weight_RD.detach()
-        parts = [ctx.products(d_y_SO[slots], weight_RD[rows].t()) for slots, rows in ctx.segments]
-        return torch.cat(parts) if parts else torch.zeros_like(x_SD), None, None, None
-
-
-def _segments(ends_E: Tensor, num_rows: int) -> list[tuple[slice, slice]]:
-    """Return slots and rows of the weights of each expert that has slots."""
-    ends, size = ends_E.tolist(), num_rows // len(ends_E)
-    starts = [0, *ends[:-1]]
-    return [
-        (slice(start, end), slice(expert * size, (expert + 1) * size))
-        for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if start < end
-    ]
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, weight_D: nn.Parameter, eps: float, offset: float) -> Tensor:
-        norm_M1 = torch.linalg.vector_norm(x_MD, dim=-1, keepdim=True)
-        scale_M1 = norm_M1.square_().div_(x_MD.shape[-1]).add_(eps).rsqrt_()
-        unit_MD = x_MD * scale_M1
-        ctx.save_for_backward(unit_MD, scale_M1)
-        ctx.weight_D = weight_D
-        ctx.scale_D = weight_D.detach() + offset if offset else weight_D.detach()
-        return unit_MD * ctx.scale_D
-
-    @staticmethod
-    def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        unit_MD, scale_M1 = ctx.saved_tensors
-        d_weight_MD = d_y_MD * unit_MD
-        if ctx.weight_D.requires_grad:
-            _gradient(ctx.weight_D).add_(d_weight_MD.sum(0))
-        projection_M1 = torch.mv(d_weight_MD, ctx.scale_D).div_(-unit_MD.shape[-1])[:, None]
-        return (unit_MD * projection_M1).addcmul_(d_y_MD, ctx.scale_D).mul_(scale_M1), None, None, None
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_and_up_M2F: Tensor, activation: str) -> Tensor:
-        gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
-        active_MF = _activate_gate(gate_MF, activation)
-        ctx.save_for_backward(gate_and_up_M2F, active_MF)
-        ctx.activation = activation
-        return active_MF * up_MF
-
-    @staticmethod
-    def backward(ctx: Any, d_hidden_MF: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate_and_up_M2F, active_MF = ctx.saved_tensors
-        gate_MF, up_MF = gate_and_up_M2F.chunk(2, dim=-1)
-        d_both_M2F = torch.empty_like(gate_and_up_M2F)
-        d_gate_MF, d_up_MF = d_both_M2F.chunk(2, dim=-1)
-        torch.mul(d_hidden_MF, active_MF, out=d_up_MF)
-        d_active_MF = d_hidden_MF * up_MF
-        if ctx.activation == "swiglu":
-            _aten.silu_backward.grad_input(d_active_MF, gate_MF, grad_input=d_gate_MF)
-        else:
-            approximate = _APPROXIMATIONS[ctx.activation]
-            _aten.gelu_backward.grad_input(d_active_MF, gate_MF, approximate=approximate, grad_input=d_gate_MF)
-        return d_both_M2F, None
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int) -> Tensor:
-        ctx.tables, ctx.num_rotated = (cosines, sines), num_rotated
-        return _turn(x_BTXH, cosines, sines, num_rotated, 1)
-
-    @staticmethod
-    def backward(ctx: Any, d_y_BTXH: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cosines, sines = ctx.tables
-        return _turn(d_y_BTXH, cosines, sines, ctx.num_rotated, -1), None, None, None
-
-
-def _turn(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: int, direction: int) -> Tensor:
-    """Return a new tensor with the first ``num_rotated`` heads rotated (``direction`` 1 or -1), the others copied."""
-    y_BTXH = torch.empty_like(x_BTXH, memory_format=torch.contiguous_format)
-    half = cosines.shape[-1]
-    first, second = x_BTXH[:, :, :num_rotated, :half], x_BTXH[:, :, :num_rotated, half : 2 * half]
-    new_first, new_second = y_BTXH[:, :, :num_rotated, :half], y_BTXH[:, :, :num_rotated, half : 2 * half]
-    torch.mul(first, cosines, out=new_first).addcmul_(second, sines, value=-direction)
-    torch.mul(second, cosines, out=new_second).addcmul_(first, sines, value=direction)
-    if 2 * half < x_BTXH.shape[3]:
-        y_BTXH[:, :, :num_rotated, 2 * half :].copy_(x_BTXH[:, :, :num_rotated, 2 * half :])
-    if num_rotated < x_BTXH.shape[2]:
-        y_BTXH[:, :, num_rotated:].copy_(x_BTXH[:, :, num_rotated:])
-    return y_BTXH
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

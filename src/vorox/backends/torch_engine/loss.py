@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.kernels import Products
+from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
@@ -218,7 +218,7 @@ class FusedLinearLoss:
                 if head_gradient is not None:
                     head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
             elif head_gradient is not None:
-                self._products.add_to(head_gradient, d_logits_CV.t(), input_CD.t(), scale)
+                self._products.add_to(head_gradient, d_logits_CV, input_CD, scale)
             end = start + hidden_CD.shape[0]
             d_hidden_MD[start:end] = self._products(d_logits_CV, head_VD.t())
             start = end

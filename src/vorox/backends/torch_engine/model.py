@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from vorox.backends.torch_engine.attention import Attend
+from vorox.backends.torch_engine.attention import Attend, AttentionMask
 from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
@@ -93,50 +93,57 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self.bias = parts.parameters.get(f"{name}.bias")
-        self._eps, self._offset = parts.spec.norm_eps, float(parts.spec.norm_unit_offset)
-        self._rms_norm = parts.kernels.rms_norm if kind == "rms_norm" else None
+        self.eps, self.offset = parts.spec.norm_eps, float(parts.spec.norm_unit_offset)
+        self.is_rms, self._rms_norm = kind == "rms_norm", parts.kernels.rms_norm
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        if self._rms_norm is not None:
-            return self._rms_norm(x_MD, self.weight, self._eps, self._offset)
-        return F.layer_norm(x_MD, self.weight.shape, self.weight, self.bias, self._eps)
+        if self.is_rms:
+            return self._rms_norm(x_MD, self.weight, self.eps, self.offset)
+        return F.layer_norm(x_MD, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
         spec, name = parts.spec, f"blocks.{layer}.attention"
-        self._layer, self._attend, self._rotate = layer, parts.attend, parts.kernels.rotate
-        self._parallel = parts.parallel
-        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._is_sliding, self._query_scale = spec.has_window(layer), spec.query_scale
+        self._layer, self.attend, self._rotate = layer, parts.attend, parts.kernels.rotate
+        self.parallel = parts.parallel
+        self.num_heads, self.num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._is_sliding, self.query_scale = spec.has_window(layer), spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
         self.output = Linear(parts, f"{name}.output", has_part=True)
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
         self.key_norm = Norm(parts, f"{name}.key_norm", kind="rms_norm") if spec.qk_norm else None
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
-        if self._parallel is not None:
-            x_MD = self._parallel.share(x_MD, is_training=self.training)
-        qkv_BTXH = self.qkv(x_MD).view(*context.shape_BT, num_rotated + self._num_kv_heads, self._head_dim)
+        if self.parallel is not None:
+            x_MD = self.parallel.share(x_MD, is_training=self.training)
+        return self.output(self.mix(self.qkv(x_MD), context))
+
+    def inputs(self, context: ForwardContext) -> tuple[tuple[Tensor, Tensor] | None, AttentionMask]:
+        """Return the rotary table and the mask of this layer."""
         rotary, mask = context.rotary, context.attention_mask
-        if self._is_sliding:
-            rotary, mask = context.sliding_rotary or rotary, mask.sliding or mask
+        return (context.sliding_rotary or rotary, mask.sliding or mask) if self._is_sliding else (rotary, mask)
+
+    def mix(self, qkv_MX: Tensor, context: ForwardContext) -> Tensor:
+        """Return the values that each query attends to, ``[M, N x H]``."""
+        num_rotated = self.num_heads + self.num_kv_heads
+        qkv_BTXH = qkv_MX.view(*context.shape_BT, num_rotated + self.num_kv_heads, self._head_dim)
+        rotary, mask = self.inputs(context)
         if self.query_norm is None and rotary is not None:
             qkv_BTXH = self._rotate(qkv_BTXH, *rotary, num_rotated)
-        query, key, value = qkv_BTXH.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=2)
+        query, key, value = qkv_BTXH.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             query = self._norm_and_rotate(query, self.query_norm, rotary)
             key = self._norm_and_rotate(key, self.key_norm, rotary)
-        if self._query_scale != 1:
-            query = query * self._query_scale
+        if self.query_scale != 1:
+            query = query * self.query_scale
         query_BNTH, key_BKTH, value_BKTH = (x.transpose(1, 2) for x in (query, key, value))
         if context.cache is not None:
             key_BKTH, value_BKTH = context.cache.extend(self._layer, key_BKTH, value_BKTH)
-        attend = self._attend if context.exchange is None else context.exchange.attend(self._attend)
+        attend = self.attend if context.exchange is None else context.exchange.attend(self.attend)
         mixed_BNTH = attend(query_BNTH, key_BKTH, value_BKTH, mask, context.dropout)
-        return self.output(mixed_BNTH.transpose(1, 2).reshape(x_MD.shape[0], -1))
+        return mixed_BNTH.transpose(1, 2).reshape(qkv_MX.shape[0], -1)
 
     def _norm_and_rotate(self, x_BTXH: Tensor, norm: Norm, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         normed_BTXH = norm(x_BTXH.reshape(-1, norm.weight.shape[0])).view(x_BTXH.shape)
@@ -147,8 +154,8 @@ class Mlp(nn.Module):
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.mlp"
-        is_gated, self._gate, self._gate_kind = parts.spec.is_gated, parts.kernels.gate, parts.spec.activation
-        self._activate = None if is_gated else activation(parts.spec.activation)
+        is_gated, self._gate, self.activation = parts.spec.is_gated, parts.kernels.gate, parts.spec.activation
+        self.activate = None if is_gated else activation(parts.spec.activation)
         self.gate_up = Linear(parts, f"{name}.gate_up") if is_gated else None
         self.up = None if is_gated else Linear(parts, f"{name}.up")
         self.down = Linear(parts, f"{name}.down", has_part=True)
@@ -158,10 +165,10 @@ class Mlp(nn.Module):
         if self._parallel is not None:
             x_MD = self._parallel.share(x_MD, is_training=self.training)
         if self.gate_up is not None:
-            return self.down(self._gate(self.gate_up(x_MD), self._gate_kind))
+            return self.down(self._gate(self.gate_up(x_MD), self.activation))
         assert self.up is not None
-        assert self._activate is not None
-        return self.down(self._activate(self.up(x_MD)))
+        assert self.activate is not None
+        return self.down(self.activate(self.up(x_MD)))
 
 
 class UserMlp(nn.Module):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.kernels import Products
+from vorox.backends.torch_engine.matrix_products import Products
 from vorox.backends.torch_engine.model import Linear
 from vorox.backends.torch_engine.parallel.module_tensor_parallel import DividedLinear
 
@@ -88,7 +88,7 @@ class DeferredGradients:
             if self._ranks.fsdp_size > 1:
                 self._add_rows(weight_OD, self._products(d_y_MO.t(), x_MD.to(d_y_MO.dtype).t()))
             elif d_y_MO.dtype == torch.float32:
-                self._products.add_to(_gradient(weight_OD), d_y_MO.t(), x_MD.t())
+                self._products.add_to(_gradient(weight_OD), d_y_MO, x_MD)
             else:
                 _gradient(weight_OD).add_(self._products(d_y_MO.t(), x_MD.to(d_y_MO.dtype).t()))
         if bias_O is not None and bias_O.requires_grad:
