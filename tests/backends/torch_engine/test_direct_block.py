@@ -17,10 +17,10 @@ from vorox.core.batch import Batch
 pytestmark = pytest.mark.torch
 DIRECT_LAYERS = {
     "gpt2": 2, "gpt2 exact gelu, untied": 2, "gpt2 no biases": 2, "llama": 2, "llama geglu, learned positions": 2,
-    "llama layer norm": 2, "phi3": 2, "qwen2, some windows": 1,
+    "llama layer norm": 2, "llama grouped, untied": 2, "llama multi-query, biases": 2, "phi3": 2,
+    "qwen2, some windows": 1,
 }  # fmt: skip
-"""Layers of ``MODELS`` that run directly; the others have grouped queries, experts, norms of queries, windows or other
-activations."""
+"""Layers of ``MODELS`` that run directly; the others have experts, norms of queries, windows or other activations."""
 
 
 @pytest.fixture

@@ -52,6 +52,8 @@ class BlockSteps:
     def __init__(self, block: Block, mlp: Mlp) -> None:
         self._block, self._attention, self._modules = block, block.attention, tuple(block.modules())
         self.parameters = tuple(block.parameters())
+        num_kv_heads = block.attention.num_kv_heads
+        self._num_heads = (block.attention.num_heads, num_kv_heads, num_kv_heads)
         self._before = [*_norm(block.attention_norm), _linear(block.attention.qkv)]
         self._after = [_linear(block.attention.output), *_norm(block.attention_output_norm)]
         self.transform = [*_norm(block.mlp_norm), *_mlp(mlp), *_norm(block.mlp_output_norm)]
@@ -64,9 +66,9 @@ class BlockSteps:
         part, mlp = block.attention, block.mlp
         linears = [module for module in block.modules() if isinstance(module, Linear)]
         is_direct = all(isinstance(linear.kernel, DirectLinear) for linear in linears) and part.parallel is None
-        is_multi_head = part.num_heads == part.num_kv_heads and part.query_norm is None and part.query_scale == 1
+        is_plain = part.query_norm is None and part.query_scale == 1
         has_kernels = part.attend is attention.sdpa and (mlp.up is None or mlp.activation in GELU_APPROXIMATIONS)
-        return cls(block, mlp) if is_direct and is_multi_head and has_kernels else None
+        return cls(block, mlp) if is_direct and is_plain and has_kernels else None
 
     def suffice(self, context: ForwardContext) -> bool:
         """Whether a forward pass has nothing else in a block: no taps, hooks, dropout, recomputation or documents."""
@@ -82,7 +84,7 @@ class BlockSteps:
     def attend(self, context: ForwardContext) -> list[Step]:
         """Return the steps of the attention branch."""
         rotary, _ = self._attention.inputs(context)
-        return [*self._before, (CausalAttention, (context.shape_BT, self._attention.num_heads, rotary)), *self._after]
+        return [*self._before, (CausalAttention, (context.shape_BT, self._num_heads, rotary)), *self._after]
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -196,15 +196,16 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_MX: Tensor, shape_BT: tuple[int, int], num_heads: int, rotary: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        qkv_BTXH = qkv_MX.view(*shape_BT, 3 * num_heads, -1)
+        ctx: Any, qkv_MX: Tensor, shape_BT: tuple[int, int], num_heads: tuple[int, int, int],
+        rotary: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.rotary, ctx.num_rotated = rotary, num_heads[0] + num_heads[1]
+        qkv_BTXH = qkv_MX.view(*shape_BT, sum(num_heads), -1)
         if rotary is not None:
-            qkv_BTXH = _turn(qkv_BTXH, *rotary, 2 * num_heads, 1)
+            qkv_BTXH = _turn(qkv_BTXH, *rotary, ctx.num_rotated, 1)
         query, key, value = (x.transpose(1, 2) for x in qkv_BTXH.split(num_heads, dim=2))
         mixed_BNTH, log_sums = _attend(query, key, value, 0.0, True)
         ctx.save_for_backward(query, key, value, mixed_BNTH, log_sums)
-        ctx.rotary = rotary
         return mixed_BNTH.transpose(1, 2).reshape(len(qkv_MX), -1)
 
     @staticmethod
@@ -216,7 +217,7 @@ class CausalAttention(torch.autograd.Function):
         d_qkv_BTXH = torch.cat([d_x.transpose(1, 2) for d_x in found], dim=2)
         if ctx.rotary is not None:
             cosines, sines = ctx.rotary
-            d_qkv_BTXH = _turn(d_qkv_BTXH, cosines, sines, 2 * num_heads, -1)
+            d_qkv_BTXH = _turn(d_qkv_BTXH, cosines, sines, ctx.num_rotated, -1)
         return d_qkv_BTXH.view(len(d_mixed_MX), -1), None, None, None
 
 
