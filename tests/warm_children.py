@@ -1,4 +1,4 @@
-"""Commands in processes forked from one that has imported Vorox and a framework, so that none pays for the imports.
+"""Modules in processes forked from one that has imported Vorox and a framework, so that none pays for the imports.
 
 The server imports, calls nothing and forks for every request. A child has its own process id, working directory and
 output, the environment of its server with more variables, and modules as they are right after their import. It shares
@@ -9,6 +9,7 @@ thread (OpenBLAS does unless ``OMP_NUM_THREADS=1``) or processes have no descrip
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -90,17 +91,31 @@ class WarmChildren:
     def vorox(
         self, words: Sequence[str], *, cwd: Path, output: IO[bytes], variables: Mapping[str, str] | None = None
     ) -> WarmChild | subprocess.Popen[bytes]:
-        """Start ``python -m vorox`` with nothing to read, its output and errors in one file, and more variables."""
+        """Start ``python -m vorox``, its output and errors in one file; see ``start``."""
+        return self.start("vorox", words, cwd=cwd, output=output, errors=output, variables=variables)
+
+    def start(
+        self,
+        module: str,
+        words: Sequence[str],
+        *,
+        cwd: Path,
+        output: IO[bytes],
+        errors: IO[bytes],
+        variables: Mapping[str, str] | None = None,
+    ) -> WarmChild | subprocess.Popen[bytes]:
+        """Start ``python -m MODULE`` with nothing to read, its output and errors in files, and more variables."""
         variables = dict(variables or {})
         if not self.forks:
             return subprocess.Popen(
-                [sys.executable, "-m", "vorox", *words], cwd=cwd, env=self._environment | variables,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                [sys.executable, "-m", module, *words], cwd=cwd, env=self._environment | variables,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
             )  # fmt: skip
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = json.dumps({"words": list(words), "cwd": str(cwd), "variables": variables}).encode()
-            socket.send_fds(self._requests, [request], [theirs.fileno(), output.fileno()])
+            request = {"module": module, "words": list(words), "cwd": str(cwd), "variables": variables}
+            descriptors = [theirs.fileno(), output.fileno(), errors.fileno()]
+            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
         return WarmChild(ours)
 
 
@@ -124,20 +139,21 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                     waiting.sendall(b"%d\n" % code)
                 waiting.close()
                 continue
-            message, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 3)
             if not message:
                 return None
-            connection, output = socket.socket(fileno=descriptors[0]), descriptors[1]
+            connection, outputs = socket.socket(fileno=descriptors[0]), descriptors[1:]
             process = os.fork()
             if process == 0:
                 nothing = os.open(os.devnull, os.O_RDONLY)
-                for number, descriptor in enumerate((nothing, output, output)):
+                for number, descriptor in enumerate((nothing, *outputs)):
                     os.dup2(descriptor, number)
                 os.closerange(3, max(*descriptors, *ends, nothing, requests.fileno()) + 1)
                 for inherited in (requests, connection, *(waiting for _, waiting in ends.values())):
                     inherited.detach()  # its number will be that of another descriptor, which it must not close
                 return json.loads(message)
-            os.close(output)
+            for descriptor in outputs:
+                os.close(descriptor)
             connection.sendall(b"%d\n" % process)
             ends[os.pidfd_open(process)] = process, connection
 
@@ -147,6 +163,7 @@ def _main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     forks = hasattr(os, "pidfd_open") and len([*Path("/proc/self/task").iterdir()]) == 1
+    gc.freeze()  # collections of children neither visit nor copy what was imported
     requests.sendall(b"forks\n" if forks else b"starts\n")
     request = _serve(requests)
     if request is None:
@@ -154,9 +171,9 @@ def _main() -> None:
     os.environ.update(request["variables"])
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
-    sys.argv = ["vorox", *request["words"]]
+    sys.argv = [request["module"], *request["words"]]
     # The standard streams of the server write to the descriptors 1 and 2, whatever these are now.
-    runpy.run_module("vorox", run_name="__main__", alter_sys=True)
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

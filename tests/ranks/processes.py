@@ -1,8 +1,8 @@
 """Commands of one or several ranks in one folder.
 
-Ranks of PyTorch that nothing happens to are forked from a process that has imported the engine
-(``warm_children.py``), with the variables that ``vorox train --nproc`` gives them. Commands that are killed, stopped or
-refused are fresh processes, and their ranks are started by ``--nproc``.
+Ranks of PyTorch that nothing happens to are forked from a process that has imported the engine, and transformers if the
+model is one of those (``warm_children.py``); they have the variables that ``vorox train --nproc`` gives them. Commands
+that are killed, stopped or refused are fresh processes, and their ranks are started by ``--nproc``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -34,7 +33,7 @@ from vorox.core.staged_directory import read_manifest
 from vorox.models.engine_state import read_weights
 from vorox.models.stored_spec import spec_from_json
 from vorox.training.replay_chain import ChainEntry, number, read_chain
-from warm_children import WarmChildren
+from warm_children import WarmChild, WarmChildren
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_SECONDS = 600
@@ -42,6 +41,8 @@ FIXED = {"OMP_NUM_THREADS": "1"}
 """Several threads would keep a process from being forked, and change bits."""
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
 """What ranks import besides the engine."""
+TRANSFORMERS = ("transformers.modeling_utils",)
+"""What ranks with a model of transformers import besides."""
 
 
 def environment() -> dict[str, str]:
@@ -50,8 +51,8 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _children() -> WarmChildren:
-    children = WarmChildren("torch", environment(), IMPORTED)
+def _children(*modules: str) -> WarmChildren:
+    children = WarmChildren("torch", environment(), [*IMPORTED, *modules])
     atexit.register(children.close)
     return children
 
@@ -116,7 +117,7 @@ class Runs:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 node = Node("127.0.0.1", free.getsockname()[1], 0, 1)
             variables = environments_of(count, node, {})
-        children = _children()
+        children = _children(*(TRANSFORMERS if "model.kind=huggingface" in self.model else ()))
         with contextlib.ExitStack() as stack:
             outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in variables]
             ranks = [
@@ -125,11 +126,7 @@ class Runs:
             ]
             for rank in ranks:
                 stack.callback(rank.kill)
-            wait_until(
-                lambda: any(rank.poll() for rank in ranks) or None not in [rank.poll() for rank in ranks],
-                PATIENCE_SECONDS,
-            )
-            codes, said = [rank.returncode for rank in ranks], list(map(_text, outputs))
+            codes, said = _wait_for(ranks), list(map(_text, outputs))
         assert codes == [0] * count, "\n".join([str(codes), *(text[-3000:] for text in said)])
         return said[0]
 
@@ -138,6 +135,14 @@ class Runs:
         found = [path for path in (self.directory / "runs").glob(f"{name}-{digest}") if path.is_dir()]
         assert len(found) < 2, f"other settings are another run: {found}"
         return found[0] if found else self.directory / "runs" / name
+
+
+def _wait_for(ranks: Sequence[WarmChild | subprocess.Popen[bytes]]) -> list[int | None]:
+    """Wait until all ranks have ended or one has failed; return their exit codes, ``None`` of one that runs."""
+    wait_until(
+        lambda: any(rank.poll() for rank in ranks) or None not in [rank.poll() for rank in ranks], PATIENCE_SECONDS
+    )
+    return [rank.returncode for rank in ranks]
 
 
 def _text(output: IO[bytes]) -> str:
@@ -207,35 +212,27 @@ def killed_and_resumed(runs: Runs, overrides: Sequence[str], hold: Path) -> Path
 
 
 def on_ranks(program: str, count: int, *words: object) -> str:
-    """Run a module on that many ranks; return what rank 0 prints. When one fails, the others are stopped."""
+    """Run a module on that many forked ranks; return what rank 0 prints. When one fails, the others are stopped."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     shared = environment() | {"VOROX_COORDINATOR": address, "VOROX_PROCESS_COUNT": str(count)}
-    command = [sys.executable, "-m", program, *map(str, words)]
+    given = [str(word) for word in words]
+    children = _children(*(TRANSFORMERS if any("transformers" in word for word in given) else ()))
     with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2 * count)]
-        processes = [
-            subprocess.Popen(
-                command, cwd=TESTS, env=shared | {"VOROX_PROCESS_INDEX": str(rank)}, text=True,
-                stdout=outputs[rank], stderr=outputs[count + rank],
+        outputs, errors = ([stack.enter_context(tempfile.TemporaryFile()) for _ in range(count)] for _ in range(2))
+        ranks = [
+            children.start(
+                program, given, cwd=TESTS, output=outputs[rank], errors=errors[rank],
+                variables=shared | {"VOROX_PROCESS_INDEX": str(rank)},
             )
             for rank in range(count)
         ]  # fmt: skip
-        end = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < end and not any(process.returncode for process in processes):
-            if all(process.poll() is not None for process in processes):
-                break
-            time.sleep(0.05)
-        codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
-        for output in outputs:
-            output.seek(0)
-        said = [output.read() for output in outputs]
-    errors = [f"rank {rank}: {code}\n{said[count + rank][-3000:]}" for rank, code in enumerate(codes)]
-    assert codes == [0] * count, "\n".join(errors)
-    return said[0]
+        for rank in ranks:
+            stack.callback(rank.kill)
+        codes = _wait_for(ranks)
+        said = [f"rank {rank}: {code}\n{_text(errors[rank])[-3000:]}" for rank, code in enumerate(codes)]
+        assert codes == [0] * count, "\n".join(said)
+        return _text(outputs[0])
 
 
 def transformers_runs(folder: Path, name: str) -> Runs:
