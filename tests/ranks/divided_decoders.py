@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +215,18 @@ def part_of(batch: Batch, shard: DataShard) -> Batch:
     return dataclasses.replace(batch, **arrays, num_target_tokens=batch.num_target_tokens // shard.count)
 
 
-def reversed_micro_batches(batch: Batch) -> Batch:
-    arrays = {
-        field.name: value[::-1].copy()
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), np.ndarray)
-    }
-    return dataclasses.replace(batch, **arrays)
+def in_order(order: Sequence[int]) -> Callable[[Batch], Batch]:
+    """Return a function that gives a step the same micro-batches in another order."""
+
+    def arrange(batch: Batch) -> Batch:
+        arrays = {
+            field.name: value[list(order)]
+            for field in dataclasses.fields(batch)
+            if isinstance(value := getattr(batch, field.name), np.ndarray)
+        }
+        return dataclasses.replace(batch, **arrays)
+
+    return arrange
 
 
 def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda batch: batch) -> dict[str, Any]:
@@ -288,19 +293,20 @@ def main() -> None:
     seed, source, folder = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     dist = backends.load("torch").connect(config_of("llama"))
     for layout in sys.argv[4:]:
+        sizes = layout.partition(":")[0]
         for case in cases_of(layout):
             engine = engine_of(config_of(case, *sizes_of(layout)), dist)
             found = train(engine, seed)
-            np.savez(folder / f"{layout}-{case}-{dist.rank}.npz", bits=replicated_bits(engine), **found)
+            np.savez(folder / f"{sizes}-{case}-{dist.rank}.npz", bits=replicated_bits(engine), **found)
         engine = engine_of(config_of(state_case(layout), *sizes_of(layout)), dist)
         recorded = read_manifest(source)["metadata"]["fingerprint"]
         engine.load(source)
         assert engine.fingerprint(recorded) == recorded
-        save(engine, folder / f"saved-{layout}", dist)
-        dist.barrier(f"saved {layout}")
-        engine.load(folder / f"saved-{layout}")
+        source = folder / f"saved-{sizes}"
+        save(engine, source, dist)
+        dist.barrier(f"saved {sizes}")
+        engine.load(source)
         assert engine.fingerprint(recorded) == recorded
-        source = folder / f"saved-{layout}"
         middle = {"1,1,1,2": "documents", "1,2,1,1,2": "noise", "1,2,1,1,2,0,1,1": "three heads"}
         if layout in middle:
             config = config_of(middle[layout], *sizes_of(layout))
