@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -227,33 +228,42 @@ def test_four_bits_on_a_cpu(run: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert type(layer.weight).__name__ == "Int4Tensor", "transformers reads the form of CUDA"
 
 
+def facts(seed: int, count: int = 40, documents: int = 400) -> list[str]:
+    """Documents of six facts each, out of a few that a model learns by heart: what rounding costs, it costs here."""
+    chooser = random.Random(seed)
+
+    def word(syllables: int) -> str:
+        return "".join(chooser.choice("bcdfghklmnprstvz") + chooser.choice("aeiou") for _ in range(syllables))
+
+    known = [f"{word(3)} lives in {word(2)}, eats {word(2)}, counts {chooser.randrange(1000)}." for _ in range(count)]
+    return [" ".join(chooser.sample(known, 6)) for _ in range(documents)]
+
+
 @pytest.mark.hf
 @pytest.mark.slow
 def test_a_model_trained_with_rounded_weights_keeps_its_loss_in_four_bits(tmp_path: Path) -> None:
-    """On the paragraphs of the docs, quantisation costs less than half of what it costs without.
+    """On facts that are learned by heart, quantisation costs less than half of what it costs without.
 
-    The cost is the difference to the loss of the run's own validation. With other seeds, rates and heads, it was
-    between 0.0007 and 0.0072 without and at most 0.0004 with rounding; these settings have a wide margin.
+    The cost is the difference to the loss of the run's own validation: 0.007 without rounding in training and 0.00004
+    with it. With other seeds of the text and the run, it was 0.005 to 0.018 without and at most 0.0003 with rounding.
     """
     pytest.importorskip("torchao")
-    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-    paragraphs = [text for page in pages for text in page.read_text(encoding="utf-8").split("\n\n") if len(text) > 80]
     (tmp_path / "text").mkdir()
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in facts(seed=1))
     (tmp_path / "text" / "text.jsonl").write_text(lines, encoding="utf-8")
     settings = [
         "model.family=llama", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4",
         "model.intermediate_size=128", "run.seed=1",
-        "data.sequence_length_tokens=64", "data.cache.unit_bytes=200000", "train.num_steps=600", "optimizer.lr=0.01",
-        "train.global_batch_sequences=16", "train.micro_batch_sequences=16", "eval.every_steps=600",
-        "eval.num_sequences=64", "checkpoint.every_steps=600", "log.matmul_peak=false",
+        "data.sequence_length_tokens=64", "data.cache.unit_bytes=200000", "train.num_steps=300", "optimizer.lr=0.01",
+        "train.global_batch_sequences=16", "train.micro_batch_sequences=16", "eval.every_steps=300",
+        "eval.num_sequences=64", "checkpoint.every_steps=300", "log.matmul_peak=false",
     ]  # fmt: skip
     costs: dict[str, float] = {}
     for name, own in (("plain", []), ("aware", ["train.quantization_aware=int4"])):
         outcome = tiny_runs.run(tiny_runs.configuration(tmp_path, [*settings, *own, f"run.name={name}"]))
         target = tmp_path / f"{name}-small"
         assert main(["compress", str(outcome.run_directory), "--quantize", "int4", "--to", str(target)]) == 0
-        costs[name] = report(target)["after"]["loss"] - outcome.eval_losses[600]
+        costs[name] = report(target)["after"]["loss"] - outcome.eval_losses[300]
     assert costs["plain"] > 2e-3
     assert abs(costs["aware"]) < 0.5 * costs["plain"]
 
