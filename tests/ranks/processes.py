@@ -2,7 +2,7 @@
 
 Ranks of PyTorch that nothing happens to are forked from a process that has imported the engine, and transformers if the
 model is one of those (``warm_children.py``); they have the variables that ``vorox train --nproc`` gives them. Commands
-that are killed, stopped or refused are fresh processes, and their ranks are started by ``--nproc``.
+that are killed or stopped are fresh processes, and their ranks are started by ``--nproc``.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class Runs:
         return done.stderr
 
     def train(self, name: str, overrides: Sequence[str], *, code: int = 0) -> tuple[Path, str]:
-        """Return the run of that name and its output. A command that must fail with ``code`` is a fresh process."""
-        words = self.command(name, overrides)[3:]
-        said = self.vorox(words) if code == 0 else self._run_fresh(words, code)
+        """Return the run of that name and what its ranks said; see ``vorox``."""
+        said = self.vorox(self.command(name, overrides)[3:], code=code)
         return self.find(name), said
 
-    def _run_fresh(self, words: Sequence[str], code: int) -> str:
+    def run_fresh(self, words: Sequence[str], code: int = 0) -> str:
+        """Run a command to its end in a fresh process, which starts the ranks; return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "vorox", *words], env=environment(), cwd=self.directory, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_SECONDS,
@@ -103,10 +103,13 @@ class Runs:
         assert done.returncode == code, f"{done.returncode}\n{done.stdout[-6000:]}"
         return done.stdout
 
-    def vorox(self, words: Sequence[str]) -> str:
-        """Run a command to its end, with as many ranks as ``--nproc`` says; return what the first one said."""
+    def vorox(self, words: Sequence[str], *, code: int = 0) -> str:
+        """Run a command to its end, with as many ranks as ``--nproc`` says; return what they said, the first one first.
+
+        Where it must fail with ``code``, a rank does when the first ones end, and the others are killed.
+        """
         if "backend=torch" not in self.model:  # gRPC, which connects the ranks of JAX, hangs after a fork
-            return self._run_fresh(words, 0)
+            return self.run_fresh(words, code)
         words, count = list(words), 1
         if "--nproc" in words:
             place = words.index("--nproc")
@@ -127,8 +130,9 @@ class Runs:
             for rank in ranks:
                 stack.callback(rank.kill)
             codes, said = _wait_for(ranks), list(map(_text, outputs))
-        assert codes == [0] * count, "\n".join([str(codes), *(text[-3000:] for text in said)])
-        return said[0]
+        as_wanted = code in codes if code else codes == [0] * count
+        assert as_wanted, "\n".join([str(codes), *(text[-3000:] for text in said)])
+        return "".join(said) if code else said[0]
 
     def find(self, name: str) -> Path:
         digest = "[0-9a-f]" * 8

@@ -123,7 +123,7 @@ def test_a_machine_fetches_each_byte_at_most_once_more_than_one_process(runs: Ru
 
 
 def test_minutes_are_those_of_the_main_rank(runs: Runs) -> None:
-    run, _ = runs.train("minutes", [*MODES["streamed"], "--minutes", "0.3", *ranks(runs, 2)])
+    run, _ = runs.train("minutes", [*MODES["streamed"], "--minutes", "0.1", *ranks(runs, 2)])
     num_steps = recorded_config(run).train.num_steps
     assert num_steps is not None
     assert len(entries(run)) == num_steps

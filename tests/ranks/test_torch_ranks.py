@@ -308,7 +308,7 @@ def test_torchrun_starts_the_ranks(runs: Runs, pair: Path) -> None:
 
 
 def test_a_world_that_does_not_fit_is_refused(runs: Runs, alone: Path) -> None:
-    _, errors = runs.train("misfit", ["parallel.fsdp_size=3", "--nproc", "2"], code=2)
+    errors = runs.run_fresh(runs.command("misfit", ["parallel.fsdp_size=3", "--nproc", "2"])[3:], code=2)
     assert "parallel" in errors
     assert "--nproc 3" in errors
     _, errors = runs.train("tensor", ["parallel.tensor_parallel_size=3", "--nproc", "3"], code=2)
