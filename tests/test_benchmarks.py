@@ -85,7 +85,7 @@ def test_display_cost(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_false_alarms(tmp_path: Path) -> None:
-    sizes = ["--minutes", "0.5", "--timeout", "2", "--results", str(tmp_path)]
+    sizes = ["--minutes", "0.25", "--timeout", "2", "--results", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "false_alarms.py", *sizes], capture_output=True, text=True, check=False
     )

@@ -41,7 +41,7 @@ STANDS_FOR = {
     "domain.yaml": "my.yaml", "s3.yaml": "streamed.yaml",
     "my-run": "demo", "my-torch-run": "demo", "runs/my-1a2b3c4d": "demo",
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
-    "train.num_steps=2000": "train.num_steps=200",
+    "train.num_steps=2000": "train.num_steps=200", "model.num_layers=12": "model.num_layers=3",
     "200:240": "131:160", "captions.yaml": "small-captions.yaml",
 }  # fmt: skip
 """Words of a command that are replaced by what is in the folder."""
