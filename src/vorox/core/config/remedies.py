@@ -34,7 +34,7 @@ def remedy(key: str, value: Json, field: SchemaField | None) -> str:
     """Return the correction after a semicolon, or an empty string."""
     if field is None:
         return ""
-    if field.is_section and not key.endswith("sources") and isinstance(value, str | int | float):
+    if field.is_section and field.type_name != "list of sections" and isinstance(value, str | int | float):
         inner = (one.key for one in schema_fields().values() if one.key.startswith(f"{key}.") and value in one.choices)
         return f"; write {next(inner, f'{key}.KEY')}={value}"
     found = _text_remedy(key, value, field) if isinstance(value, str) else _number_remedy(key, value, field)
@@ -54,7 +54,9 @@ def _number_remedy(key: str, value: Json, field: SchemaField) -> str:
 def _text_remedy(key: str, value: str, field: SchemaField) -> str:
     if value.lower() in {"none", "nil"} and admits(field.annotation, type(None)):
         return f"write {key}=null"
-    if field.is_section:
+    if key == "data.transforms":
+        return f"write {key}=[{{name: {write_inline(value)}}}]"
+    if key.endswith("sources"):
         name = re.sub(r"[^\w.-]+", "-", PurePath(value).stem).strip("-.") or "text"
         written = f"write {key}=[{{name: {name}, format: txt, paths: [{write_inline(value)}]}}]"
         return f"{written}, or --data {value}" if key == "data.sources" else written

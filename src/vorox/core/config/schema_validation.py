@@ -139,7 +139,8 @@ def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Probl
         what = f"{key}={_show(value)} must be {of_list.type_name.removeprefix('list of ')}"
         return [Problem(what, tree.origin(key).text, (key,))]
     what = f"{key}={_show(value)} must be {_wanted(field)}"
-    return [Problem(what + remedy(key, value, field), tree.origin(key).text, (key,))]
+    correction = remedy(key, value, field) if of_list is None else remedy(of_list.key, value, of_list)
+    return [Problem(what + correction, tree.origin(key).text, (key,))]
 
 
 def _leaves(value: Json, path: KeyPath) -> list[KeyPath]:
