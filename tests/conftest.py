@@ -39,6 +39,8 @@ def _compiled_code() -> Path:
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled_code() / "jax"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code() / "inductor"))
+# A pool of compiling processes imports PyTorch in each, which takes longer than the few kernels of a test.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Compiling takes longer than running what was compiled. The same setting everywhere keeps equal bits equal.
