@@ -15,6 +15,7 @@ reports what it cost, and which quick tests are long.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -30,8 +31,7 @@ from xdist.scheduler import LoadFileScheduling
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
-"""The quick tests of a file, or a long test, to [wall seconds, CPU seconds of the worker and of the child processes
-that it waited for]."""
+"""The quick tests of a file, or a long test, to [wall seconds, CPU seconds of the worker and its child processes]."""
 LONG_TEST_SECONDS = 1.0
 WAITING_WORKERS = 2
 UNKNOWN_SECONDS = 300.0
@@ -109,9 +109,28 @@ class TwoPools(LoadFileScheduling):
         super()._assign_work_unit(node)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """CPU seconds of this process, of the children that it waited for, and on Linux of those that run, with theirs.
+
+    A server that forks the ranks of many tests ends with the worker, so what it waited for is that of no test then.
+    """
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    own = times.user + times.system + times.children_user + times.children_system
+    return own + sum(map(_cpu_seconds_of, _running_children()))
+
+
+def _running_children() -> Iterator[int]:
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            yield from map(int, (thread / "children").read_text().split())
+
+
+def _cpu_seconds_of(process: int) -> float:
+    """CPU seconds of a process and of the children that it waited for; 0 if it has just ended."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 class CostRecorder:
@@ -125,7 +144,7 @@ class CostRecorder:
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        item.stash[_STARTED] = time.perf_counter(), _cpu_seconds()
+        item.stash[_STARTED] = time.perf_counter(), cpu_seconds()
         item.stash[_MODULES] = len(sys.modules)
         yield
 
@@ -133,7 +152,7 @@ class CostRecorder:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
         outcome: Any = yield
         wall, cpu = item.stash[_STARTED]
-        now = time.perf_counter(), _cpu_seconds()
+        now = time.perf_counter(), cpu_seconds()
         is_slow = item.get_closest_marker("slow") is not None
         imports = len(sys.modules) - item.stash[_MODULES] > MANY_MODULES
         cost = [now[0] - wall, now[1] - cpu]

@@ -16,6 +16,7 @@ from scheduling import (
     SLOW,
     UNRECORDED_CPU_SECONDS,
     CostRecorder,
+    cpu_seconds,
     is_of_other_part,
     is_slow_module,
 )
@@ -107,3 +108,26 @@ def test_a_run_reports_what_the_quick_tests_cost_and_which_of_them_are_long() ->
         "  2.0 s in b.py::long: make it cheaper, or mark it slow",
     ]
     assert recorder._files() == {"a.py": [1.5, 0.75], "b.py": [6.0, 3.0], "tests/contract/c.py": [8.0, 4.0]}
+
+
+SERVER = """
+import os, time
+if os.fork() == 0:
+    while time.process_time() < 0.5: pass
+    os._exit(0)
+os.wait()
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="running children are read from /proc")
+def test_the_cost_of_a_test_is_that_of_processes_forked_by_a_server_that_goes_on() -> None:
+    before = cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        during = cpu_seconds()
+        server.communicate(b"\n")
+    assert during - before > 0.4
+    assert cpu_seconds() - during < 0.4, "none of it counts twice"
