@@ -110,7 +110,8 @@ def _allow_open_files() -> None:
 def run() -> NoReturn:
     """Run the command line of this process and end it."""
     code = main()
-    gc.freeze()  # otherwise the interpreter looks for cycles among all objects of PyTorch, which takes 0.4 s
+    gc.collect()
+    gc.freeze()  # otherwise the interpreter searches all objects of PyTorch for cycles again, which takes 0.3 s
     sys.exit(code)
 
 

@@ -122,3 +122,21 @@ def test_frozen_parameters_get_no_gradient(direct_calls: list[str]) -> None:
     assert len(direct_calls) == 4
     for name, gradient in part.items():
         assert torch.equal(gradient, torch.zeros_like(gradient) if name in frozen else whole[name]), name
+
+
+def test_hooks_of_parameters_see_their_gradients(direct_calls: list[str]) -> None:
+    engine, seen = make(GPT2), list[torch.Size]()
+    weight = engine.model.get_parameter("blocks.0.mlp_norm.weight")
+    weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    engine.train_step(batch_of(random_rows(8)), lr=LR, weight_decay=0.1).fetch()
+    assert (seen, len(direct_calls)) == ([weight.shape], 1)
+
+
+def test_a_second_backward_pass_is_refused(direct_calls: list[str]) -> None:
+    engine = make(GPT2)
+    tokens_M, context = engine._network._inputs(batch_of(random_rows(8)), 0, is_training=True)
+    hidden_MD = engine._network._forward(tokens_M, context, lambda hidden_MD, _: hidden_MD, engine._network._run_block)
+    hidden_MD.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        hidden_MD.sum().backward()
+    assert len(direct_calls) == 2

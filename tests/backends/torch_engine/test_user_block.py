@@ -52,6 +52,15 @@ class Dropping(Plain):
         return F.dropout(super().forward(x, positions, attn_mask), 0.1, self.training)
 
 
+class Evaluating(Plain):
+    def __init__(self, spec, layer):
+        super().__init__(spec, layer)
+        self.drop = nn.Dropout(0.5).eval()
+
+    def forward(self, x, positions, attn_mask):
+        return self.drop(super().forward(x, positions, attn_mask))
+
+
 class Narrow(Plain):
     def forward(self, x, positions, attn_mask):
         return super().forward(x, positions, attn_mask)[..., 1:]
@@ -118,6 +127,14 @@ def test_a_block_equals_the_built_in_one(settings: dict[str, Any], blocks: Path)
     for start, end in ((0, 5), (5, 6)):
         here, there = (decoder.feed(tokens[:, start:end]) for decoder in (first, second))
         np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-4)
+
+
+def test_an_evaluation_changes_no_mode(blocks: Path) -> None:
+    """A part of a block that its constructor leaves in evaluation mode trains with or without an evaluation before."""
+    with_evaluation, without = (make(LLAMA, model__block=f"{blocks}:Evaluating") for _ in range(2))
+    losses = train(with_evaluation, 1)
+    with_evaluation.eval_step(batch_of(random_rows(8)))
+    assert losses + train(with_evaluation, 2, start=1) == train(without, 3)
 
 
 def test_a_saved_state_continues_bit_for_bit(blocks: Path, tmp_path: Path) -> None:

@@ -79,7 +79,11 @@ class DecoderNetwork:
         self.module: nn.Module
         self.module, self._run = self._place()
         self._products = kernels.products(compute)
-        self._run_block = compilation.compiled_block(compute) if compute.compiled else direct_blocks()
+        self._run_block: RunBlock | None = None
+        if compute.compiled:
+            self._run_block = compilation.compiled_block(compute)
+        elif config.train.forward_backward is None:  # a step of the user may change the modules
+            self._run_block = direct_blocks()
         make_loss = FusedLinearLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
         self.loss = make_loss(
             config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
@@ -322,8 +326,9 @@ class DecoderNetwork:
         exchange: ContextParallel | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardContext:
-        if self.module.training != is_training:
-            self.module.train(is_training)  # the residual stream is divided in training only
+        # The residual stream is divided in training only. A user block may change the mode of its own parts.
+        if self.module.training != is_training or self._spec.block is not None:
+            self.module.train(is_training)
         num_rows, num_positions = shape_BT
         positions: Tensor | None = None
         first, num_attended = num_past, num_positions

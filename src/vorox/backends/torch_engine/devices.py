@@ -68,7 +68,7 @@ class Compute:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the hand-written backward passes of ``kernels.py`` are used: fp32 on the CPU, not compiled."""
+        """Whether the hand-written backward passes of ``direct_kernels.py`` are used: fp32 on the CPU, not compiled."""
         return self.device.type == "cpu" and self.dtype == torch.float32 and not self.compiled
 
     def autocast(self) -> AbstractContextManager[object]:

@@ -3,7 +3,7 @@
 A small model spends a tenth of a step between its operators: in modules, autograd nodes and dispatch. Here, the kernels
 of a block (``direct_kernels.py``) run in sequence, and their backward passes in reverse, without autograd in between.
 The modules (``model.py``) run the same operators in the same order, so results are equal bit for bit. A block with any
-other part, and a forward pass with any other input, runs as modules.
+other part, a forward pass with any other input, pipelines, and steps of the user run the modules.
 
 Shape legend: M rows (positions of a micro-batch), D width.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from vorox.backends.torch_engine import attention, direct_kernels
 from vorox.backends.torch_engine.direct_kernels import GELU_APPROXIMATIONS, CausalAttention, Gate, Gelu, LayerNorm
@@ -35,7 +36,7 @@ def direct_blocks() -> RunBlock:
         if block not in known:
             known[block] = BlockSteps.of(block)
         steps = known[block]
-        if steps is None or not steps.suffice(context):
+        if steps is None or not steps.can_run(context):
             return call_block(block, x_MD, context)
         return DirectBlock.apply(x_MD, steps, context, *steps.parameters)
 
@@ -46,7 +47,7 @@ class BlockSteps:
     """The kernels of a block.
 
     Attributes:
-        parameters: Those of the block, so that autograd calls the hooks on their gradients.
+        parameters: Those of the block, so that the autograd nodes of their gradients run, and the hooks on them.
     """
 
     def __init__(self, block: Block, mlp: Mlp) -> None:
@@ -70,15 +71,17 @@ class BlockSteps:
         has_kernels = part.attend is attention.sdpa and (mlp.up is None or mlp.activation in GELU_APPROXIMATIONS)
         return cls(block, mlp) if is_direct and is_plain and has_kernels else None
 
-    def suffice(self, context: ForwardContext) -> bool:
-        """Whether a forward pass has nothing else in a block: no taps, hooks, dropout, recomputation or documents."""
+    def can_run(self, context: ForwardContext) -> bool:
+        """Whether a forward pass needs only these kernels: no taps, hooks, dropout, recomputation or documents."""
         return (
             self._attention.inputs(context)[1].is_causal
             and context.dropout == 0
             and context.recompute == "none"
             and context.exchange is None
             and not self._block.taps.active
+            and not _has_any_global_hook()
             and not any(_has_hooks(module) for module in self._modules)
+            and not any(parameter._backward_hooks for parameter in self.parameters)
         )
 
     def attend(self, context: ForwardContext) -> list[Step]:
@@ -115,17 +118,23 @@ def _mlp(mlp: Mlp) -> list[Step]:
 
 
 class _Call:
-    """What a kernel keeps for its backward pass: the part of autograd's context that kernels use."""
+    """The saved state of a kernel: the part of autograd's context that kernels use."""
 
     needs_input_grad = (True,)
-    saved_tensors: tuple[Tensor, ...]
+    _saved: tuple[Tensor, ...]
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
+        self._saved = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The saved tensors, once: the kernel frees them."""
+        saved, self._saved = self._saved, ()
+        return saved
 
 
 class _Branch:
-    """A residual branch: what its kernels keep, and their backward passes."""
+    """A residual branch: the saved state of its kernels, and their backward passes."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Kernel, _Call]] = []
@@ -140,7 +149,7 @@ class _Branch:
         return y_MD.add_(x_MD)
 
     def backward(self, d_y_MD: Tensor) -> Tensor:
-        """Return the gradient of ``x``; what the kernels keep is freed on the way."""
+        """Return the gradient of ``x``; saved state is freed on the way."""
         d_x_MD = d_y_MD
         while self._calls:
             kernel, call = self._calls.pop()
@@ -158,6 +167,9 @@ class DirectBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y_MD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for branch in reversed(ctx.branches):
+        branches, ctx.branches = ctx.branches, ()
+        if not branches:
+            raise RuntimeError("A second backward pass through a block: the first has freed its saved tensors")
+        for branch in reversed(branches):
             d_y_MD = branch.backward(d_y_MD)
         return d_y_MD, None, None, *(None,) * ctx.num_parameters

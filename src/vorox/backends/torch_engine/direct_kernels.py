@@ -214,6 +214,7 @@ class CausalAttention(torch.autograd.Function):
         num_rows, num_heads, num_positions, _ = query.shape
         d_mixed_BNTH = d_mixed_MX.view(num_rows, num_positions, num_heads, -1).transpose(1, 2)
         found = _attend_backward(d_mixed_BNTH, query, key, value, mixed_BNTH, log_sums, 0.0, True)
+        del query, key, value, mixed_BNTH, log_sums  # before memory for their gradients' copy is taken
         d_qkv_BTXH = torch.cat([d_x.transpose(1, 2) for d_x in found], dim=2)
         if ctx.rotary is not None:
             cosines, sines = ctx.rotary

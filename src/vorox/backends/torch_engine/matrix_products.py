@@ -1,4 +1,4 @@
-"""Matrix products of fp32 on the CPU through the fastest library, and in place.
+"""Matrix products by the fastest library, and sums of products in place.
 
 Shape legend: M and N rows of the factors, K columns.
 """

@@ -296,7 +296,7 @@ def register_gradient_hooks(parameters: Mapping[str, nn.Parameter], report: Call
     """Call ``report`` with the name of each parameter once all its uses in a backward pass have added to its gradient.
 
     The hooks are on the autograd nodes that accumulate gradients. Unlike ``register_post_accumulate_grad_hook``,
-    they run as well after kernels that wrote the gradient themselves (``kernels.py``).
+    they run as well after kernels that wrote the gradient themselves (``direct_kernels.py``).
 
     Returns:
         The nodes. The caller keeps them: autograd holds only weak references, and the hooks end with them.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from vorox.data.storage.requests import background, start
+from vorox.data.storage.requests import background, has_background, start
 
 T = TypeVar("T")
 
@@ -27,8 +26,6 @@ async def client(name: str, create: Callable[[], Awaitable[tuple[T, Close]]]) ->
         create: Returns a new client and the function that closes it.
     """
     clients = background().clients
-    if not clients:
-        atexit.register(_close_at_exit, os.getpid())
     if name not in clients:
         created, close = await create()
         if name in clients:  # another task created one meanwhile
@@ -52,11 +49,11 @@ def close_connections() -> None:
         for name in list(background().clients):
             await drop_client(name)
 
-    if background().clients:
+    if has_background() and background().clients:
         start(close()).result(timeout=10)
 
 
-def _close_at_exit(process: int) -> None:
-    if process == os.getpid():
-        with contextlib.suppress(Exception):
-            close_connections()
+@atexit.register
+def _close_at_exit() -> None:
+    with contextlib.suppress(Exception):
+        close_connections()

@@ -321,9 +321,14 @@ them would close their selector and remove the parent's sockets from the epoll s
 def background() -> Background:
     """Return the background of this process, created on first use."""
     with _lock:
-        if not _instances or _instances[-1].process != os.getpid():
+        if not has_background():
             _instances.append(Background())
         return _instances[-1]
+
+
+def has_background() -> bool:
+    """Whether this process has a background; one that a fork inherited is not its own."""
+    return bool(_instances) and _instances[-1].process == os.getpid()
 
 
 def _reset_lock() -> None:
