@@ -22,7 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.direct_kernels import Embed, Gate, Grouped, Linear, RmsNorm, Rotate, activate_gate
+from vorox.backends.torch_engine.direct_kernels import (
+    GELU_APPROXIMATIONS,
+    Embed,
+    Gate,
+    Grouped,
+    Linear,
+    RmsNorm,
+    Rotate,
+    activate_gate,
+)
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.extensions import load_function
 
@@ -132,8 +141,7 @@ PLAIN = Kernels(F.embedding, F.linear, _plain_rms_norm, _plain_gate, _plain_rota
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    **{name: partial(F.gelu, approximate=approximate) for name, approximate in GELU_APPROXIMATIONS.items()},
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
