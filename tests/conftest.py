@@ -8,6 +8,8 @@ are read when JAX starts, which no test module does on import.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -15,7 +17,7 @@ import platform
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from eventually import wait_until
 from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, is_long, is_of_other_part, wall_seconds
 from vorox.core import environment
 from vorox.core.environment import usable_cores
@@ -159,6 +162,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started the tests in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what they start on a terminal obeys Ctrl-C
     config.pluginmanager.register(CostRecorder(writes=config.getoption("--record-costs")))
+
+
+@pytest.fixture(autouse=True)
+def _no_request_outlives_its_test() -> Iterator[None]:
+    """Fail where a request to a store is retried after its test; the next test would wait for data in its place."""
+    yield
+    requests: Any = sys.modules.get("vorox.data.storage.requests")
+    if requests is None or not requests.has_background():
+        return
+    loop = requests.background().loop
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not asyncio.all_tasks(loop), seconds=10)
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        loop.call_soon_threadsafe(task.cancel)
+    assert not left
 
 
 def pytest_report_header() -> list[str]:

@@ -19,6 +19,14 @@ class FakeFetch:
     start_byte: int
     end_byte: int
     has_failed: bool = False
+    num_holders: int = 1
+
+    def hold(self) -> None:
+        assert self.num_holders > 0, "a fetch that was cancelled is not handed out"
+        self.num_holders += 1
+
+    def release(self) -> None:
+        self.num_holders -= 1
 
 
 @dataclass
@@ -42,6 +50,7 @@ def read(cache: RangeCache, fetches: Fetches, start: int, end: int, before: int 
         assert fetch.start_byte <= start < fetch.end_byte
         start = fetch.end_byte
         found.append(fetch)
+        fetch.release()
     return found
 
 
@@ -56,7 +65,8 @@ def test_no_byte_is_fetched_twice(wanted: list[tuple[int, int, int]]) -> None:
         for start, length, before in wanted:
             read(cache, fetches, start, min(start + length, SIZE), before)
         assert max(fetches.times(), default=0) <= 1
-    assert not cache.is_registered(FILE)
+        assert all(fetch.num_holders == 1 for fetch in fetches.started), "those of the cache"
+    assert not any(fetch.num_holders for fetch in fetches.started)
 
 
 @settings(deadline=None)
@@ -75,7 +85,8 @@ def test_the_least_recently_used_range_is_evicted_first() -> None:
     with cache.register([FILE]):
         for start in (0, 50, 0, 100, 0, 50):
             read(cache, fetches, start, start + 50)
-    assert [fetch.start_byte for fetch in fetches.started] == [0, 50, 100, 50]
+        assert [fetch.start_byte for fetch in fetches.started] == [0, 50, 100, 50]
+        assert [fetch.num_holders for fetch in fetches.started] == [1, 0, 0, 1]
 
 
 def test_a_failed_range_is_fetched_again() -> None:
@@ -96,9 +107,16 @@ def test_unregistered_files_share_nothing() -> None:
     assert fetches.times()[0] == 2
 
 
+def test_a_range_that_is_read_outlives_its_registration() -> None:
+    cache, fetches = RangeCache(SIZE, 0), Fetches()
+    with cache.register([FILE]):
+        held = cache.get(FILE, 0, 0, 100, fetches)
+    assert held.num_holders == 1, "the reader's"
+
+
 def test_a_small_file_is_fetched_whole() -> None:
     cache, fetches = RangeCache(SIZE, SIZE), Fetches()
     with cache.register([FILE]):
         for start in (150, 20, 199):
             read(cache, fetches, start, start + 1)
-    assert fetches.started == [FakeFetch(0, SIZE)]
+    assert fetches.started == [FakeFetch(0, SIZE, num_holders=0)]

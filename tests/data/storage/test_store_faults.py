@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,10 @@ from servers.shelves import KINDS, Shelf, shelf
 from vorox.core.errors import DataError
 from vorox.data.storage import (
     RetryPolicy,
+    StoreUnreachable,
     WaitingForData,
+    abandon_late_requests,
+    cache_ranges,
     list_files,
     open_range,
     open_seekable,
@@ -168,6 +172,35 @@ def test_a_permanent_refusal_is_not_retried(store: Shelf) -> None:
             assert caught.value.where == file.uri
             assert caught.value.hint
             assert len(reads(proxy)) == 1
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_fetch_ends_with_its_readers(store: Shelf, is_shared: bool) -> None:
+    with store.behind() as (root, proxy):
+        (file,) = list_files(f"{root}/a.txt", ())
+        proxy.log.clear()
+        proxy.error_503_fraction = 1.0
+        with retry_budget(replace(POLICY, retries_per_unit=10_000)), cache_ranges([file] if is_shared else []):
+            with open_range(file):
+                wait_until(lambda: proxy.faults["answer"] > 2)
+            if is_shared:
+                assert waiting_for_data() is not None, "another reader may want the range"
+        wait_until(lambda: waiting_for_data() is None, seconds=10)
+
+
+def test_a_stopped_thread_does_not_wait_for_a_late_store(store: Shelf) -> None:
+    with store.behind() as (root, proxy):
+        (file,) = list_files(f"{root}/a.txt", ())
+        proxy.log.clear()
+        proxy.error_503_fraction = 1.0
+        with (
+            retry_budget(replace(POLICY, retries_per_unit=10_000)),
+            abandon_late_requests(lambda: proxy.faults["answer"] > 2),
+            pytest.raises(StoreUnreachable, match="Reading was stopped"),
+            open_range(file) as reader,
+        ):
+            reader.read()
+        wait_until(lambda: waiting_for_data() is None, seconds=10)
 
 
 def test_random_access_survives_faults(store: Shelf) -> None:

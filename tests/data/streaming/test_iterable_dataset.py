@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -14,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from eventually import wait_until
+from servers import fault_proxy, http_server
 from tiny_streams import dataset, write_source
 from transport import received
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.reader import CacheReader
+from vorox.data.storage import RetryPolicy, waiting_for_data
+from vorox.data.storage.reading import RangeCache
 
 
 def ids(samples: Any) -> list[bytes]:
@@ -121,6 +126,27 @@ def test_abandoned_iterators_leave_no_thread_and_no_plan(tmp_path):
     assert set(threading.enumerate()) > before
     samples.close()  # type: ignore[attr-defined]
     assert set(threading.enumerate()) <= before
+
+
+def test_an_iterator_closed_while_its_store_is_away_leaves_no_request(tmp_path, monkeypatch):
+    """Its build would else retry for minutes, and report that this process waits for data."""
+    policy = RetryPolicy(10**9, longest_backoff_seconds=0.05, late_seconds=0.1)
+    monkeypatch.setattr(RetryPolicy, "from_source", lambda config: policy)
+    # A text this small would be in memory after the first sample.
+    monkeypatch.setattr(RangeCache, "get", lambda _self, _file, _position, start, end, fetch: fetch(start, end))
+    write_source(tmp_path / "text")
+    with http_server(tmp_path / "text") as server, fault_proxy(server.url) as proxy:
+        source = {"words": {"format": "jsonl", "paths": [f"{proxy.url}/"]}}
+        samples = iter(dataset(tmp_path, data=source, epochs=None))
+        next(samples)
+        proxy.error_503_fraction = 1.0
+        while not proxy.faults["answer"]:  # the build is a segment ahead of the reader
+            next(samples)
+            time.sleep(0.002)
+        build = next(thread for thread in threading.enumerate() if thread.name.startswith("build "))
+        samples.close()  # type: ignore[attr-defined]
+        assert not build.is_alive()
+        wait_until(lambda: waiting_for_data() is None, seconds=10)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk
 from vorox.data.cache.report import OnProgress, ProgressTracker
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.documents import Record, Unit
+from vorox.data.storage import abandon_late_requests
 from vorox.data.text.unit_reader import SplitPairReader
 
 SNAPSHOT_FROM_BYTES = 1 << 15
@@ -114,7 +115,8 @@ class BuildScheduler:
 
         def work() -> None:
             try:
-                (run or self.run)()
+                with abandon_late_requests(self.should_stop):
+                    (run or self.run)()
             except Exception as error:  # raised in the threads that wait for a unit
                 self._error = error
                 self.queue.close(error)
@@ -133,7 +135,7 @@ class BuildScheduler:
             raise self._error
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Stop the thread after the unit in progress, and join it. Idempotent."""
+        """Stop the thread after the unit in progress, or when its store is late, and join it. Idempotent."""
         self.queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)

@@ -85,12 +85,17 @@ def open_seekable(file: StoredFile) -> BinaryIO:
 
 
 class RangeFetch:
-    """A range that is being fetched: starts immediately, resumes at the byte after a failure, awaited when read."""
+    """A range that is being fetched: starts immediately, resumes at the byte after a failure, awaited when read.
+
+    Readers and the cache hold it. When the last releases it, a fetch in progress is cancelled: none is retried after
+    its readers were closed.
+    """
 
     def __init__(self, store: Store, file: StoredFile, start_byte: int, end_byte: int, budget: RetryBudget) -> None:
         self.start_byte, self.end_byte = start_byte, end_byte
         self._store, self._file, self._budget = store, file, budget
         self._received = bytearray()
+        self._num_holders, self._lock = 1, threading.Lock()  # the caller
         self._future: Future[None] = requests.start(self._fetch())
 
     async def _fetch(self) -> None:
@@ -115,8 +120,17 @@ class RangeFetch:
     def has_failed(self) -> bool:
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
-    def cancel(self) -> None:
-        self._future.cancel()
+    def hold(self) -> None:
+        """Count one more holder."""
+        with self._lock:
+            self._num_holders += 1
+
+    def release(self) -> None:
+        """Count one holder less, and cancel the fetch after the last."""
+        with self._lock:
+            self._num_holders -= 1
+            if self._num_holders == 0:
+                self._future.cancel()
 
 
 class RangeCache:
@@ -156,14 +170,10 @@ class RangeCache:
                         for start_byte in list(self._starts.get(file, ())):
                             self._drop(file, start_byte)
 
-    def is_registered(self, file: StoredFile) -> bool:
-        """Return whether ranges of a file are shared, so that no single reader may cancel them."""
-        return file in self._users
-
     def get(
         self, file: StoredFile, position: int, start_byte: int, end_byte: int, fetch: Callable[[int, int], RangeFetch]
     ) -> RangeFetch:
-        """Return the range that contains a position; start fetching it if it is not cached.
+        """Return the range that contains a position, held for the caller; start fetching it if it is not cached.
 
         Args:
             file: The file.
@@ -186,12 +196,14 @@ class RangeCache:
                     after -= 1
                 elif position < before.end_byte:
                     self._ranges.move_to_end((file, before.start_byte))
+                    before.hold()
                     return before
                 else:
                     start_byte = max(start_byte, before.end_byte)
             if after < len(starts):
                 end_byte = min(end_byte, starts[after])
             fetched = fetch(start_byte, end_byte)
+            fetched.hold()  # by the cache
             self._ranges[file, start_byte] = fetched
             bisect.insort(starts, start_byte)
             self._size_bytes += end_byte - start_byte
@@ -201,6 +213,7 @@ class RangeCache:
 
     def _drop(self, file: StoredFile, start_byte: int) -> None:
         dropped = self._ranges.pop((file, start_byte))
+        dropped.release()
         self._size_bytes -= dropped.end_byte - dropped.start_byte
         starts = self._starts[file]
         starts.remove(start_byte)
@@ -259,8 +272,10 @@ class _RangeReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if not self._view and self._fetches:
-            fetch, start, end = self._fetches.popleft()
+            fetch, start, end = self._fetches[0]
             self._view = memoryview(fetch.bytes())[start - fetch.start_byte : end - fetch.start_byte]
+            self._fetches.popleft()
+            fetch.release()
             self._fetch_ahead(_FETCHES_AHEAD)
         target = memoryview(buffer).cast("B")
         count = min(len(target), len(self._view))
@@ -269,10 +284,8 @@ class _RangeReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        if not RANGE_CACHE.is_registered(self._file):
-            for fetch, _, _ in self._fetches:
-                fetch.cancel()
-        self._fetches.clear()
+        while self._fetches:
+            self._fetches.popleft()[0].release()
         super().close()
 
 
@@ -337,7 +350,10 @@ class _RandomReader(io.RawIOBase):
             self._file, self._position, start, end,
             lambda first, last: RangeFetch(self._store, self._file, first, last, self._budget),
         )  # fmt: skip
-        self._windows[name] = fetch.start_byte, fetch.bytes()
+        try:
+            self._windows[name] = fetch.start_byte, fetch.bytes()
+        finally:
+            fetch.release()
         return self._windows[name]
 
 

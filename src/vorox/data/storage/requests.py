@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -30,6 +30,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _LONGEST_RETRY_AFTER_SECONDS = 3600.0
+_STOP_POLL_SECONDS = 0.5
+"""Poll interval of a thread that waits for a late request and may be stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,21 +346,45 @@ def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, background().loop)
 
 
-def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
-    """Wait for scheduled work and return its result; report a stall once it is late."""
+_stop: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("stop", default=lambda: False)
+
+
+@contextlib.contextmanager
+def abandon_late_requests(stop: Callable[[], bool]) -> Generator[None]:
+    """Within the block, wait no longer for a store that is late once ``stop`` returns true.
+
+    So a closed build ends within seconds, not with the retry budget of a store that is away. Threads that run in a
+    copy of the caller's context obey too.
+    """
+    token = _stop.set(stop)
     try:
-        with contextlib.suppress(TimeoutError):
-            return future.result(timeout=budget.policy.late_seconds)
-        if future.done():
-            return future.result()
-        with budget.tracker(uri) as stall:
-            stall.report(f"no response for {budget.policy.late_seconds:g} s", failed=False)
-            return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+        yield
+    finally:
+        _stop.reset(token)
+
+
+def finish(future: Future[T], uri: str, budget: RetryBudget) -> T:
+    """Wait for scheduled work and return its result; report a stall once it is late. The caller cancels it.
+
+    Raises:
+        StoreUnreachable: The work is late and its reader was closed: see ``abandon_late_requests``.
+    """
+    late_seconds, stop = budget.policy.late_seconds, _stop.get()
+    if wait([future], late_seconds).done:
+        return future.result()
+    with budget.tracker(uri) as stall:
+        stall.report(f"no response for {late_seconds:g} s", failed=False)
+        while not wait([future], _STOP_POLL_SECONDS).done:
+            if stop():
+                raise StoreUnreachable("Reading was stopped while the store did not respond", where=uri)
+        return future.result()
 
 
 def run(coroutine: Coroutine[Any, Any, T], uri: str, budget: RetryBudget) -> T:
-    """Run a coroutine on the background loop and return its result."""
-    return finish(start(coroutine), uri, budget)
+    """Run a coroutine on the background loop and return its result; cancel it if the caller is interrupted."""
+    future = start(coroutine)
+    try:
+        return finish(future, uri, budget)
+    except BaseException:
+        future.cancel()
+        raise
