@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pictures import caption, picture
+from training_device import DEVICE
 from vorox.core.schema import RunConfig
 from vorox.training.checkpoints.weights_source import load_config_with_weights
 
@@ -122,7 +123,7 @@ def image_settings(directory: Path, name: str = "qwen2_vl") -> dict[str, Any]:
         "checkpoint": {"every_steps": 4},
         "eval": {"every_steps": 6, "prompts": []},
         "log": {"every_steps": 2, "matmul_peak": False},
-        "runtime": {"device": "cpu", "num_threads": 1},
+        "runtime": {"device": DEVICE, "num_threads": 1},
         "run": {"directory": str(directory / "runs"), "name": "captions"},
     }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from training_device import DEVICE
 from vorox.core.config import load_config
 from vorox.core.schema import RunConfig
 
@@ -74,7 +75,7 @@ def picture_configuration(directory: Path, overrides: Sequence[str] = ()) -> Run
         "checkpoint": {"every_steps": 4},
         "eval": {"every_steps": 6, "prompts": []},
         "log": {"every_steps": 2, "matmul_peak": False},
-        "runtime": {"device": "cpu", "num_threads": 1},
+        "runtime": {"device": DEVICE, "num_threads": 1},
         "run": {"directory": str(directory / "runs"), "name": "pictures"},
     }
     file = directory / "pictures.yaml"

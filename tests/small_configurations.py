@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from training_device import DEVICE
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.schema import RunConfig
 
@@ -98,7 +99,7 @@ def configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunC
         "data": {"sources": [{"name": "text", "format": "txt"}], "sequence_length_tokens": POSITIONS},
         "train": {"num_steps": 10, "global_batch_sequences": 8, "micro_batch_sequences": 8},
         "optimizer": {"lr": LR},
-        "runtime": {"device": "cpu", "num_threads": 1},
+        "runtime": {"device": DEVICE, "num_threads": 1},
     }
     for name, value in overrides.items():
         section, _, key = name.partition("__")

@@ -13,6 +13,7 @@ import pytest
 
 import vorox.run
 from numpy_engine import NumpyEngine
+from training_device import DEVICE
 from vorox.core.config import load_config
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.json_lines import read_lines
@@ -57,7 +58,7 @@ def configuration(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
         "checkpoint": {"every_steps": 4},
         "eval": {"every_steps": 6, "num_sequences": 5},
         "log": {"every_steps": 2},
-        "runtime": {"device": "cpu", "num_threads": 1},
+        "runtime": {"device": DEVICE, "num_threads": 1},
         "run": {"directory": str(directory / "runs"), "name": "tiny"},
     }
     file = directory / "tiny.yaml"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from reference_decoder import numpy_logits
+from training_device import DEVICE
 from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
@@ -43,7 +44,7 @@ def engine_of(
         model=model,
         data=DataConfig(sources=(SourceConfig(name="none", format="txt", paths=("none",)),), sequence_length_tokens=32),
         train=TrainConfig(num_steps=1, global_batch_sequences=1, micro_batch_sequences=1),
-        runtime=RuntimeConfig(device="cpu", num_threads=1 if backend == "torch" else None, **runtime),
+        runtime=RuntimeConfig(device=DEVICE, num_threads=1 if backend == "torch" else None, **runtime),
     )
     spec = decoder_spec(model, tokenizer_vocab_size=tokenizer_vocab_size, sequence_length_tokens=32)
     return spec, backends.load(backend).create(run, spec, DistributedContext())

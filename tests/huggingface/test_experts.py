@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from huggingface.small_cases import CASES
+from training_device import DEVICE
 from vorox import backends
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
@@ -40,7 +41,7 @@ def test_logits_and_loss_equal_those_of_transformers(
         "model": fields.model_dump(),
         "data": {"sources": [{"name": "text", "format": "txt"}], "sequence_length_tokens": 41},
         "train": {"num_steps": 1},
-        "runtime": {"device": "cpu", **({"num_threads": 1} if backend == "torch" else {})},
+        "runtime": {"device": DEVICE, **({"num_threads": 1} if backend == "torch" else {})},
     })  # fmt: skip
     engine = backends.load(backend).create(config, spec, DistributedContext())
     engine.import_weights(from_huggingface(spec, (pair for file in open_directory(tmp_path) for pair in file)))

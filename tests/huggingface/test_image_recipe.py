@@ -23,6 +23,7 @@ from image_text_models import (
     write_image_model,
     write_tokenizer,
 )
+from training_device import DEVICE
 from vorox.cli import main
 from vorox.core.batch import DataShard
 from vorox.core.config import load_config
@@ -101,7 +102,8 @@ def test_a_tiny_model_in_the_published_form_trains_from_the_recipe(folder: Path)
         "train", RECIPE, "model.name_or_path=model", f"data.sources.0.paths=[{captions}]",
         "model.image_processor.max_pixels=1024", "data.sequence_length_tokens=96", "train.num_epochs=null",
         "train.num_steps=3", "train.global_batch_sequences=4", "train.micro_batch_sequences=2", "precision.dtype=fp32",
-        "runtime.device=cpu", "data.validation.held_out_fraction=0.1", "eval.num_sequences=2", "log.matmul_peak=false",
+        f"runtime.device={DEVICE}", "data.validation.held_out_fraction=0.1", "eval.num_sequences=2",
+        "log.matmul_peak=false",
         "eval.every_steps=3", "checkpoint.every_steps=3", "run.name=tiny", "schedule.warmup_steps=1",
     ]  # fmt: skip
     assert main([*arguments, "--dry-run"]) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from servers import hub_server
+from training_device import DEVICE
 from vorox.cli import main
 from vorox.training.checkpoints.store import step_directories
 
@@ -69,7 +70,7 @@ def tiny(folder: Path, recipe: str) -> list[str]:
 
 SMALL_RUN = [
     "train.num_tokens=null", "train.num_steps=4", "train.global_batch_sequences=4", "train.micro_batch_sequences=1",
-    "precision.dtype=fp32", "runtime.device=cpu", "checkpoint.every_steps=2", "checkpoint.every_seconds=null",
+    "precision.dtype=fp32", f"runtime.device={DEVICE}", "checkpoint.every_steps=2", "checkpoint.every_seconds=null",
     "data.validation.held_out_fraction=0.2", "eval.every_steps=2", "eval.num_sequences=4", "eval.sample_tokens=4",
     "log.matmul_peak=false",
 ]  # fmt: skip

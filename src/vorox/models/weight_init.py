@@ -1,28 +1,48 @@
 """Weight initialisation: a pure function of model spec and seed, identical for every engine.
 
 Each parameter has its own random stream, keyed by its canonical name, so neither the order of the table nor other
-parameters affect its values. Values are sampled in fp32 with NumPy's Philox generator.
+parameters affect its values. Values are sampled in fp32 with NumPy's Philox generator, on all cores.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import xxhash
 
 from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
+from vorox.core.environment import usable_cores
 from vorox.models.spec import ModelSpec, ParameterSpec
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def initial_weights(spec: ModelSpec, seed: int) -> Iterator[NamedArray]:
-    """Yield the initial value of every parameter, in table order."""
-    for parameter in spec.parameters:
-        yield parameter.name, _sample(parameter, seed)
+    """Yield the initial value of every parameter, in table order.
+
+    A thread per core samples ahead, so as many parameters exist at a time.
+    """
+    num_threads, parameters = usable_cores(), iter(spec.parameters)
+    sampled: deque[tuple[str, Future[Array]]] = deque()
+    with ThreadPoolExecutor(num_threads, "vorox-weights") as pool:
+
+        def start(count: int) -> None:
+            for parameter in itertools.islice(parameters, count):
+                sampled.append((parameter.name, pool.submit(_sample, parameter, seed)))
+
+        start(num_threads)
+        while sampled:
+            name, future = sampled.popleft()
+            start(1)
+            yield name, future.result()
 
 
-def _sample(parameter: ParameterSpec, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def _sample(parameter: ParameterSpec, seed: int) -> Array:
     if parameter.init == "ones":
         return np.ones(parameter.shape, np.float32)
     if parameter.init == "zeros":

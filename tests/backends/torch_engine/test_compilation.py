@@ -69,7 +69,21 @@ def test_nothing_compiles_again_after_the_first_step() -> None:
         ).copy()
         given = dataclasses.replace(given, segment_ids_ABT=segments_ABT, position_ids_ABT=positions_ABT)
         engine.train_step(given, lr=0.01, weight_decay=0.1).fetch()
-    assert compiled["unique_graphs"] - before == 1
+    assert compiled["unique_graphs"] - before == 2, "one for all blocks, one for all chunks of the loss"
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_resume_keeps_the_uncompiled_loss_of_an_older_version() -> None:
+    torch._dynamo.reset()
+    old, new = make(LLAMA, runtime__compile=True), make(LLAMA, runtime__compile=True)
+    recorded = {key: value for key, value in new.environment().items() if key != "loss_chunks"}
+    old.adopt_environment(recorded)
+    assert (old.environment(), new.environment()["loss_chunks"]) == (recorded, "compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(old._network.loss, "_compiled_chunk_loss", None)  # it would fail
+        assert train(old, 3) == pytest.approx(train(new, 3), rel=2e-6)
     torch._dynamo.reset()
 
 

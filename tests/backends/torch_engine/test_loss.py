@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums
 from vorox.backends.torch_engine.matrix_products import Products
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 from vorox.models import memory_estimate
 
 pytestmark = pytest.mark.torch
 POSITIONS, WIDTH, VOCAB = 150, 24, 67
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,11 @@ class Case:
 
     @property
     def targets(self) -> Labels:
-        return labels_to_device(self.labels, torch.device("cpu"))
+        return labels_to_device(self.labels, self.hidden.device)
 
 
-def case(*, ignored_fraction: float = 0.0, spread: float = 1.0) -> Case:
-    generator = np.random.default_rng(3)
+def case(*, ignored_fraction: float = 0.0, spread: float = 1.0, seed: int = 3) -> Case:
+    generator = np.random.default_rng(seed)
     labels = generator.integers(0, VOCAB, (1, POSITIONS), np.int32)
     labels[generator.random(labels.shape) < ignored_fraction] = IGNORED_LABEL
     head = nn.Parameter(torch.from_numpy(generator.normal(0, spread, (VOCAB, WIDTH)).astype(np.float32)))
@@ -43,11 +48,13 @@ def case(*, ignored_fraction: float = 0.0, spread: float = 1.0) -> Case:
 
 
 def head_loss(
-    given: Case, config: LossConfig | None = None, *, dtype: torch.dtype = torch.float32, onednn: bool = False
-) -> FusedLinearLoss:
+    given: Case, config: LossConfig | None = None, *, dtype: torch.dtype = torch.float32, onednn: bool = False,
+    is_compiled: bool = False,
+) -> FusedLinearLoss:  # fmt: skip
     vocab_size, device = given.head.shape[0], given.head.device
     return FusedLinearLoss(
-        config or LossConfig(), vocab_size, device, Products(use_onednn=onednn), dtype, count_correct=True
+        config or LossConfig(), vocab_size, device, Products(use_onednn=onednn), dtype, count_correct=True,
+        choices=RecordedChoices(loss_chunks="compiled") if is_compiled else None,
     )  # fmt: skip
 
 
@@ -185,6 +192,40 @@ def test_half_precision_is_close_and_carries_the_loss_scale(dtype: torch.dtype) 
     for mine, theirs in ((found, d_hidden), (given.head.grad, d_head)):
         error = (mine.double() / 256 - theirs).norm() / theirs.norm()
         assert float(error) < tolerance
+
+
+def num_correct(given: Case) -> int:
+    labels = given.labels[0]
+    highest = (given.hidden.double() @ given.head.detach().double().T).argmax(1).numpy()
+    return int(((highest == labels) & (labels != IGNORED_LABEL)).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", [{}, {"z_loss_weight": 0.01, "label_smoothing_fraction": 0.2}], ids=str)
+def test_compiled_chunks(device: str, dtype: torch.dtype, terms: dict[str, float]) -> None:
+    """Two full chunks and a rest, with and without positions that have no target; new numbers every time."""
+    torch._dynamo.reset()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}[dtype]
+    config, scale = LossConfig(chunk_tokens=POSITIONS * 2 // 5, **terms), 1e-3
+    for ignored_fraction in (0.0, 0.3):
+        given = case(ignored_fraction=ignored_fraction, seed=random.randrange(1 << 30))
+        plain, squares, d_hidden, d_head = oracle(given, config, scale)
+        at = Case(given.hidden.to(device), nn.Parameter(given.head.detach().to(device)), given.labels)
+        before = d_head.abs().mean().item() * torch.randn_like(at.head)
+        at.head.grad = before.clone()
+        loss_scale = torch.tensor(16.0 if dtype == torch.float16 else 1.0, device=device)
+        sums, found = train(head_loss(at, config, dtype=dtype, is_compiled=True), at, scale, loss_scale)
+        assert float(sums.cross_entropy) == pytest.approx(float(plain), rel=tolerance)
+        assert float(sums.num_correct) == pytest.approx(float(num_correct(given)), abs=3)
+        if config.z_loss_weight:
+            assert float(sums.squared_log_partition) == pytest.approx(float(squares), rel=tolerance)
+        for mine, theirs in ((found, d_hidden), (at.head.grad - before, d_head)):
+            assert mine.dtype == torch.float32
+            error = (mine.cpu().double() / float(loss_scale) - theirs).norm() / theirs.norm()
+            assert float(error) < tolerance
 
 
 def test_with_both_libraries() -> None:

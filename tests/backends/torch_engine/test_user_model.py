@@ -22,6 +22,7 @@ import vorox
 import vorox.run
 from backends.torch_engine.test_checkpoint import save
 from backends.torch_engine.transformers_models import DOCUMENTS, LENGTH, VOCAB, batch_of, plain_adamw
+from training_device import DEVICE
 from vorox import backends
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.backends.torch_engine.user_model import UserNetwork, resolve
@@ -119,7 +120,7 @@ def engine_of(source: Path, name: str, *overrides: str) -> TorchEngine:
         [
             f"model.kind={source}:{name}", "model.hidden_size=16", "model.num_layers=2", f"model.vocab_size={VOCAB}",
             "data.document_mask=true", f"data.sequence_length_tokens={LENGTH}", "train.global_batch_sequences=3",
-            "train.micro_batch_sequences=3", "runtime.device=cpu", "eval.prompts=[]", "optimizer.name=adamw",
+            "train.micro_batch_sequences=3", f"runtime.device={DEVICE}", "eval.prompts=[]", "optimizer.name=adamw",
             "optimizer.weight_decay=0.1", "optimizer.clip_norm=1.0", "optimizer.beta2=0.95",
             "optimizer.decay_embeddings=false", *overrides,
         ],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from training_device import DEVICE
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.backends.torch_engine.huggingface_settings import resolve
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
@@ -109,7 +110,7 @@ def configuration(directory: Path, *overrides: str) -> RunConfig:
         [
             "backend=torch", "model.kind=huggingface", f"model.name_or_path={directory}", "data.document_mask=true",
             f"data.sequence_length_tokens={LENGTH}", "train.global_batch_sequences=3", "train.micro_batch_sequences=3",
-            "runtime.device=cpu", "eval.prompts=[]", "optimizer.name=adamw", "optimizer.weight_decay=0.1",
+            f"runtime.device={DEVICE}", "eval.prompts=[]", "optimizer.name=adamw", "optimizer.weight_decay=0.1",
             "optimizer.clip_norm=1.0", "optimizer.beta2=0.95", "optimizer.decay_embeddings=false", *overrides,
         ],
     )  # fmt: skip

@@ -88,6 +88,7 @@ class DecoderNetwork:
         self.loss = make_loss(
             config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
             count_correct=config.log.accuracy, distillation=config.train.distillation,
+            choices=compute.choices if self._parallel is None else None,
         )  # fmt: skip
         self.teach: Callable[[Batch, int], TeacherOutput | TopLogits] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)

@@ -116,7 +116,11 @@ def prepare(config: RunConfig) -> Compute:
         products=_select_products(device),
         float8=float8,
         document_attention=attention,
-        choices=RecordedChoices(document_attention=attention, document_states="resets"),
+        choices=RecordedChoices(
+            document_attention=attention,
+            document_states="resets",
+            loss_chunks="compiled" if config.runtime.compile else "operations",
+        ),
     )
 
 

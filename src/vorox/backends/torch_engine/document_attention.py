@@ -28,6 +28,8 @@ from vorox.backends.torch_engine.device_copy import to_device
 from vorox.core.batch import Int32Array
 
 DocumentAttention = Literal["mask", "slices", "varlen"]
+VARLEN_HEAD_MULTIPLE = 8
+"""The kernel needs heads of a multiple of so many elements; others are filled with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +113,18 @@ def attend_varlen(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, docu
             key_BKTH, value_BKTH = (x.repeat_interleave(num_groups, dim=1) for x in (key_BKTH, value_BKTH))
 
     def joined(x_BXTH: Tensor) -> Tensor:
-        return x_BXTH.to(value_BKTH.dtype).transpose(1, 2).flatten(0, 1)  # rotated queries are fp32 under autocast
+        """Return ``[M, X, H]`` in one precision, since rotated queries are fp32 under autocast, with H as needed."""
+        x_MXH = x_BXTH.to(value_BKTH.dtype).transpose(1, 2).flatten(0, 1)
+        return F.pad(x_MXH, (0, padding)) if padding else x_MXH
 
     offsets, longest, window = documents.offsets, documents.max_tokens, documents.window_tokens
+    padding = -head_dim % VARLEN_HEAD_MULTIPLE
     mixed_MNH = varlen_attn(
         joined(query_BNTH), joined(key_BKTH), joined(value_BKTH), offsets, offsets, longest, longest,
-        window_size=(-1 if window is None else window - 1, 0), **options,
+        scale=head_dim**-0.5, window_size=(-1 if window is None else window - 1, 0), **options,
     )  # fmt: skip
     assert isinstance(mixed_MNH, Tensor)
-    return mixed_MNH.view(num_rows, num_positions, num_heads, head_dim).transpose(1, 2)
+    return mixed_MNH[..., :head_dim].view(num_rows, num_positions, num_heads, head_dim).transpose(1, 2)
 
 
 def attend_slices(query_BNTH: Tensor, key_BKTH: Tensor, value_BKTH: Tensor, slices: DocumentSlices) -> Tensor:

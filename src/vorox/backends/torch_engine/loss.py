@@ -8,21 +8,23 @@ The objective of a position is ``(1 - s) nll + s mean_V(-log p) + z lse^2`` with
 weight ``z``; the reported cross entropy is the plain ``nll``. With a teacher (``train.distillation``), it is
 ``(1 - w)`` times that plus ``w T^2 KL(teacher || student)``; logits of the teacher exist per chunk as well. With
 ``top_k``, the teacher's distribution covers its K largest logits only. A user function (``loss.name``) replaces
-the objective.
+the objective. Without either, the chunks of a compiled model are compiled as well (``compiled_loss.py``).
 
 Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V vocabulary, K tokens of a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vorox.backends.torch_engine.compiled_loss import compiled_chunk_loss
 from vorox.backends.torch_engine.matrix_products import Products
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
@@ -135,6 +137,7 @@ class FusedLinearLoss:
         dtype: Precision of the products.
         count_correct: Whether training counts correct targets.
         distillation: Temperature and weight of a teacher.
+        choices: Whether chunks are compiled, where there is neither a user function nor a teacher.
 
     Attributes:
         sum_dtype: Number format of the loss sums.
@@ -150,6 +153,7 @@ class FusedLinearLoss:
         *,
         count_correct: bool,
         distillation: DistillationConfig | None = None,
+        choices: RecordedChoices | None = None,
     ) -> None:
         self._distillation = distillation or DistillationConfig()
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
@@ -158,6 +162,10 @@ class FusedLinearLoss:
         self._products, self._dtype, self._count_correct = products, dtype, count_correct
         self.sum_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._chunk_positions = loss_chunk_positions(config.chunk_tokens, vocab_size, device.type)
+        self._choices = choices or RecordedChoices()
+        self._compiled_chunk_loss = compiled_chunk_loss(
+            smoothing=self._smoothing, z_weight=self._z_weight, count_correct=count_correct, sum_dtype=self.sum_dtype
+        )
 
     @torch.no_grad()
     def evaluate(self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels) -> LossSums:
@@ -201,28 +209,34 @@ class FusedLinearLoss:
         A frozen head has no ``head_gradient``.
         """
         sums = _Sums(hidden_MD.device, self.sum_dtype)
-        head_VD, is_half = head_VD.to(self._dtype), self._dtype != torch.float32
-        d_hidden_MD = torch.empty_like(hidden_MD)
+        head_VD, d_hidden_MD = head_VD.to(self._dtype), torch.empty_like(hidden_MD)
+        factor = scale if loss_scale is None else loss_scale * scale
+        is_compiled = self._choices.loss_chunks == "compiled" and self._function is None and labels.teacher is None
+        chunk_loss = self._compiled_chunk_loss if is_compiled else None
+        if chunk_loss is not None and not isinstance(factor, Tensor):  # a number would be compiled in
+            factor = torch.full((), factor, device=hidden_MD.device)
+        # Half precision is scaled before it is rounded; in fp32 it is cheaper to scale the products.
+        is_scaled = chunk_loss is not None or self._dtype != torch.float32
         start = 0
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)
             if chunk_labels.kept_M is not None:
                 # Masking the gradient is not enough: 0 * inf is not 0.
                 input_CD = input_CD.masked_fill(~chunk_labels.kept_M[:, None], 0.0)
-            logits_CV = self._products(input_CD, head_VD).float()
-            d_logits_CV = self._gradient(logits_CV, chunk_labels, sums)
-            if is_half:
-                # Scale before rounding to half precision; in fp32 it is cheaper to scale the products.
-                d_logits_CV.mul_(scale if loss_scale is None else loss_scale * scale)
-                d_logits_CV = d_logits_CV.to(self._dtype)
-                if head_gradient is not None:
-                    head_gradient.add_(self._products(d_logits_CV.t(), input_CD.t()))
-            elif head_gradient is not None:
-                self._products.add_to(head_gradient, d_logits_CV, input_CD, scale)
+            logits_CV = self._products(input_CD, head_VD)
+            if chunk_loss is not None and isinstance(factor, Tensor):
+                d_logits_CV, found = chunk_loss(logits_CV, chunk_labels.index_M, chunk_labels.kept_M, factor)
+                sums.add_sums(found)
+            else:
+                d_logits_CV = self._gradient(logits_CV.float(), chunk_labels, sums)
+                if is_scaled:
+                    d_logits_CV = d_logits_CV.mul_(factor).to(self._dtype)
+            if head_gradient is not None:
+                self._products.add_to(head_gradient, d_logits_CV, input_CD, 1.0 if is_scaled else scale)
             end = start + hidden_CD.shape[0]
             d_hidden_MD[start:end] = self._products(d_logits_CV, head_VD.t())
             start = end
-        return sums.result(), self._total(d_hidden_MD if is_half else d_hidden_MD.mul_(scale))
+        return sums.result(), self._total(d_hidden_MD if is_scaled else d_hidden_MD.mul_(scale))
 
     def _chunks(self, hidden_MD: Tensor, labels: Labels) -> list[tuple[Tensor, Labels]]:
         size = self._chunk_positions
@@ -368,6 +382,10 @@ class _Sums:
         if kept_C is not None:
             values_C = torch.where(kept_C, values_C, 0.0)
         self._totals[name].add_(values_C.sum(dtype=self._dtype))
+
+    def add_sums(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            self._totals[name].add_(value)
 
     def result(self) -> LossSums:
         return LossSums(**self._totals)

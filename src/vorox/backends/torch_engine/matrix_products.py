@@ -13,6 +13,8 @@ from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 ONEDNN_MIN_WORK = 1 << 20
 """Below so many multiplications, starting a oneDNN product costs more than it saves."""
 
+_addmm_dtype_out = torch.ops.aten.addmm.dtype_out
+
 
 class Products:
     """Matrix products ``a @ b.T`` through one library; either factor may be a transposed view.
@@ -32,7 +34,13 @@ class Products:
         return self._onednn(_dense(a_MK), _dense(b_NK), None, "none", [], "")
 
     def add_to(self, sum_MN: Tensor, a_KM: Tensor, b_KN: Tensor, scale: float = 1.0) -> None:
-        """Add ``scale * a.T @ b`` in place."""
+        """Add ``scale * a.T @ b`` in place; on CUDA, the product of half precision is added without rounding it."""
+        if a_KM.dtype != sum_MN.dtype:
+            if sum_MN.is_cuda:
+                _addmm_dtype_out(sum_MN, a_KM.t(), b_KN, sum_MN.dtype, alpha=scale, out=sum_MN)
+            else:
+                sum_MN.add_(self(a_KM.t(), b_KN.t()), alpha=scale)
+            return
         if self._onednn is None or self._choices.gradient_products == "blas":
             sum_MN.addmm_(a_KM.t(), b_KN, alpha=scale)
         else:

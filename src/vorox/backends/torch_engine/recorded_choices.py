@@ -11,6 +11,7 @@ from vorox.backends.torch_engine.document_attention import DocumentAttention
 Products = Literal["blas", "onednn"]
 GradientSums = Literal["whole", "buckets"]
 DocumentStates = Literal["rows", "resets"]
+LossChunks = Literal["operations", "compiled"]
 
 
 @dataclass(slots=True)
@@ -23,18 +24,20 @@ class RecordedChoices:
         gradient_sums: How replicas add their gradients: whole buffers after the backward pass, or buckets within it.
         document_states: How Mamba layers in transformers separate them: each document as a row of its own, or states
             that start at zero in every document.
+        loss_chunks: How the loss of a compiled model is computed: operation by operation, or as a compiled graph.
     """
 
     gradient_products: Products = "blas"
     document_attention: DocumentAttention = "mask"
     gradient_sums: GradientSums = "buckets"
     document_states: DocumentStates = "rows"
+    loss_chunks: LossChunks = "operations"
 
     def adopt(self, recorded: Mapping[str, object], products: Products, attention: DocumentAttention) -> None:
         """Compute as a recorded run of this engine did.
 
-        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, and one document per
-        row where Mamba layers in transformers now reset their states. ``attention`` is what this device has.
+        Older ones used ``products`` for gradients, dense masks, sums of whole buffers, one document per row where Mamba
+        layers in transformers now reset their states, and an uncompiled loss. ``attention`` is what this device has.
         """
         if recorded.get("engine") != "torch":
             return
@@ -42,6 +45,7 @@ class RecordedChoices:
         self.document_attention = attention if recorded.get("document_attention") == attention else "mask"
         self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
         self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
+        self.loss_chunks = "compiled" if recorded.get("loss_chunks") == "compiled" else "operations"
 
     def facts(self) -> dict[str, str]:
         """Return what the record of a run has of these, but the products; what it had before them is left out."""
@@ -49,5 +53,6 @@ class RecordedChoices:
             "document_attention": (self.document_attention, "mask"),
             "gradient_sums": (self.gradient_sums, "whole"),
             "document_states": (self.document_states, "rows"),
+            "loss_chunks": (self.loss_chunks, "operations"),
         }
         return {name: choice for name, (choice, earlier) in chosen.items() if choice != earlier}

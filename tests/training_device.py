@@ -1,0 +1,7 @@
+"""The device that the tests train on: the CPU, or what ``VOROX_TESTS_DEVICE`` names, for example ``cuda``."""
+
+from __future__ import annotations
+
+import os
+
+DEVICE = os.environ.get("VOROX_TESTS_DEVICE", "cpu")
