@@ -100,6 +100,22 @@ def test_partial_sums_of_gradients_are_counted() -> None:
     assert ranks == plain
 
 
+@pytest.mark.parametrize(
+    ("change", "num_products"),
+    [("precision.dtype=fp32", 0), ("precision.dtype=bf16", 2), ("runtime.compile=true", 2)],
+)
+def test_fp32_gradients_on_a_cpu_are_added_in_place(change: str, num_products: int) -> None:
+    """Elsewhere, the product of the head's gradient counts, and its place in the chunk before."""
+
+    def workspace_bytes(vocab_size: int) -> int:
+        settings = ["precision.dtype=fp32", "model.hidden_size=64", "optimizer.name=adamw", change]
+        config = load_config("quickstart", settings)
+        spec = decoder_spec(config.model, tokenizer_vocab_size=vocab_size, sequence_length_tokens=64)
+        return estimate_memory(spec, config, "cpu").workspace_bytes
+
+    assert workspace_bytes(9_000) - workspace_bytes(5_000) == num_products * 4 * 64 * 4_000
+
+
 # Against the memory of a device
 
 

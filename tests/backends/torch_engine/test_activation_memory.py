@@ -15,7 +15,7 @@ from vorox.backends.torch_engine.activation_memory import measured
 from vorox.backends.torch_engine.engine import create
 from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
-from vorox.models.cpu_memory import window_copy_elements
+from vorox.models.cpu_memory import dropout_elements, window_copy_elements
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.huggingface_spec import HuggingFaceSpec
 
@@ -79,10 +79,10 @@ def test_a_mixture_of_experts_cannot_be_measured(tmp_path: Path) -> None:
         measured(spec_of(write_model(tmp_path, "mixtral"))).saved_activations(LENGTH, 4)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_native_block_saves_what_its_formula_counts(name: str) -> None:
+@pytest.mark.parametrize(("name", "dropout_fraction"), [*((name, 0.0) for name in sorted(MODELS)), ("llama", 0.1)])
+def test_a_native_block_saves_what_its_formula_counts(name: str, dropout_fraction: float) -> None:
     """Every storage that autograd keeps of a block in a training step, without parameters; fp32 on the CPU."""
-    config = configuration(MODELS[name])
+    config = configuration(MODELS[name] | {"dropout_fraction": dropout_fraction})
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
     engine = create(config, spec, DistributedContext())
     block = engine.model.get_submodule("blocks.1")
@@ -103,4 +103,5 @@ def test_a_native_block_saves_what_its_formula_counts(name: str) -> None:
         engine.train_step(batch, lr=0.0, weight_decay=0.0).fetch()
     saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / batch.num_tokens
     copies = 0 if spec.layer_windows[1] is None else window_copy_elements(spec)
+    copies += dropout_elements(spec, POSITIONS)
     assert spec.saved_per_position + copies == pytest.approx(saved, rel=0.02)
