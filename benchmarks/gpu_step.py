@@ -1,7 +1,7 @@
 """A training step of the PyTorch engine on a GPU: tokens/s, MFU, share of the matmul peak, and memory beside the plan.
 
     gpu_step.py [--sizes gpt2-124m ...] [--variants KEY=VALUE,KEY=VALUE ...] [--groups 5] [--kernels 15]
-    gpu_step.py --device cpu --sizes tiny --groups 1 --variants runtime.compile=false   # tests the harness
+    gpu_step.py --device cpu --sizes gpt2-tiny --groups 1 --variants runtime.compile=false   # tests the harness
 
 The engine alone on random tokens and weights, without data, display and checkpoints; ``gpu_programs.py`` times whole
 programs. As in a run, the host reads the values of a step after it has started the next one. Each variant is the size
@@ -56,7 +56,8 @@ def shape(family: str, layers: int, width: int, heads: int, mlp: int | None, tok
 
 
 SIZES = {
-    "tiny": shape("gpt2", 2, 64, 2, None, 64, 2),
+    "gpt2-tiny": shape("gpt2", 2, 64, 2, None, 64, 2),
+    "llama-tiny": [*shape("llama", 2, 64, 2, 192, 64, 2), "model.tie_embeddings=false"],
     "gpt2-124m": shape("gpt2", 12, 768, 12, None, 1024, 32),
     "gpt2-350m": shape("gpt2", 24, 1024, 16, None, 1024, 32),
     "gpt2-1.5b": shape("gpt2", 48, 1600, 25, None, 1024, 8),
@@ -194,7 +195,7 @@ def profile(step: Any, device: torch.device, rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[1:])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES)[2:])
     parser.add_argument("--variants", nargs="+", default=[""], metavar="KEY=VALUE,...")
     parser.add_argument("--groups", type=int, default=5, help="Groups of ten steps that are timed.")
     parser.add_argument("--kernels", type=int, default=0, help="Print so many kernels of a step.")

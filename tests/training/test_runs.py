@@ -398,3 +398,34 @@ def test_steps_that_cannot_be_fast_are_announced_before_the_first(
     (directory,) = (tmp_path / "runs").iterdir()
     assert "Step of 262,144 tokens: at least" in (directory / "log.txt").read_text()
     assert max(measured) == 1 << 15
+
+
+def test_the_step_in_flight_counts_as_training_while_the_matmul_rate_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes a second, waiting for the device half of one; measuring takes 50, which do not count."""
+    now, steps, waits = [0.0], list[int](), list[int]()
+    use_clock(monkeypatch, lambda: now[0])
+
+    def begin(step: int) -> None:
+        steps.append(step)
+        now[0] += 1
+
+    before_step(monkeypatch, begin)
+
+    def matmul_seconds(self: NumpyEngine, m: int, k: int, n: int) -> float:
+        now[0] += 50.0
+        return 1e-6 if steps else 1e9  # impossibly slow before the first step
+
+    def wait(_: NumpyEngine) -> None:
+        waits.append(steps[-1])
+        now[0] += 0.5
+
+    monkeypatch.setattr(NumpyEngine, "matmul_seconds", matmul_seconds)
+    monkeypatch.setattr(NumpyEngine, "synchronize", wait)
+    outcome = run(configuration(tmp_path, ["eval.every_steps=null", "checkpoint.every_steps=null"]))
+    metrics = read_metrics(outcome.run_directory)
+    seconds = {step: values["step_seconds"] for step, values in metrics.items() if "step_seconds" in values}
+    assert waits == [2]
+    assert seconds.pop(2) == 1.5, "the step, and half a second of the one in flight"
+    assert set(seconds.values()) == {1.0}

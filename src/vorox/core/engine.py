@@ -36,6 +36,9 @@ NamedArray = tuple[str, npt.NDArray[np.float32]]
 Weights = Literal["model", "ema"]
 """The parameters of a model, or their moving average (``train.ema_decay``)."""
 
+TIMED_PRODUCTS = 20
+"""Products of one measurement on an accelerator: one alone takes about as long to start as to compute."""
+
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
 """Points where a function can read or replace the residual stream: before a block, after its attention, and after its
 MLP, which is the end of every block, also of one without an MLP. A block without attention has no ``after_attention``.
@@ -291,7 +294,7 @@ class Engine(Protocol):
         """Multiply ``[m, k] @ [k, n]`` of normal random numbers in the run's arithmetic and wait for the result.
 
         Returns:
-            Seconds of the product alone. Changes no bit of the training state.
+            Seconds of a product alone. Changes no bit of the training state.
         """
         ...
 

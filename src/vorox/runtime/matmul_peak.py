@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from vorox.core.errors import NumericalError
 
 MIN_REPEATS = 20
-MAX_ELEMENTS = 1 << 24
+MAX_ELEMENTS, MAX_ELEMENTS_ACCELERATOR = 1 << 24, 1 << 26
 """Largest matrix that is measured: larger products run at the same rate, and would take more memory than a step."""
 
 
@@ -34,10 +34,10 @@ class MatmulShape:
         return 2 * self.m * self.k * self.n
 
 
-def bounded_shape(shape: MatmulShape) -> MatmulShape:
-    """Return the shape with its largest dimensions lowered until no matrix has more than ``MAX_ELEMENTS``."""
+def bounded_shape(shape: MatmulShape, max_elements: int = MAX_ELEMENTS) -> MatmulShape:
+    """Return the shape with its largest dimensions lowered until no matrix has more elements than that."""
     m, k, n = shape.m, shape.k, shape.n
-    while max(m * k, k * n, m * n) > MAX_ELEMENTS:
+    while max(m * k, k * n, m * n) > max_elements:
         largest = max(m, k, n)
         m, k, n = (-(-size // 2) if size == largest else size for size in (m, k, n))
     return MatmulShape(m, k, n)
@@ -88,11 +88,12 @@ def measure_matmul_peak(
     warmup_seconds: float = 3.0,
     repeats: int = MIN_REPEATS,
     enough_seconds: float = math.inf,
+    max_elements: int = MAX_ELEMENTS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> MatmulPeak:
     """Time all shapes round-robin, so that they see the same clocks and load, and take medians.
 
-    Of a product with larger matrices than ``MAX_ELEMENTS``, the rate is measured at a smaller shape.
+    Of a product with larger matrices than ``max_elements``, the rate is measured at a smaller shape.
 
     Args:
         shapes: Count of each shape in a step.
@@ -101,6 +102,7 @@ def measure_matmul_peak(
         warmup_seconds: Warm-up before timing.
         repeats: Timed rounds.
         enough_seconds: No further round starts after that many seconds of warm-up and timing; one is always timed.
+        max_elements: Elements of the largest matrix that is multiplied.
         clock: A monotonic clock in seconds.
 
     Raises:
@@ -110,7 +112,7 @@ def measure_matmul_peak(
     assert order, "no shapes to measure"
 
     def seconds_of(shape: MatmulShape) -> float:
-        small = bounded_shape(shape)
+        small = bounded_shape(shape, max_elements)
         return matmul(small.m, small.k, small.n) * (shape.flops / small.flops)
 
     started = clock()

@@ -25,7 +25,12 @@ from vorox.models.memory_estimate import estimate_memory
 from vorox.models.spec import ModelSpec
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.heartbeat import Heartbeat
-from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
+from vorox.runtime.matmul_peak import (
+    MAX_ELEMENTS,
+    MAX_ELEMENTS_ACCELERATOR,
+    measure_matmul_peak,
+    training_shapes,
+)
 from vorox.runtime.throughput import Limits, Reading, Throughput, Work, eta_seconds, host_memory, slow_cause
 from vorox.training.checkpoints.writer import CheckpointWriter
 from vorox.training.display import Display, StepView
@@ -277,6 +282,7 @@ class SpeedMeter:
         """Measure the matmul rate again, because the device may have been busy; then report."""
         if self._measures and self._remeasured < _MAX_REMEASURED:
             self._remeasured += 1
+            self._workload.engine.synchronize()  # the step in flight counts as training
             with self._throughput.excluded():
                 self._throughput.raise_matmul_peak(_matmul_rate(self._workload))
         elif not self._reported_impossible:
@@ -321,6 +327,7 @@ def _matmul_rate(workload: Workload) -> float:
     measured = measure_matmul_peak(
         training_shapes([(shape[0], shape[1]) for shape in weights], positions), workload.engine.matmul_seconds,
         warmup_seconds=0.0, repeats=3, enough_seconds=_MEASURED_SECONDS,
+        max_elements=MAX_ELEMENTS if on_cpu else MAX_ELEMENTS_ACCELERATOR,
     )  # fmt: skip
     workload.log.info(f"Measured matmul peak: {measured.flops_per_second / 1e9:,.0f} GFLOP/s")
     # One device is measured. CPU devices of one process share its cores.

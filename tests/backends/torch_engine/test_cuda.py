@@ -27,6 +27,7 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
+from backends.torch_engine.test_cuda_graphs import batches
 from packed_rows import loss_of_documents, packed
 from tiny_runs import result, run
 from vorox.backends.torch_engine.engine import TorchEngine
@@ -130,6 +131,35 @@ def test_a_step_does_not_wait_for_the_device(optimizer: str, compiled: bool) -> 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert outcome.fetch().finite
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own modules
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (GPT2, {"precision__dtype": "bf16"}),
+        (LLAMA | {"num_kv_heads": 2}, {"precision__dtype": "fp16", "optimizer__name": "muon"}),
+        (QWEN3 | {"sliding_window_tokens": 4}, {"train__activation_checkpointing": "block"}),
+    ],
+    ids=["gpt2, bf16", "llama, fp16", "qwen3, fp32, recomputed"],
+)
+def test_graphs_compute_what_passes_without_them_do(model: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Whole rows, positions without targets, packed rows; later steps do not make the host wait."""
+    torch._dynamo.reset()
+    compiled = {"runtime__device": "cuda", "runtime__compile": True, "loss__chunk_tokens": 40} | settings
+    plain, graphs = make(model, **compiled), make(model, **compiled, runtime__cuda_graphs=True)
+    given = batches()
+    for batch in given:
+        expected, found = (one.train_step(batch, lr=LR, weight_decay=0.1).fetch() for one in (plain, graphs))
+        assert (found.loss, found.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=2e-5)
+    captured = graphs._network._graphs._graphs
+    assert len(captured) >= 3
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [graphs.train_step(batch, lr=LR, weight_decay=0.1) for batch in given[:3]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(result.fetch().finite for result in results)
 
 
 ON_CUDA = ["backend=torch", "runtime.device=cuda", "log.matmul_peak=false"]

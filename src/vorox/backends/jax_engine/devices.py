@@ -158,6 +158,7 @@ def _check_supported(config: RunConfig) -> None:
         "train.embedding_noise": config.train.embedding_noise,
         "loss.name": "dpo" if config.loss.name == "dpo" else None,
         "parallel.kind": "deepspeed" if config.parallel.kind == "deepspeed" else None,
+        "runtime.cuda_graphs": config.runtime.cuda_graphs or None,
     }
     for key, value in only_torch.items():
         if value is not None:

@@ -38,7 +38,7 @@ from vorox.backends.jax_engine.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.taps import Taps
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.engine import TIMED_PRODUCTS, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.schema import RunConfig
 from vorox.models import engine_state
 from vorox.models.array_reader import WEIGHTS
@@ -385,10 +385,11 @@ class JaxEngine:
             right_NK = jax.random.normal(right_key, (n, k), self.compute.dtype)
             if (m, k, n) not in self._products:
                 self._products[m, k, n] = jax.jit(lambda left, right: left @ right.T).lower(left_MK, right_NK).compile()
+            count = 1 if self.compute.platform == "cpu" else TIMED_PRODUCTS
             jax.block_until_ready((left_MK, right_NK))
             started = time.perf_counter()
-            self._products[m, k, n](left_MK, right_NK).block_until_ready()
-            return time.perf_counter() - started
+            jax.block_until_ready([self._products[m, k, n](left_MK, right_NK) for _ in range(count)])
+            return (time.perf_counter() - started) / count
 
     def start_profiler(self, trace: Path) -> JaxRecording:
         """Start the profiler; see ``core.step_profile.StepRecording``."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import attention, compilation, kernels
+from vorox.backends.torch_engine.cuda_graphs import CudaGraphs
 from vorox.backends.torch_engine.decoder import KeyValueCache, PrefixDecoder, TorchDecoder
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
@@ -79,9 +80,11 @@ class DecoderNetwork:
         self.module: nn.Module
         self.module, self._run = self._place()
         self._products = kernels.products(compute)
-        self._run_block: RunBlock | None = None
+        self._run_block, self._graphs = cast("RunBlock | None", None), cast("CudaGraphs | None", None)
         if compute.compiled:
             self._run_block = compilation.compiled_block(compute)
+            if config.runtime.cuda_graphs:
+                self._graphs = CudaGraphs(partial(self._pass, run_block=self._run_block))
         elif config.train.forward_backward is None:  # a step of the user may change the modules
             self._run_block = direct_blocks()
         make_loss = FusedLinearLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
@@ -168,15 +171,28 @@ class DecoderNetwork:
         if self._routers is not None:
             factor = scale if loss_scale is None else loss_scale * scale
             context = replace(context, router=RouterStep(self._config.loss, factor, labels.kept_M))
-        objective, sums = self._forward(
-            tokens_M,
-            context,
-            lambda hidden_MD, head_VD: self.loss.train(hidden_MD, head_VD, labels, scale, loss_scale),
-            run_block,
-        )
-        self.parameters.backward(objective)
+        if self._graphs is not None and compiled and not self.taps.active:
+            factor = torch.full((), scale, device=self._compute.device)
+            return self._graphs(tokens_M, context, labels, factor if loss_scale is None else loss_scale * factor)
+        sums = self._pass(tokens_M, context, labels, loss_scale, scale=scale, run_block=run_block)
         if self._routers is not None and context.router is not None and compiled:  # not while a value is located
             self._routers.add(context.router)
+        return sums
+
+    def _pass(
+        self,
+        tokens_M: Tensor,
+        context: ForwardContext,
+        labels: Labels,
+        loss_scale: Tensor | None,
+        *,
+        scale: float = 1.0,
+        run_block: RunBlock | None,
+    ) -> LossSums:
+        """Add the gradients of a micro-batch, and return its loss sums."""
+        finish = partial(self.loss.train, labels=labels, scale=scale, loss_scale=loss_scale)
+        objective, sums = self._forward(tokens_M, context, finish, run_block)
+        self.parameters.backward(objective)
         return sums
 
     def is_single_pass(self, batch: Batch) -> bool:
@@ -215,9 +231,8 @@ class DecoderNetwork:
         return self._forward(tokens_M, context, partial(self.loss.evaluate, labels=labels))
 
     def _labels(self, batch: Batch, index: int) -> Labels:
-        labels_BT = batch.labels_ABT[index]
-        labels_BT = labels_BT if self._positions is None else self._positions.part.select(labels_BT)
-        return labels_to_device(labels_BT, self._compute.device)
+        labels_BT, here = batch.labels_ABT[index], self._positions
+        return labels_to_device(labels_BT if here is None else here.part.select(labels_BT), self._compute.device)
 
     def hidden(self, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
         """Return the final hidden state of a micro-batch, ``[M, D]``, without dropout, and the head, ``[V, D]``."""

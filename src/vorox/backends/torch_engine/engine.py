@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, devices, held_memory, kernels, teacher
+from vorox.backends.torch_engine import checkpoint, compilation, cuda_graphs, devices, held_memory, kernels, teacher
 from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.devices import Compute
@@ -46,7 +46,7 @@ from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import Decoder, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.engine import TIMED_PRODUCTS, Decoder, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.preference_pairs import count_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.adapter_spec import AdapterSpec
@@ -85,6 +85,7 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     layout = ranks(config, dist, compute.device)
     gradient_sums.check(config, layout)
     pipeline_schedule.check(config, layout)
+    cuda_graphs.check(config, spec, compute, layout.world_size)
     with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute, layout)
 
@@ -150,9 +151,8 @@ class TorchEngine:
 
     def _gradient_bits(self) -> Tensor | None:
         """Return the checksum of the gradients, if steps are recomputed."""
-        if self._config.runtime.recompute_every_steps is None:
-            return None
-        return gradient_bits(self.parameters.owned(self.parameters.gradients))
+        is_needed = self._config.runtime.recompute_every_steps is not None
+        return gradient_bits(self.parameters.owned(self.parameters.gradients)) if is_needed else None
 
     def _train_micro_batches(
         self, batch: Batch, count: int, references: list[Tensor] | None
@@ -367,15 +367,17 @@ class TorchEngine:
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:
         """Time ``[m, k] @ [k, n]`` in the run's precision, in seconds; allocation is excluded."""
-        device, dtype = self.compute.device, self.compute.dtype
+        device = self.compute.device
         generator = torch.Generator(device).manual_seed(0)  # leaves the global generator untouched
-        left_MK = torch.randn(m, k, device=device, generator=generator).to(dtype)
-        right_NK = torch.randn(n, k, device=device, generator=generator).to(dtype)
+        draw = partial(torch.randn, device=device, dtype=self.compute.dtype, generator=generator)
+        left_MK, right_NK = draw(m, k), draw(n, k)
+        count = 1 if device.type == "cpu" else TIMED_PRODUCTS
         self.synchronize()
         started = time.perf_counter()
-        self._products(left_MK, right_NK)
+        for _ in range(count):
+            self._products(left_MK, right_NK)
         self.synchronize()
-        return time.perf_counter() - started
+        return (time.perf_counter() - started) / count
 
     def start_profiler(self, trace: Path) -> TorchRecording:
         """Start the profiler; see ``core.step_profile.StepRecording``."""

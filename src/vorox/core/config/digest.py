@@ -49,6 +49,7 @@ NOT_IN_DIGEST = (
     "log",
     "parallel.reshard_after_forward",
     "runtime.stall_timeout_seconds",
+    "runtime.cuda_graphs",
     "runtime.profile_steps",
     "runtime.recompute_every_steps",
     "runtime.rehearsal",

@@ -48,6 +48,11 @@ class RuntimeConfig(Section):
         "or 1 with determinism=bitwise-any-world.",
     )
     compile: bool = Field(default=False, description="Compile the model before step 1, which takes up to a minute.")
+    cuda_graphs: bool = Field(
+        default=False,
+        description="torch on a GPU, with compile: start forward and backward pass of a micro-batch as one CUDA "
+        "graph, which makes small steps faster. The memory of a pass stays reserved.",
+    )
     scan_layers: bool = Field(
         default=False,
         description="jax: compile one block and scan over all of them, so deep models compile faster. A block saves "
