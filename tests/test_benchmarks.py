@@ -37,6 +37,30 @@ def test_step_products(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
+def test_programs_and_steps_of_a_gpu(tmp_path: Path) -> None:
+    """The harnesses on the CPU; a peer needs a GPU."""
+    script = [sys.executable, BENCHMARKS / "gpu_programs.py", "--device", "cpu", "--sizes", "llama-tiny"]
+    done = subprocess.run(
+        [*script, "--settings", "runtime.compile=false", "--folder", tmp_path], capture_output=True, text=True,
+        check=False, timeout=240,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert (found["program"], found["steps"] >= 20) == ("vorox", True), done.stdout + done.stderr
+    assert found["tokens_per_second"] * found["step_milliseconds"] == pytest.approx(2 * 64 * 1e3, rel=0.02)
+
+    script = [sys.executable, BENCHMARKS / "gpu_step.py", "--device", "cpu", "--sizes", "gpt2-tiny", "--groups", "1"]
+    done = subprocess.run(
+        [*script, "--variants", "runtime.compile=false", "--kernels", "3"], capture_output=True, text=True, check=False,
+        timeout=240,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["parameters"] == 50_304 * 64 + 64 * 64 + 2 * 12 * 64**2 + 2 * 13 * 64 + 2 * 64
+    assert found["tokens_per_second"] * found["step_milliseconds"] == pytest.approx(2 * 64 * 1e3, rel=0.02)
+    assert 0 < found["of_matmul_peak"] < 100
+
+
+@pytest.mark.slow
+@pytest.mark.torch
 def test_operators_of_a_step() -> None:
     script = [sys.executable, BENCHMARKS / "step_products.py", "--operators", "--sizes", "demo", "--seconds", "2"]
     done = subprocess.run([*script, "--threads", "1"], capture_output=True, text=True, check=False, timeout=120)
