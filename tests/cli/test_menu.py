@@ -14,6 +14,7 @@ import pytest
 
 import tiny_runs
 from vorox.cli import humanize, main
+from vorox.cli.menu import machine
 from vorox.cli.menu import start_menu as menu
 from vorox.cli.menu.machine import settings_for_machine
 from vorox.cli.menu.new_run import next_run_number, suggest_names
@@ -328,6 +329,26 @@ def test_settings_for_a_machine() -> None:
     assert setting == "precision.dtype=bf16"
     assert "RTX 4090" in why
     assert settings_for_machine(config, named_hardware("v100-16")) == [], "it computes no bf16"
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_triton", "is_compiled"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["runtime.compile=true"], True, False),
+        (["runtime.determinism=bitwise"], True, False),
+        (["backend=jax"], True, False),
+        (["model.preset=null", "model.hidden_size=256", "model.num_heads=4"], True, False),
+    ],
+    ids=["larger model", "no Triton", "already", "bitwise", "jax", "smaller model"],
+)
+def test_larger_models_are_compiled_on_a_gpu(
+    settings: list[str], has_triton: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_has_triton", lambda: has_triton)
+    found = [setting for setting, _ in settings_for_machine(load_config("gpt2-124m", settings), named_hardware("h200"))]
+    assert ("runtime.compile=true" in found) == is_compiled
 
 
 @pytest.mark.parametrize("name", ["rtx3070", "rtx4090", "h200"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vorox.runtime.hardware import Hardware
 
 _NAME_COLUMNS = 15
+_COMPILED_HIDDEN_SIZE = 512
+"""Smaller models are trained in about the time that compiling takes."""
 _USED_FRACTION = 0.9
 """Share of a GPU's memory that chosen settings may need, because their memory is an estimate."""
 
@@ -69,7 +72,26 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
     if config.precision.dtype == "fp32" and hardware.peak_flops_per_second("bf16") is not None:
         found.append(("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory"))
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
+    if _is_faster_compiled(config) and _has_triton():
+        found.append(
+            (
+                "runtime.compile=true",
+                "fewer, larger kernels: 1.35 times as fast on an H200; the first step takes longer",
+            )
+        )
     return [*found, *_settings_for_memory(config, hardware)]
+
+
+def _is_faster_compiled(config: RunConfig) -> bool:
+    """Whether the model can be compiled, and is large enough that this saves more time than it takes."""
+    model, runtime = config.model, config.runtime
+    is_possible = config.backend == "torch" and model.kind == "decoder" and model.layer_pattern is None
+    is_possible = is_possible and runtime.determinism not in {"bitwise", "bitwise-any-world"}
+    return is_possible and not runtime.compile and model.hidden_size >= _COMPILED_HIDDEN_SIZE
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _settings_for_memory(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str]]:
