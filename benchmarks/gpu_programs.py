@@ -86,7 +86,7 @@ def vorox(settings: list[str]) -> Program:
         (run,) = folder.iterdir()
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         found = [line["values"]["step_seconds"] for line in lines if "step_seconds" in line.get("values", {})]
-        return [seconds for seconds in found for _ in range(LOG_STEPS)]
+        return [seconds for seconds in found[1:] for _ in range(LOG_STEPS)]  # without the report of step 1
 
     return Program("vorox", command, seconds)
 
@@ -100,7 +100,7 @@ def torchtitan(checkout: Path) -> Program:
 
     def seconds(size: str, printed: str, folder: Path) -> list[float]:
         rates = re.findall(r"step:\s*\d+ .*?tps:\s*([\d,]+)", re.sub(r"\x1b\[[0-9;]*m", "", printed))
-        return [tokens_per_step(size) / float(rate.replace(",", "")) for rate in rates for _ in range(LOG_STEPS)]
+        return [tokens_per_step(size) / float(rate.replace(",", "")) for rate in rates[1:] for _ in range(LOG_STEPS)]
 
     return Program("torchtitan", command, seconds)
 

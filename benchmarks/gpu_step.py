@@ -121,14 +121,14 @@ def time_groups(step: Callable[[int], Any], device: torch.device, groups: int) -
     seconds, last = list[float](), math.nan
     for _ in range(groups):
         synchronize(device)
-        begun, pending = time.perf_counter(), None
+        started_at, pending = time.perf_counter(), None
         for number in range(STEPS_PER_GROUP):
             started = step(number)
             last = pending.fetch().loss if pending is not None else last
             pending = started
         last = pending.fetch().loss if pending is not None else last
         synchronize(device)
-        seconds.append((time.perf_counter() - begun) / STEPS_PER_GROUP)
+        seconds.append((time.perf_counter() - started_at) / STEPS_PER_GROUP)
     return seconds, last
 
 
@@ -136,7 +136,7 @@ def measure(size: str, variant: str, options: argparse.Namespace, peak: float) -
     config = configuration(size, variant, options.device)
     length = config.data.sequence_length_tokens
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCABULARY, sequence_length_tokens=length)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     engine = torch_engine.create(config, spec, DistributedContext())
     device = engine.compute.device
     batches = [random_batch(config, step) for step in range(4)]
@@ -146,12 +146,12 @@ def measure(size: str, variant: str, options: argparse.Namespace, peak: float) -
 
     for number in range(WARMUP_STEPS):
         step(number).fetch()
-    start_seconds, host = time.perf_counter() - begun, list[float]()
+    start_seconds, host = time.perf_counter() - started_at, list[float]()
     for number in range(3):
         synchronize(device)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         step(number)
-        host.append(time.perf_counter() - begun)
+        host.append(time.perf_counter() - started_at)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds, loss = time_groups(step, device, options.groups)
@@ -168,7 +168,8 @@ def measure(size: str, variant: str, options: argparse.Namespace, peak: float) -
         "planned_gib": round(estimate_memory(spec, config, device.type).total_bytes / GIB, 2),
     }  # fmt: skip
     if device.type == "cuda":
-        found["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / GIB, 2)
+        read = torch.cuda.max_memory_reserved if config.runtime.cuda_graphs else torch.cuda.max_memory_allocated
+        found["peak_gib"] = round(read(device) / GIB, 2)  # PyTorch does not count what a graph has allocated
     if options.kernels:
         profile(step, device, options.kernels)
     return found

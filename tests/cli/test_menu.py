@@ -340,8 +340,9 @@ def test_settings_for_a_machine() -> None:
         (["runtime.determinism=bitwise"], True, False),
         (["backend=jax"], True, False),
         (["model.preset=null", "model.hidden_size=256", "model.num_heads=4"], True, False),
+        (["train.activation_checkpointing=dots"], True, False),
     ],
-    ids=["larger model", "no Triton", "already", "bitwise", "jax", "smaller model"],
+    ids=["larger model", "no Triton", "already", "bitwise", "jax", "smaller model", "dots"],
 )
 def test_larger_models_are_compiled_on_a_gpu(
     settings: list[str], has_triton: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch

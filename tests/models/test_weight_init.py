@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from vorox.core.schema.model import ModelConfig
+from vorox.models import weight_init
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
 from vorox.models.weight_init import initial_weights
 
@@ -43,3 +45,30 @@ def test_names_and_seeds_have_streams_of_their_own() -> None:
     query, key = first["blocks.0.attention.query.weight"], first["blocks.0.attention.key.weight"]
     assert abs(np.corrcoef(query.ravel(), key.ravel())[0, 1]) < 0.1
     assert all(np.array_equal(array, first[name]) for name, array in initial_weights(spec_of(), 3))
+
+
+def test_what_waits_is_bounded_and_what_is_not_needed_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are those of one parameter at a time, with any bound; a reader that stops early stops the threads."""
+    spec = spec_of()
+    expected = [(row.name, weight_init._sample(row, 3)) for row in spec.parameters]
+    sampled: list[str] = []
+    original = weight_init._sample
+    monkeypatch.setattr(weight_init, "_sample", lambda row, seed: sampled.append(row.name) or original(row, seed))
+    largest = max(4 * row.num_elements for row in spec.parameters)
+    for bound in (0, largest, 1 << 30):
+        monkeypatch.setattr(weight_init, "AHEAD_BYTES", bound)
+        sampled.clear()
+        weights = weight_init.initial_weights(spec, 3)
+        first = next(weights)
+        np.testing.assert_array_equal(first[1], expected[0][1])
+        if bound == 0:
+            assert sampled == [expected[0][0]], "one at a time"
+        for (name, found), (wanted, values) in zip(weights, expected[1:], strict=True):
+            assert name == wanted
+            np.testing.assert_array_equal(found, values)
+    monkeypatch.setattr(weight_init, "AHEAD_BYTES", 0)
+    sampled.clear()
+    weights = weight_init.initial_weights(spec, 3)
+    next(weights)
+    weights.close()
+    assert len(sampled) == 1

@@ -112,12 +112,12 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
 
 
 def check_case(found: dict[str, np.ndarray], case: str, seed: int, start: dict[str, np.ndarray], where: str) -> None:
-    expected, norms = on_one_device(case, seed), tolerance(case, seed)
+    expected, rtol = on_one_device(case, seed), tolerance(case, seed)
     losses_and_norms = np.array(expected["values"])
-    np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=norms, err_msg=where)
-    if not (is_random(case) or np.allclose(found["values"], losses_and_norms, rtol=norms, atol=0)):
-        norms = max(norms, min(1e-4, magnified_rounding(case, seed, 5)))
-    np.testing.assert_allclose(found["values"], losses_and_norms, rtol=norms, err_msg=where)
+    np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=rtol, err_msg=where)
+    if not (is_random(case) or np.allclose(found["values"], losses_and_norms, rtol=rtol, atol=0)):
+        rtol = max(rtol, min(1e-4, magnified_rounding(case, seed, 5)))
+    np.testing.assert_allclose(found["values"], losses_and_norms, rtol=rtol, err_msg=where)
     # The mean of an activation is a sum of terms that cancel, its maximum one element, where rounding does not average.
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-4, atol=1e-6, err_msg=where)
     np.testing.assert_allclose(found["evaluation"], expected["evaluation"], rtol=1e-5, err_msg=where)

@@ -75,6 +75,11 @@ class Backend(Protocol):
         ...
 
 
+def always_compiles(name: str) -> bool:
+    """Return whether a backend compiles its steps without ``runtime.compile``."""
+    return name in _COMPILED_MEMORY
+
+
 def check_installed(name: str) -> None:
     """Check that a backend exists and its packages are installed, without importing its framework.
 

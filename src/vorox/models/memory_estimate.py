@@ -132,12 +132,14 @@ def undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str = "cud
     if train.activation_checkpointing == "block":
         blocks = stream * spec.num_layers + row.largest_block_bytes
     has_reference = config.loss.name == "dpo" and config.adapter.kind == "none"
+    # A graph keeps the memory of its pass, and passes without one need their own.
+    num_passes = 2 if config.runtime.cuda_graphs else 1
     return MemoryEstimate(
         parameter_bytes=(FP32_BYTES * spec.num_parameters + spec.frozen_bytes(dtype_bytes)) * (1 + has_reference),
         gradient_bytes=gradients * (1 + _num_partial_sums(config)),
         optimizer_bytes=moments,
-        activation_bytes=round(rows * (blocks + 2 * stream) / config.parallel.context_parallel_size),
-        logits_bytes=_logits_bytes(spec, config, device_kind),
+        activation_bytes=round(num_passes * rows * (blocks + 2 * stream) / config.parallel.context_parallel_size),
+        logits_bytes=num_passes * _logits_bytes(spec, config, device_kind),
         mask_bytes=_dense_masks(spec, config) * rows * length**2 * (1 + dtype_bytes),  # as booleans and as floats
         saved_moment_bytes=saved,
         snapshot_bytes=FP32_BYTES * spec.num_parameters + saved if config.checkpoint.asynchronous else 0,

@@ -6,7 +6,6 @@ parameters affect its values. Values are sampled in fp32 with NumPy's Philox gen
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,31 +14,41 @@ import numpy as np
 import xxhash
 
 from vorox.core.atomic import canonical_json
+from vorox.core.distributed_context import membership
 from vorox.core.engine import NamedArray
 from vorox.core.environment import usable_cores
 from vorox.models.spec import ModelSpec, ParameterSpec
 
+AHEAD_BYTES = 1 << 29
+"""Sampled parameters that wait for their turn."""
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def initial_weights(spec: ModelSpec, seed: int) -> Iterator[NamedArray]:
     """Yield the initial value of every parameter, in table order.
 
-    A thread per core samples ahead, so as many parameters exist at a time.
+    Threads sample ahead, on this rank's share of the cores, while at most ``AHEAD_BYTES`` wait, or one parameter.
     """
-    num_threads, parameters = usable_cores(), iter(spec.parameters)
-    sampled: deque[tuple[str, Future[Array]]] = deque()
-    with ThreadPoolExecutor(num_threads, "vorox-weights") as pool:
+    found = membership()
+    num_ranks_here = (found.local_world_size or 1) if found is not None else 1
+    waiting, sampled = deque(spec.parameters), deque[tuple[ParameterSpec, Future[Array]]]()
+    ahead_bytes = 0
+    with ThreadPoolExecutor(max(1, usable_cores() // num_ranks_here), "vorox-weights") as pool:
+        try:
+            while waiting or sampled:
+                while waiting and (not sampled or ahead_bytes + _size_bytes(waiting[0]) <= AHEAD_BYTES):
+                    parameter = waiting.popleft()
+                    ahead_bytes += _size_bytes(parameter)
+                    sampled.append((parameter, pool.submit(_sample, parameter, seed)))
+                parameter, future = sampled.popleft()
+                ahead_bytes -= _size_bytes(parameter)
+                yield parameter.name, future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-        def start(count: int) -> None:
-            for parameter in itertools.islice(parameters, count):
-                sampled.append((parameter.name, pool.submit(_sample, parameter, seed)))
 
-        start(num_threads)
-        while sampled:
-            name, future = sampled.popleft()
-            start(1)
-            yield name, future.result()
+def _size_bytes(parameter: ParameterSpec) -> int:
+    return 4 * parameter.num_elements
 
 
 def _sample(parameter: ParameterSpec, seed: int) -> Array:

@@ -7,6 +7,7 @@ with a measured matmul rate, which is measured again a few times before a readin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -283,7 +284,7 @@ class SpeedMeter:
         if self._measures and self._remeasured < _MAX_REMEASURED:
             self._remeasured += 1
             self._workload.engine.synchronize()  # the step in flight counts as training
-            with self._throughput.excluded():
+            with self._throughput.excluded(), contextlib.suppress(RuntimeError, MemoryError):  # too little memory
                 self._throughput.raise_matmul_peak(_matmul_rate(self._workload))
         elif not self._reported_impossible:
             self._reported_impossible = True

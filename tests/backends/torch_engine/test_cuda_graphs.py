@@ -62,8 +62,19 @@ def test_no_bit_changes(model: dict[str, Any]) -> None:
     assert len(captured) >= 3
 
 
+def test_an_uncompiled_loss_in_fp32_is_not_captured() -> None:
+    """Of a run of an older version: it scales its products by a number of the host."""
+    plain, engine = make(), make()
+    captured = replaying(engine)
+    for step in range(2 * WARMUP_PASSES):
+        for one in (plain, engine):
+            one.train_step(batch_of(random_rows(4, step), step=step), lr=LR, weight_decay=0.1)
+    assert not captured
+    assert engine.fingerprint() == plain.fingerprint()
+
+
 def test_a_tap_is_called_in_every_step() -> None:
-    engine, seen = make(), list[torch.Size]()
+    engine, seen = make(precision__dtype="bf16"), list[torch.Size]()
     replaying(engine)
     for step in range(2 * WARMUP_PASSES):
         engine.train_step(batch_of(random_rows(4, step), step=step), lr=LR, weight_decay=0.1)
@@ -74,7 +85,7 @@ def test_a_tap_is_called_in_every_step() -> None:
 
 
 def test_only_so_many_kinds_of_inputs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     captured: list[Any] = []
     passes = CudaGraphs(lambda x: (x.sum(),) * 4, lambda run: captured.append(run) or run)
     for _ in range(3 * WARMUP_PASSES):
@@ -90,14 +101,17 @@ def test_only_so_many_kinds_of_inputs_are_captured(monkeypatch: pytest.MonkeyPat
         ({"runtime__device": "cuda"}, "needs runtime.compile=true"),
         ({"runtime__device": "cuda", "runtime__compile": True, "model": LLAMA | {"num_experts": 4}}, "without experts"),
         ({"runtime__device": "cuda", "runtime__compile": True, "model": LLAMA | {"dropout_fraction": 0.1}}, "dropout"),
+        ({"runtime__device": "cuda", "runtime__compile": True, "log__activation_statistics": True}, "statistics"),
     ],
-    ids=["cpu", "not compiled", "experts", "dropout"],
+    ids=["cpu", "not compiled", "experts", "dropout", "statistics"],
 )
 def test_what_cannot_be_captured_is_refused(
     settings: dict[str, Any], needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if settings.get("runtime__device") == "cuda":
-        engine = make(settings.get("model"))
+        engine = make(
+            settings.get("model"), log__activation_statistics=settings.get("log__activation_statistics", False)
+        )
         compute = dataclasses.replace(
             engine.compute, device=torch.device("cuda"), compiled=settings.get("runtime__compile", False)
         )

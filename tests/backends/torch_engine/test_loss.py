@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine import matrix_products
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums
 from vorox.backends.torch_engine.matrix_products import Products
@@ -198,6 +199,29 @@ def num_correct(given: Case) -> int:
     labels = given.labels[0]
     highest = (given.hidden.double() @ given.head.detach().double().T).argmax(1).numpy()
     return int(((highest == labels) & (labels != IGNORED_LABEL)).sum())
+
+
+def test_products_for_the_head_are_added_as_the_run_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 on CUDA (an oracle here), or rounded to half precision before, as versions before that choice did."""
+    added: list[torch.dtype] = []
+
+    def add(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype, *, alpha: float, out: Tensor) -> None:
+        added.append(dtype)
+        out.add_(a_MK.float() @ b_KN.float(), alpha=alpha)
+
+    monkeypatch.setattr(matrix_products, "_addmm_dtype_out", add)
+    a_KM, b_KN = torch.randn(40, 8).bfloat16(), torch.randn(40, 6).bfloat16()
+    exact_MN = a_KM.double().T @ b_KN.double()
+    for recorded, tolerance in ((None, 0.02), ("fp32", 1e-5)):
+        choices = RecordedChoices()
+        choices.adopt({"engine": "torch", "head_products": recorded}, "blas", "mask")
+        sum_MN = torch.zeros(8, 6)
+        Products(use_onednn=False, choices=choices).add_to(sum_MN, a_KM, b_KN)
+        error = float((sum_MN.double() - exact_MN).norm() / exact_MN.norm())
+        assert error < tolerance
+        assert (error > 1e-4) == (recorded is None)
+        assert choices.facts().get("head_products") == recorded
+    assert added == [torch.float32]
 
 
 @pytest.mark.slow

@@ -181,6 +181,12 @@ def rotary_tables(spec: DecoderSpec, device: torch.device) -> tuple[tuple[Tensor
     return tuple((cosines.to(device), sines.to(device)) for cosines, sines in tables)
 
 
+def rows_at(tables: tuple[Tensor, Tensor], positions: Tensor | None, here: slice) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines at the positions of tokens, or at consecutive ones, each ``[B or 1, T, 1, H / 2]``."""
+    cosines, sines = (table[here][None] if positions is None else table[positions] for table in tables)
+    return cosines[:, :, None], sines[:, :, None]
+
+
 def rotary_table(
     rotary_dim: int, num_positions: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:

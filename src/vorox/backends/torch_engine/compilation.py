@@ -18,6 +18,8 @@ from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.model import ResidualBlock, RunBlock, call_block, call_stage
 from vorox.core.errors import ConfigError
 
+MAX_GRAPHS = 256
+"""Graphs of one function: kinds of inputs times models in one process."""
 _log = logging.getLogger("vorox.torch_engine")
 
 
@@ -33,8 +35,11 @@ def check(compute: Compute) -> None:
 
 def compiled_block(compute: Compute) -> RunBlock:
     """Return a function that runs any block, compiled with its backward pass on the first call."""
-    from torch._dynamo.exc import BackendCompilerFailed  # takes a second to import
+    import torch._dynamo.config as compiler_settings  # takes a second to import
+    from torch._dynamo.exc import BackendCompilerFailed
 
+    # All engines of a process share the graphs of a function; beyond the limit, a call fails.
+    compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, MAX_GRAPHS)
     graph = torch.compile(call_block, dynamic=False, fullgraph=True)
     stage_graph = torch.compile(call_stage, dynamic=False, fullgraph=True)
     calls = 0

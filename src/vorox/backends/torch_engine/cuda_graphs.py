@@ -3,11 +3,12 @@
 The host starts one graph instead of some hundred kernels, so small steps take as long as their kernels. A graph reads
 its inputs from tensors of its own, into which every replay copies the given ones, and adds to the gradients where they
 are. Inputs that differ in more than the values of their tensors have graphs of their own. The kernels are the same as
-without a graph, so no bit changes.
+without a graph.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -24,10 +25,11 @@ from vorox.core.schema import RunConfig
 from vorox.models.decoder_spec import DecoderSpec
 from vorox.models.spec import ModelSpec
 
+_log = logging.getLogger("vorox.torch_engine")
 WARMUP_PASSES = 3
 """Passes without a graph before it is captured: kernels are compiled and chosen in them."""
-MOST_GRAPHS = 16
-"""Further kinds of inputs run without a graph, because each keeps its inputs."""
+MAX_GRAPHS = 16
+"""Each graph keeps its inputs, so further kinds of inputs run without one."""
 
 Pass = Callable[..., LossSums]
 
@@ -56,6 +58,9 @@ def check(config: RunConfig, spec: ModelSpec, compute: Compute, world_size: int)
         and not train.distillation.is_active,
         "no optimizer.in_backward and no train.forward_backward": not optimizer.in_backward
         and train.forward_backward is None,
+        "no precision.float8 and no train.quantization_aware": config.precision.float8 is None
+        and train.quantization_aware is None,
+        "no log.activation_statistics": not config.log.activation_statistics,
     }
     missing = next((name for name, is_there in needs.items() if not is_there), None)
     if missing is not None:
@@ -84,8 +89,9 @@ class CudaGraphs:
         kind = _flatten(inputs, tensors)
         if kind not in self._graphs:
             self._num_passes[kind] += 1
-            if self._num_passes[kind] <= WARMUP_PASSES or len(self._graphs) == MOST_GRAPHS:
+            if self._num_passes[kind] <= WARMUP_PASSES or len(self._graphs) == MAX_GRAPHS:
                 return self._run(*inputs)
+            _log.info("Capturing CUDA graph %d of at most %d", len(self._graphs) + 1, MAX_GRAPHS)
             own = [tensor.clone() for tensor in tensors]
             own_inputs = _rebuild(inputs, iter(own))
             self._graphs[kind] = own, self._capture(lambda: self._run(*own_inputs))

@@ -80,7 +80,8 @@ class DecoderNetwork:
         self.module: nn.Module
         self.module, self._run = self._place()
         self._products = kernels.products(compute)
-        self._run_block, self._graphs = cast("RunBlock | None", None), cast("CudaGraphs | None", None)
+        self._run_block: RunBlock | None = None
+        self._graphs: CudaGraphs | None = None
         if compute.compiled:
             self._run_block = compilation.compiled_block(compute)
             if config.runtime.cuda_graphs:
@@ -171,13 +172,19 @@ class DecoderNetwork:
         if self._routers is not None:
             factor = scale if loss_scale is None else loss_scale * scale
             context = replace(context, router=RouterStep(self._config.loss, factor, labels.kept_M))
-        if self._graphs is not None and compiled and not self.taps.active:
+        if self._graphs is not None and self._can_replay and compiled:
             factor = torch.full((), scale, device=self._compute.device)
             return self._graphs(tokens_M, context, labels, factor if loss_scale is None else loss_scale * factor)
         sums = self._pass(tokens_M, context, labels, loss_scale, scale=scale, run_block=run_block)
         if self._routers is not None and context.router is not None and compiled:  # not while a value is located
             self._routers.add(context.router)
         return sums
+
+    @property
+    def _can_replay(self) -> bool:
+        """Taps run on the host, and an uncompiled loss in fp32 scales its products by a number of the host."""
+        is_captured = self._compute.dtype != torch.float32 or self._compute.choices.loss_chunks == "compiled"
+        return is_captured and not self.taps.active
 
     def _pass(
         self,
@@ -353,10 +360,7 @@ class DecoderNetwork:
         here = slice(first, first + num_positions)
         if positions_BT is not None:
             positions = to_device(positions_BT, self._compute.device)
-        rotary = [
-            (_rows_at(cosines, positions, here)[:, :, None], _rows_at(sines, positions, here)[:, :, None])
-            for cosines, sines in self._rotary
-        ]
+        rotary = [attention.rows_at(tables, positions, here) for tables in self._rotary]
         if rotary and self._spec.block is None:
             positions = None
         elif positions is None:
@@ -393,8 +397,3 @@ def build_decoder(parts: Parts) -> Decoder:
     if parts.spec.block is not None:
         return Decoder(parts, make_block=UserBlock)
     return Decoder(parts, make_block=Block if parts.spec.layer_pattern is None else MixerBlock)
-
-
-def _rows_at(table: Tensor, positions: Tensor | None, here: slice) -> Tensor:
-    """Return the rows of a rotary table at the positions of tokens, or at consecutive ones, ``[B or 1, T, H / 2]``."""
-    return table[here][None] if positions is None else table[positions]

@@ -120,6 +120,7 @@ def prepare(config: RunConfig) -> Compute:
             document_attention=attention,
             document_states="resets",
             loss_chunks="compiled" if config.runtime.compile else "operations",
+            head_products="fp32" if device.type == "cuda" and dtype != torch.float32 else "rounded",
         ),
     )
 

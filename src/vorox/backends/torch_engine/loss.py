@@ -216,7 +216,7 @@ class FusedLinearLoss:
         if chunk_loss is not None and not isinstance(factor, Tensor):  # a number would be compiled in
             factor = torch.full((), factor, device=hidden_MD.device)
         # Half precision is scaled before it is rounded; in fp32 it is cheaper to scale the products.
-        is_scaled = chunk_loss is not None or self._dtype != torch.float32 or loss_scale is not None
+        is_scaled = chunk_loss is not None or self._dtype != torch.float32
         start = 0
         for hidden_CD, chunk_labels in self._chunks(hidden_MD.detach(), labels):
             input_CD = hidden_CD.to(self._dtype)

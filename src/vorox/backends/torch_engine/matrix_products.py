@@ -21,7 +21,7 @@ class Products:
 
     Args:
         use_onednn: Use oneDNN for large fp32 products; otherwise ``torch.mm``.
-        choices: The library of products that add to a gradient.
+        choices: The library of products that add to a gradient, and their rounding.
     """
 
     def __init__(self, *, use_onednn: bool, choices: RecordedChoices | None = None) -> None:
@@ -34,9 +34,9 @@ class Products:
         return self._onednn(_dense(a_MK), _dense(b_NK), None, "none", [], "")
 
     def add_to(self, sum_MN: Tensor, a_KM: Tensor, b_KN: Tensor, scale: float = 1.0) -> None:
-        """Add ``scale * a.T @ b`` in place; on CUDA, the product of half precision is added without rounding it."""
+        """Add ``scale * a.T @ b`` in place; for half precision, see ``RecordedChoices.head_products``."""
         if a_KM.dtype != sum_MN.dtype:
-            if sum_MN.is_cuda:
+            if self._choices.head_products == "fp32":
                 _addmm_dtype_out(sum_MN, a_KM.t(), b_KN, sum_MN.dtype, alpha=scale, out=sum_MN)
             else:
                 sum_MN.add_(self(a_KM.t(), b_KN.t()), alpha=scale)

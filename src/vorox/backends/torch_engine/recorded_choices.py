@@ -12,6 +12,7 @@ Products = Literal["blas", "onednn"]
 GradientSums = Literal["whole", "buckets"]
 DocumentStates = Literal["rows", "resets"]
 LossChunks = Literal["operations", "compiled"]
+HeadProducts = Literal["rounded", "fp32"]
 
 
 @dataclass(slots=True)
@@ -25,6 +26,8 @@ class RecordedChoices:
         document_states: How Mamba layers in transformers separate them: each document as a row of its own, or states
             that start at zero in every document.
         loss_chunks: How the loss of a compiled model is computed: operation by operation, or as a compiled graph.
+        head_products: How products of half precision are added to the gradient of the head on CUDA: rounded to half
+            precision before, or as fp32 sums.
     """
 
     gradient_products: Products = "blas"
@@ -32,12 +35,14 @@ class RecordedChoices:
     gradient_sums: GradientSums = "buckets"
     document_states: DocumentStates = "rows"
     loss_chunks: LossChunks = "operations"
+    head_products: HeadProducts = "rounded"
 
     def adopt(self, recorded: Mapping[str, object], products: Products, attention: DocumentAttention) -> None:
         """Compute as a recorded run of this engine did.
 
         Older ones used ``products`` for gradients, dense masks, sums of whole buffers, one document per row where Mamba
-        layers in transformers now reset their states, and an uncompiled loss. ``attention`` is what this device has.
+        layers in transformers now reset their states, an uncompiled loss, and rounded products for the head's
+        gradient. ``attention`` is what this device has.
         """
         if recorded.get("engine") != "torch":
             return
@@ -46,6 +51,7 @@ class RecordedChoices:
         self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
         self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
         self.loss_chunks = "compiled" if recorded.get("loss_chunks") == "compiled" else "operations"
+        self.head_products = "fp32" if recorded.get("head_products") == "fp32" else "rounded"
 
     def facts(self) -> dict[str, str]:
         """Return what the record of a run has of these, but the products; what it had before them is left out."""
@@ -54,5 +60,6 @@ class RecordedChoices:
             "gradient_sums": (self.gradient_sums, "whole"),
             "document_states": (self.document_states, "rows"),
             "loss_chunks": (self.loss_chunks, "operations"),
+            "head_products": (self.head_products, "rounded"),
         }
         return {name: choice for name, (choice, earlier) in chosen.items() if choice != earlier}

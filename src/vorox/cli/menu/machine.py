@@ -83,10 +83,15 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
 
 
 def _is_faster_compiled(config: RunConfig) -> bool:
-    """Whether the model can be compiled, and is large enough that this saves more time than it takes."""
-    model, runtime = config.model, config.runtime
-    is_possible = config.backend == "torch" and model.kind == "decoder" and model.layer_pattern is None
+    """Whether the model can be compiled as a whole, and is large enough that this saves more time than it takes."""
+    from vorox import backends
+
+    model, runtime, train = config.model, config.runtime, config.train
+    own_parts = (model.layer_pattern, model.block, model.mlp, model.num_experts, train.forward_backward)
+    is_possible = model.kind == "decoder" and all(part is None for part in own_parts)
+    is_possible = is_possible and train.activation_checkpointing != "dots"
     is_possible = is_possible and runtime.determinism not in {"bitwise", "bitwise-any-world"}
+    is_possible = is_possible and not backends.always_compiles(config.backend)
     return is_possible and not runtime.compile and model.hidden_size >= _COMPILED_HIDDEN_SIZE
 
 
