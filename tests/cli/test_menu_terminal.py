@@ -77,6 +77,7 @@ class Screen:
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
         self.process = pexpect.spawn(
             sys.executable, ["-c", PROGRAM, *words], encoding="utf-8", timeout=PATIENCE_SECONDS,
+            codec_errors="replace",  # the terminal may echo ^C within a character
             dimensions=(rows, columns), env={**inherited, "TERM": "xterm", **environment},
         )  # fmt: skip
         self.text = ""
