@@ -29,7 +29,7 @@ from backends.torch_engine.small_models import (
 )
 from backends.torch_engine.test_cuda_graphs import batches
 from packed_rows import loss_of_documents, packed
-from tiny_runs import result, run
+from tiny_runs import run, whole_and_resumed
 from vorox.backends.torch_engine.engine import TorchEngine
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -170,26 +170,13 @@ def test_a_resumed_run_is_bit_for_bit_the_run_it_would_have_been(
 ) -> None:
     """At level D2, killed at step 7 and resumed from the save of step 4."""
     settings = [*ON_CUDA, "runtime.determinism=bitwise", "model.dropout_fraction=0.1", "precision.dtype=bf16"]
-    straight = run(tiny_runs.configuration(tmp_path / "straight", settings))
-    config = tiny_runs.configuration(tmp_path / "resumed", settings)
-    original = TorchEngine.train_step
-
-    def train_step(self: TorchEngine, batch: Any, **arguments: Any) -> Any:
-        if batch.step + 1 == 7:
-            tiny_runs.kill()
-        return original(self, batch, **arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TorchEngine, "train_step", train_step)
-        with pytest.raises(tiny_runs.Killed):
-            run(config)
-    assert result(run(config)) == result(straight)
+    whole, resumed = whole_and_resumed(tmp_path, monkeypatch, TorchEngine, settings)
+    assert resumed == whole
 
 
 def test_the_profile_has_kernels_of_the_gpu(tmp_path: Path) -> None:
     outcome = run(tiny_runs.configuration(tmp_path, [*ON_CUDA, "runtime.profile_steps=[5, 6]"]))
     table = (outcome.run_directory / "profile" / "step-00000005-rank-00000.txt").read_text()
-    print(table)
     assert not tiny_runs.events(outcome.run_directory, "profile_failed")
     assert float(re.search(r"compute\D*([\d.]+)", table)[1]) > 0
 

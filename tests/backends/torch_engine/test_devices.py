@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.torch_engine.small_models import LLAMA, MODELS, configuration, engine_of
+from backends.torch_engine.small_models import LLAMA, MODELS, batch_of, configuration, engine_of, random_rows
 from vorox.backends.torch_engine import devices
 from vorox.backends.torch_engine.distributed import ranks
 from vorox.core.distributed_context import DistributedContext
@@ -191,6 +191,15 @@ def test_a_resume_takes_over_the_choices_of_its_run() -> None:
     for recorded in (old, new):
         engine.adopt_environment(recorded)
         assert engine.environment() == recorded
+
+
+def test_choices_that_this_device_cannot_make_are_not_taken_over() -> None:
+    """A run of a GPU, compiled and in half precision, continues uncompiled on a CPU without its fp32 sums."""
+    engine = engine_of(configuration(precision__dtype="bf16"))
+    engine.adopt_environment({**engine.environment(), "loss_chunks": "compiled", "head_products": "fp32"})
+    assert not {"loss_chunks", "head_products"} & set(engine.environment())
+    values = engine.train_step(batch_of(random_rows(4)), lr=0.01, weight_decay=0.1).fetch()
+    assert values.finite
 
 
 def test_environment_records_what_decides_the_bits() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.devices import Compute, has_onednn_linear
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 
 pytestmark = pytest.mark.torch
 ROWS, WIDTH, OUT = 48, 40, 72
@@ -36,7 +37,7 @@ def test_products_of_gradients_follow_the_record(monkeypatch: pytest.MonkeyPatch
     multiply, called = kernels.products(chosen), list[str]()
     monkeypatch.setattr(multiply, "_onednn", lambda *_: called.append("onednn") or torch.zeros(200, 200))
     for recorded in ({}, {"gradient_products": "blas"}, {"matrix_products": "onednn"}):
-        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products, "slices")
+        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products, RecordedChoices())
         multiply.add_to(torch.zeros(200, 200), random(200, 200), random(200, 200))
         called.append("-")
     assert called == ["onednn", "-", "-", "onednn", "-"]

@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +25,7 @@ import torch
 from vorox.backends.torch_engine import barriers
 from vorox.backends.torch_engine.attention import ATTENTION
 from vorox.backends.torch_engine.document_attention import DocumentAttention, available_attention
-from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices
+from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices, available_choices
 from vorox.core.config.training_checks import FLOAT8
 from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.environment import usable_cores
@@ -70,6 +70,11 @@ class Compute:
     def is_direct(self) -> bool:
         """Whether the hand-written backward passes of ``direct_kernels.py`` are used: fp32 on the CPU, not compiled."""
         return self.device.type == "cpu" and self.dtype == torch.float32 and not self.compiled
+
+    def adopt(self, recorded: Mapping[str, object]) -> None:
+        """Take over the choices of a recorded run, where this device and its settings can."""
+        available = available_choices(self.device, self.dtype, self.document_attention, compiled=self.compiled)
+        self.choices.adopt(recorded, self.products, available)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run the forward pass in the chosen precision."""
@@ -116,12 +121,7 @@ def prepare(config: RunConfig) -> Compute:
         products=_select_products(device),
         float8=float8,
         document_attention=attention,
-        choices=RecordedChoices(
-            document_attention=attention,
-            document_states="resets",
-            loss_chunks="compiled" if config.runtime.compile else "operations",
-            head_products="fp32" if device.type == "cuda" and dtype != torch.float32 else "rounded",
-        ),
+        choices=available_choices(device, dtype, attention, compiled=config.runtime.compile),
     )
 
 

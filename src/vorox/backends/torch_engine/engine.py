@@ -362,7 +362,7 @@ class TorchEngine:
 
     def adopt_environment(self, recorded: Mapping[str, object]) -> None:
         """Compute as a recorded run did, where this machine can."""
-        self.compute.choices.adopt(recorded, self.compute.products, self.compute.document_attention)
+        self.compute.adopt(recorded)
 
     @torch.no_grad()
     def matmul_seconds(self, m: int, k: int, n: int) -> float:

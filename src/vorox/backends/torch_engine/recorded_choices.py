@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from vorox.backends.torch_engine.document_attention import DocumentAttention
 
 Products = Literal["blas", "onednn"]
@@ -37,21 +39,24 @@ class RecordedChoices:
     loss_chunks: LossChunks = "operations"
     head_products: HeadProducts = "rounded"
 
-    def adopt(self, recorded: Mapping[str, object], products: Products, attention: DocumentAttention) -> None:
+    def adopt(self, recorded: Mapping[str, object], products: Products, available: RecordedChoices) -> None:
         """Compute as a recorded run of this engine did.
 
         Older ones used ``products`` for gradients, dense masks, sums of whole buffers, one document per row where Mamba
         layers in transformers now reset their states, an uncompiled loss, and rounded products for the head's
-        gradient. ``attention`` is what this device has.
+        gradient. ``available`` is what this device and its settings have.
         """
         if recorded.get("engine") != "torch":
             return
         self.gradient_products = "blas" if recorded.get("gradient_products", products) == "blas" else products
+        attention = available.document_attention
         self.document_attention = attention if recorded.get("document_attention") == attention else "mask"
         self.gradient_sums = "buckets" if recorded.get("gradient_sums") == "buckets" else "whole"
         self.document_states = "resets" if recorded.get("document_states") == "resets" else "rows"
-        self.loss_chunks = "compiled" if recorded.get("loss_chunks") == "compiled" else "operations"
-        self.head_products = "fp32" if recorded.get("head_products") == "fp32" else "rounded"
+        is_compiled = recorded.get("loss_chunks") == available.loss_chunks == "compiled"
+        self.loss_chunks = "compiled" if is_compiled else "operations"
+        is_fp32 = recorded.get("head_products") == available.head_products == "fp32"
+        self.head_products = "fp32" if is_fp32 else "rounded"
 
     def facts(self) -> dict[str, str]:
         """Return what the record of a run has of these, but the products; what it had before them is left out."""
@@ -63,3 +68,15 @@ class RecordedChoices:
             "head_products": (self.head_products, "rounded"),
         }
         return {name: choice for name, (choice, earlier) in chosen.items() if choice != earlier}
+
+
+def available_choices(
+    device: torch.device, dtype: torch.dtype, attention: DocumentAttention, *, compiled: bool
+) -> RecordedChoices:
+    """Return what a new run chooses on a device."""
+    return RecordedChoices(
+        document_attention=attention,
+        document_states="resets",
+        loss_chunks="compiled" if compiled else "operations",
+        head_products="fp32" if device.type == "cuda" and dtype != torch.float32 else "rounded",
+    )

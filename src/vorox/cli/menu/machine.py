@@ -73,12 +73,8 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
         found.append(("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory"))
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
     if _is_faster_compiled(config) and _has_triton():
-        found.append(
-            (
-                "runtime.compile=true",
-                "fewer, larger kernels: 1.35 times as fast on an H200; the first step takes longer",
-            )
-        )
+        why = "fewer, larger kernels: GPT-2 124M ran 1.35 times as fast on an H200; the first step takes longer"
+        found.append(("runtime.compile=true", why))
     return [*found, *_settings_for_memory(config, hardware)]
 
 
