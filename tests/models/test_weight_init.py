@@ -8,6 +8,7 @@ import pytest
 from vorox.core.schema.model import ModelConfig
 from vorox.models import weight_init
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.spec import ParameterSpec
 from vorox.models.weight_init import initial_weights
 
 
@@ -50,10 +51,16 @@ def test_names_and_seeds_have_streams_of_their_own() -> None:
 def test_what_waits_is_bounded_and_what_is_not_needed_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are those of one parameter at a time, with any bound; a reader that stops early stops the threads."""
     spec = spec_of()
-    expected = [(row.name, weight_init._sample(row, 3)) for row in spec.parameters]
+    expected = [(row.name, weight_init._sample(row, 3, np.empty(row.shape, np.float32))) for row in spec.parameters]
     sampled: list[str] = []
     original = weight_init._sample
-    monkeypatch.setattr(weight_init, "_sample", lambda row, seed: sampled.append(row.name) or original(row, seed))
+
+    def sample(row: ParameterSpec, seed: int, values: weight_init.Array) -> weight_init.Array:
+        sampled.append(row.name)
+        return original(row, seed, values)
+
+    monkeypatch.setattr(weight_init, "_sample", sample)
+    monkeypatch.setattr(weight_init, "usable_cores", lambda: 2)
     largest = max(4 * row.num_elements for row in spec.parameters)
     for bound in (0, largest, 1 << 30):
         monkeypatch.setattr(weight_init, "AHEAD_BYTES", bound)
@@ -63,6 +70,7 @@ def test_what_waits_is_bounded_and_what_is_not_needed_is_not_sampled(monkeypatch
         np.testing.assert_array_equal(first[1], expected[0][1])
         if bound == 0:
             assert sampled == [expected[0][0]], "one at a time"
+        assert len(sampled) <= 3, "one for each thread beside the one that is read"
         for (name, found), (wanted, values) in zip(weights, expected[1:], strict=True):
             assert name == wanted
             np.testing.assert_array_equal(found, values)

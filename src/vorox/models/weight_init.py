@@ -27,19 +27,25 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 def initial_weights(spec: ModelSpec, seed: int) -> Iterator[NamedArray]:
     """Yield the initial value of every parameter, in table order.
 
-    Threads sample ahead, on this rank's share of the cores, while at most ``AHEAD_BYTES`` wait, or one parameter.
+    Threads sample ahead, on this rank's share of the cores, one parameter each, while at most ``AHEAD_BYTES`` wait.
+    The caller's thread allocates: what a thread of its own allocates and frees, glibc keeps for that thread.
     """
     found = membership()
     num_ranks_here = (found.local_world_size or 1) if found is not None else 1
+    num_threads = max(1, usable_cores() // num_ranks_here)
     waiting, sampled = deque(spec.parameters), deque[tuple[ParameterSpec, Future[Array]]]()
     ahead_bytes = 0
-    with ThreadPoolExecutor(max(1, usable_cores() // num_ranks_here), "vorox-weights") as pool:
+    with ThreadPoolExecutor(num_threads, "vorox-weights") as pool:
         try:
             while waiting or sampled:
-                while waiting and (not sampled or ahead_bytes + _size_bytes(waiting[0]) <= AHEAD_BYTES):
+                while waiting and (
+                    not sampled
+                    or (len(sampled) <= num_threads and ahead_bytes + _size_bytes(waiting[0]) <= AHEAD_BYTES)
+                ):
                     parameter = waiting.popleft()
                     ahead_bytes += _size_bytes(parameter)
-                    sampled.append((parameter, pool.submit(_sample, parameter, seed)))
+                    values = np.empty(parameter.shape, np.float32)
+                    sampled.append((parameter, pool.submit(_sample, parameter, seed, values)))
                 parameter, future = sampled.popleft()
                 ahead_bytes -= _size_bytes(parameter)
                 yield parameter.name, future.result()
@@ -51,24 +57,25 @@ def _size_bytes(parameter: ParameterSpec) -> int:
     return 4 * parameter.num_elements
 
 
-def _sample(parameter: ParameterSpec, seed: int) -> Array:
-    if parameter.init == "ones":
-        return np.ones(parameter.shape, np.float32)
-    if parameter.init == "zeros":
-        return np.zeros(parameter.shape, np.float32)
+def _sample(parameter: ParameterSpec, seed: int, values: Array) -> Array:
+    """Fill ``values``, and return them."""
+    if parameter.init in {"ones", "zeros"}:
+        values.fill(parameter.init == "ones")
+        return values
     if parameter.init == "log_range":
-        return np.log(np.arange(1, parameter.num_elements + 1, dtype=np.float32))
+        values[...] = np.log(np.arange(1, parameter.num_elements + 1, dtype=np.float32))
+        return values
     key = xxhash.xxh3_128_intdigest(canonical_json(["initial weights", 1, seed, parameter.name]))
     generator = np.random.Generator(np.random.Philox(key=key))
     if parameter.init == "uniform":
-        values = generator.random(parameter.shape, dtype=np.float32)
+        generator.random(dtype=np.float32, out=values)
         values -= np.float32(0.5)
         values *= np.float32(parameter.std * 12**0.5)
-        return values
-    if parameter.init == "time_step":
+    elif parameter.init == "time_step":
         low, high = np.log(parameter.bounds)
         steps = np.exp(low + generator.random(parameter.shape) * (high - low))
-        return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # softplus of it is the time step
-    values = generator.standard_normal(parameter.shape, dtype=np.float32)
-    values *= np.float32(parameter.std)
+        values[...] = steps + np.log(-np.expm1(-steps))  # softplus of it is the time step
+    else:
+        generator.standard_normal(dtype=np.float32, out=values)
+        values *= np.float32(parameter.std)
     return values
