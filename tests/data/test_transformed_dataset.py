@@ -123,7 +123,7 @@ def test_streamed_rows_are_the_cached_ones_and_their_stages_are_measured(root):
     try:
         reader = streamed.train[0]
         while reader.num_rows < cached.num_rows:
-            reader = reader.refreshed(awaited_units=len(reader.units))
+            reader = reader.refreshed(awaited_units=len(reader.units) + 1)
             time.sleep(0.01)
         rows = np.arange(cached.num_rows)
         assert np.array_equal(reader.read_rows(rows).tokens_NC, cached.read_rows(rows).tokens_NC)
