@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
 import numpy as np
 import pytest
 
 from vorox.core.schema.model import ModelConfig
 from vorox.models import weight_init
 from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.spec import ParameterSpec
 from vorox.models.weight_init import initial_weights
 
 
@@ -52,31 +54,33 @@ def test_what_waits_is_bounded_and_what_is_not_needed_is_not_sampled(monkeypatch
     """Values are those of one parameter at a time, with any bound; a reader that stops early stops the threads."""
     spec = spec_of()
     expected = [(row.name, weight_init._sample(row, 3, np.empty(row.shape, np.float32))) for row in spec.parameters]
-    sampled: list[str] = []
-    original = weight_init._sample
+    given: dict[str, weight_init.Array] = {}
 
-    def sample(row: ParameterSpec, seed: int, values: weight_init.Array) -> weight_init.Array:
-        sampled.append(row.name)
-        return original(row, seed, values)
+    class Recording(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            row, _, values = args
+            given[row.name] = values
+            return super().submit(fn, *args, **kwargs)
 
-    monkeypatch.setattr(weight_init, "_sample", sample)
+    monkeypatch.setattr(weight_init, "ThreadPoolExecutor", Recording)
     monkeypatch.setattr(weight_init, "usable_cores", lambda: 2)
     largest = max(4 * row.num_elements for row in spec.parameters)
     for bound in (0, largest, 1 << 30):
         monkeypatch.setattr(weight_init, "AHEAD_BYTES", bound)
-        sampled.clear()
+        given.clear()
         weights = weight_init.initial_weights(spec, 3)
         first = next(weights)
         np.testing.assert_array_equal(first[1], expected[0][1])
         if bound == 0:
-            assert sampled == [expected[0][0]], "one at a time"
-        assert len(sampled) <= 3, "one for each thread beside the one that is read"
+            assert list(given) == [expected[0][0]], "one at a time"
+        assert len(given) <= 3, "one for each thread beside the one that is read"
         for (name, found), (wanted, values) in zip(weights, expected[1:], strict=True):
             assert name == wanted
+            assert found is given[name], "threads fill what the reader has allocated"
             np.testing.assert_array_equal(found, values)
     monkeypatch.setattr(weight_init, "AHEAD_BYTES", 0)
-    sampled.clear()
+    given.clear()
     weights = weight_init.initial_weights(spec, 3)
     next(weights)
     weights.close()
-    assert len(sampled) == 1
+    assert len(given) == 1

@@ -27,8 +27,8 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 def initial_weights(spec: ModelSpec, seed: int) -> Iterator[NamedArray]:
     """Yield the initial value of every parameter, in table order.
 
-    Threads sample ahead, on this rank's share of the cores, one parameter each, while at most ``AHEAD_BYTES`` wait.
-    The caller's thread allocates: what a thread of its own allocates and frees, glibc keeps for that thread.
+    Threads sample ahead, on this rank's share of the cores, one parameter each, while at most ``AHEAD_BYTES`` wait,
+    or one parameter. The reader's thread allocates: what another thread allocates and frees, glibc keeps for that one.
     """
     found = membership()
     num_ranks_here = (found.local_world_size or 1) if found is not None else 1
