@@ -21,7 +21,18 @@ from typing import Any
 import numpy as np
 
 from ranks.resharding import save
-from small_configurations import GPT2, LLAMA, LR, MODELS, POSITIONS, VOCAB, batch_of, configuration, random_rows
+from small_configurations import (
+    GPT2,
+    LLAMA,
+    LR,
+    MODELS,
+    POSITIONS,
+    SMOOTH_EPS,
+    VOCAB,
+    batch_of,
+    configuration,
+    random_rows,
+)
 from vorox import backends
 from vorox.core.batch import Batch, DataShard
 from vorox.core.distributed_context import DistributedContext
@@ -48,9 +59,6 @@ ONLY_DIVIDED: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 """Models of transformers that no other test trains."""
-SMOOTH_EPS = 1e-5
-"""Where a gradient nearly cancels, AdamW's first step divides it by epsilon: rounding of 1e-9 moves the weight by a
-tenth of a step with 1e-8, and by a ten-thousandth with this epsilon. Typical gradients here are 1e-4 to 1e-2."""
 CASES: dict[str, dict[str, Any]] = {
     "llama": {
         "model": LLAMA | {"num_kv_heads": 2, "tie_embeddings": False},
@@ -86,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"transformers {name}": {
             "model": {"kind": "huggingface", "name_or_path": name, "pretrained": False}, "data__document_mask": True,
-            "train__activation_checkpointing": "block" if name in RECOMPUTED else "none", "optimizer__eps": SMOOTH_EPS,
+            "train__activation_checkpointing": "block" if name in RECOMPUTED else "none",
             **({"parallel__pipeline_schedule": SCHEDULES[name]} if name in SCHEDULES else {}),
         }
         for name in sorted(PIPELINE_MODELS | CONTEXT_MODELS | EXPERT_MODELS)
@@ -95,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {
             "kind": "huggingface", "name_or_path": "mistral", "pretrained": False, "attention_kernel": "reference",
         },
-        "train__embedding_noise": 5.0, "log__accuracy": True, "optimizer__eps": SMOOTH_EPS,
+        "train__embedding_noise": 5.0, "log__accuracy": True,
     },
     "single rows": {
         "model": LLAMA | {"num_kv_heads": 2}, "data__document_mask": True, "train__micro_batch_sequences": 1,
@@ -165,7 +173,7 @@ def config_of(
         elif only[key.removeprefix(own)]:
             parallel[key.removeprefix(own)] = value
     sections.setdefault("train__micro_batch_sequences", 2)
-    return configuration(**sections, log__parameter_norms=True, parallel=parallel)
+    return configuration(**sections, log__parameter_norms=True, optimizer__eps=SMOOTH_EPS, parallel=parallel)
 
 
 def rows_of_step(config: RunConfig, seed: int, step: int) -> Batch:

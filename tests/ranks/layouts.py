@@ -3,10 +3,10 @@
 Sums over ranks are made in another order, so losses and norms of 20 steps agree to 1e-5 (relative), statistics of
 activations to 1e-4, gradients of the first step to 1e-5 of their largest element, and weights to a hundredth of the
 distance that training moves them, plus 1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is
-nearly singular, and AdamW where gradients nearly cancel: how much is measured with the rows of the test, in one process
-that adds the micro-batches of each step in other orders. For norms with AdamW, it is measured where they differ by more
-than 1e-5. Logits after 20 steps agree to 1e-3. Parameters and optimizer state of checkpoints are equal element by
-element.
+nearly singular, and AdamW where gradients nearly cancel, though less with the epsilon of these cases: how much is
+measured with the rows of the test, in one process that adds the micro-batches of each step in other orders. For norms
+with AdamW, it is measured where they differ by more than 1e-5. Logits after 20 steps agree to 1e-3. Parameters and
+optimizer state of checkpoints are equal element by element.
 """
 
 from __future__ import annotations
