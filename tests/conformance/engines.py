@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from numpy_engine import NumpyEngine
+from small_configurations import SMOOTH_EPS
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import Engine
 
@@ -36,6 +37,7 @@ def make_engine(name: str, *, seed: int = 0, width: int = 8, **runtime: Any) -> 
     if model:  # the load-balancing loss is that of a micro-batch, so that splitting a step changes its gradient
         sections |= {
             "model": shape(width) | EXPERTS,
+            "optimizer": {"eps": SMOOTH_EPS},
             "loss": {"load_balancing_weight": 0.0, "router_z_loss_weight": 0.1},
         }
     config = jax_config(seed, width, **sections) if name == "jax" else torch_config(seed, width, **sections)

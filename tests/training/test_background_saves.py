@@ -95,13 +95,12 @@ def test_training_goes_on_and_nothing_shows_before_the_commit(tmp_path: Path) ->
         assert run.steps == [10]
         assert run.checkpointer.is_writing
         assert run.checkpointer.safe() == "training state up to step 10 is safe in step-00000010"
-        assert run.checkpointer.seconds_since_save() == 8.0, "the age of what a kill would go back to"
         assert run.reported == [RunLayout(tmp_path).checkpoint(10)]
         writer.release()
         run.checkpointer.wait()
     assert run.steps == [10, 20]
     assert run.reported == [RunLayout(tmp_path).checkpoint(10), RunLayout(tmp_path).checkpoint(20)]
-    assert run.checkpointer.seconds_since_save() == 3.0, "the age of what it holds, not of the commit"
+    assert run.seconds == [0.0, 3.0], "the age of what it holds, not of the commit"
     path = RunLayout(tmp_path).checkpoint(20)
     assert loaded(path) == moment == verify(path).metadata["fingerprint"] != run.engine.fingerprint()
 

@@ -64,6 +64,7 @@ class Run:
         self.now = 0.0
         self.config = CheckpointConfig.model_validate({"asynchronous": self.asynchronous, **config})
         self.reported: list[Path] = []
+        self.seconds: list[float] = []
         chain = ReplayChain(directory, progress_at(0))
         self.pending = PendingSteps(chain, max_nonfinite_steps=3, nonfinite_in_a_row=0)
         self.checkpointer = self.open()
@@ -95,6 +96,7 @@ class Run:
 
     def report(self, saved: SavedCheckpoint) -> None:
         self.reported.append(saved.path)
+        self.seconds.append(saved.seconds)
 
     @property
     def steps(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,24 @@ def test_resume_reads_the_plan_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_save_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(tmp_path, ["checkpoint.every_steps=null", "checkpoint.keep_last=5"])
     at_step(monkeypatch, 5, lambda: request_save(next((tmp_path / "runs").iterdir())))
-    assert list(step_directories(run(config).run_directory)) == [5, 12]
+    found = list(step_directories(run(config).run_directory))
+    assert found == [6, 12], "what is saved after a step is decided when it starts"
+
+
+def test_the_age_of_the_newest_checkpoint_is_a_metric(tmp_path: Path) -> None:
+    """A run that saves step 4 and ends with 6, then continues from 4: its metrics from step 5 on are of the second."""
+    settings = ["log.every_steps=1", "checkpoint.every_steps=4", "checkpoint.at_end=false", "eval.every_steps=null"]
+    began = time.monotonic()
+    directory: Path | None = None
+    for num_steps in (6, 8):
+        config = configuration(tmp_path, [*settings, "checkpoint.asynchronous=false", f"train.num_steps={num_steps}"])
+        directory = run(config, resume_from=directory).run_directory
+        ages = {step: values.get("seconds_since_save") for step, values in read_metrics(directory).items()}
+        assert list(ages) == list(range(1, num_steps + 1))
+        assert [step for step, age in ages.items() if age is None] == [1, 2, 3, 4], "no kill would go back to one"
+        known = [age for age in ages.values() if age is not None]
+        assert all(0 < age < time.monotonic() - began for age in known)
+        assert known == sorted(known), "no other is committed before the last line"
 
 
 class Nonfinite:

@@ -61,7 +61,7 @@ class Observer:
         display: Shows steps and samples.
         speed: Measures throughput.
         batches: The loader.
-        checkpoints: Know how old the newest checkpoint is.
+        checkpoints: Know whether the run has a checkpoint.
         rank_metrics: Metrics of all ranks: ``RankStatistics.metrics``, which stays current; empty with one rank.
 
     Attributes:
@@ -74,7 +74,8 @@ class Observer:
     ) -> None:  # fmt: skip
         workload, self._mirror = setup.workload, setup.mirror
         self._engine, self._streams = workload.engine, workload.corpus.streams
-        self._batches, self._checkpoints, self._rank_metrics = batches, checkpoints, rank_metrics
+        self._batches, self._rank_metrics = batches, rank_metrics
+        self._saved_at = time.monotonic() if checkpoints.has_saved else None  # the age of what a kill would go back to
         self._config = config = workload.config
         self._log, self._tracker, self._display, self._speed = workload.log, tracker, display, speed
         mirrored = f", mirrored to {setup.mirror.uri}" if setup.mirror.uri else ""
@@ -142,11 +143,11 @@ class Observer:
 
     def _status(self) -> dict[str, float]:
         """Return the current metrics of memory (of all ranks), loader, checkpoints and mirror."""
-        age, uploader = self._checkpoints.seconds_since_save(), self._mirror.uploader
+        saved_at, uploader = self._saved_at, self._mirror.uploader
         return {
             **host_memory(),
             "queue_depth": float(self._batches.queue_depth),
-            **({} if age is None else {"seconds_since_save": age}),
+            **({} if saved_at is None else {"seconds_since_save": time.monotonic() - saved_at}),
             **self._engine.device_stats(),
             **self._rank_metrics,
             **({} if self._streams is None else self._streams.metrics()),
@@ -179,7 +180,8 @@ class Observer:
         )
 
     def saved(self, path: Path, progress: Progress, seconds: float) -> None:
-        """Report a committed checkpoint; from any thread."""
+        """Report a committed checkpoint, whose state is ``seconds`` old; from any thread."""
+        self._saved_at = time.monotonic() - seconds
         self._tracker.observe({"checkpoint_write_seconds": seconds})
         if self.notice is not None:
             self.notice.saved(seconds)

@@ -101,7 +101,7 @@ class PreemptionNotice:
 
         def decide() -> str:
             left, shortest = seconds_left(self._notice_seconds, stop), self._shortest_save_seconds
-            if shortest is None or shortest <= left or checkpoints.seconds_since_save() is None:
+            if shortest is None or shortest <= left or not checkpoints.has_saved:
                 return ""
             return f"{left:.1f} s of the notice are left, and the shortest save took {shortest:.1f} s"
 

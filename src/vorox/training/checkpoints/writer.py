@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._log, self._clock = log, clock
         self._control = RunLayout(run_directory).save_request
         self._captured_step = self._saved_step = saved_step
-        self._saved_at = self._committed_at = clock()
+        self._committed_at = clock()
         self._serving: Request | None = None
         self._is_postponed = False
         self._writer = ThreadPoolExecutor(1, "vorox-checkpoint") if config.asynchronous else None
@@ -259,9 +259,10 @@ class CheckpointWriter:
             if self._writer is not None:
                 self._writer.shutdown()
 
-    def seconds_since_save(self) -> float | None:
-        """Return the age of the newest checkpoint's state, which a kill would lose; ``None`` without a checkpoint."""
-        return None if self._saved_step is None else self._clock() - self._saved_at
+    @property
+    def has_saved(self) -> bool:
+        """Whether the run has a checkpoint that a kill would go back to."""
+        return self._saved_step is not None
 
     def safe(self) -> str:
         """Describe what is safe on disk."""
@@ -281,7 +282,7 @@ class CheckpointWriter:
                     self._write_as_main(job)
                 else:
                     write_shards(job.snapshot, self._distributed)
-                    self._saved_step, self._saved_at = job.step, job.started_at
+                    self._saved_step = job.step
             except OSError as error:
                 self._captured_step = self._saved_step
                 raise self._failure(job.snapshot, job.step, error) from error
@@ -292,7 +293,7 @@ class CheckpointWriter:
     def _write_as_main(self, job: _SaveJob) -> None:
         path = RunLayout(self._run_directory).checkpoint(job.step)
         self._commit(job, path)
-        self._saved_step, self._saved_at, self._committed_at = job.step, job.started_at, self._clock()
+        self._saved_step, self._committed_at = job.step, self._clock()
         self._clear_request(job.request)
         removed = self._retain(path, job)
         job.publish(SavedCheckpoint(path, job.state.progress, self._clock() - job.started_at, removed))
