@@ -2,11 +2,10 @@
 
 Sums over ranks are made in another order, so losses and norms of 20 steps agree to 1e-5 (relative), statistics of
 activations to 1e-4, gradients of the first step to 1e-5 of their largest element, and weights to a hundredth of the
-distance that training moves them, plus 1e-4 (a thirtieth of one update). Muon magnifies rounding where a gradient is
-nearly singular, and AdamW where gradients nearly cancel, though less with the epsilon of these cases: how much is
-measured with the rows of the test, in one process that adds the micro-batches of each step in other orders. For norms
-with AdamW, it is measured where they differ by more than 1e-5. Logits after 20 steps agree to 1e-3. Parameters and
-optimizer state of checkpoints are equal element by element.
+distance that training moves them, plus 1e-4 (a thirtieth of one update). AdamW would magnify rounding where gradients
+nearly cancel, so all cases have a larger epsilon. Muon does where a gradient is nearly singular: how much is measured
+with the rows of the test. Logits after 20 steps agree to 1e-3. Parameters and optimizer state of checkpoints are equal
+element by element.
 """
 
 from __future__ import annotations
@@ -43,31 +42,18 @@ def on_one_device(case: str, seed: int) -> dict[str, Any]:
     return train(engine_of(config_of(case), DistributedContext()), seed)
 
 
-def is_random(case: str) -> bool:
-    """Whether dropout or noise, functions of a micro-batch's index, change with the order of micro-batches."""
-    settings = CASES[case]
-    return bool(settings["model"].get("dropout_fraction") or settings.get("train__embedding_noise"))
-
-
-@cache
-def magnified_rounding(case: str, seed: int, num_orders: int) -> float:
-    """20 times the largest relative difference of losses and norms of one process with other orders of micro-batches.
-
-    The first order is the reverse, the others are random.
-    """
-    expected = np.array(on_one_device(case, seed)["values"])
-    config = config_of(case)
-    count = 8 // config.train.micro_batch_rows
-    orders = [range(count)[::-1], *map(np.random.default_rng(seed).permutation, [count] * (num_orders - 1))]
-    found = [train(engine_of(config, DistributedContext()), seed, in_order(order))["values"] for order in orders]
-    return 20 * float(np.abs(np.array(found) / expected - 1).max())
-
-
 @cache
 def tolerance(case: str, seed: int) -> float:
-    """The relative tolerance of losses and norms: 1e-5, or the rounding that Muon magnifies."""
-    is_muon = CASES[case].get("optimizer__name") == "muon"
-    return max(1e-5, magnified_rounding(case, seed, 1)) if is_muon else 1e-5
+    """The relative tolerance of losses and norms: 1e-5, or the rounding that Muon magnifies.
+
+    This is 20 times the largest difference of one process that adds the micro-batches of each step in reverse order.
+    """
+    if CASES[case].get("optimizer__name") != "muon":
+        return 1e-5
+    expected, config = np.array(on_one_device(case, seed)["values"]), config_of(case)
+    order = range(8 // config.train.micro_batch_rows)[::-1]
+    found = np.array(train(engine_of(config, DistributedContext()), seed, in_order(order))["values"])
+    return max(1e-5, 20 * float(np.abs(found / expected - 1).max()))
 
 
 def save_one_device(folder: Path, case: str = "gemma3") -> Path:
@@ -114,9 +100,6 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
 def check_case(found: dict[str, np.ndarray], case: str, seed: int, start: dict[str, np.ndarray], where: str) -> None:
     expected, rtol = on_one_device(case, seed), tolerance(case, seed)
     losses_and_norms = np.array(expected["values"])
-    np.testing.assert_allclose(found["values"][:, 0], losses_and_norms[:, 0], rtol=rtol, err_msg=where)
-    if not (is_random(case) or np.allclose(found["values"], losses_and_norms, rtol=rtol, atol=0)):
-        rtol = max(rtol, min(1e-4, magnified_rounding(case, seed, 5)))
     np.testing.assert_allclose(found["values"], losses_and_norms, rtol=rtol, err_msg=where)
     # The mean of an activation is a sum of terms that cancel, its maximum one element, where rounding does not average.
     np.testing.assert_allclose(found["statistics"], expected["statistics"], rtol=1e-4, atol=1e-6, err_msg=where)

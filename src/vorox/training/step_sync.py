@@ -106,7 +106,7 @@ class StepDecision:
     missing: MissingBatch | None = None
 
 
-class Decision(Protocol):
+class PendingDecision(Protocol):
     """The decision about a step that has been started; a completed ``Future`` in a single process."""
 
     def result(self) -> StepDecision:
@@ -152,7 +152,7 @@ class StepSync:
         self._is_closed = threading.Event()
         self._running: Exchange | None = None
 
-    def start(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> Decision:
+    def start(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> PendingDecision:
         """Start to decide what all ranks do after a step, before the step.
 
         Args:
@@ -177,7 +177,7 @@ class StepSync:
         return exchange
 
     def finish(self, exchange: Exchange) -> StepDecision:
-        """Wait for the reports of all ranks; see ``Decision.result``."""
+        """Wait for the reports of all ranks; see ``PendingDecision.result``."""
         progress = exchange.progress
         self._statistics.end_step()
         heartbeat = self._next_batch.heartbeat
@@ -241,7 +241,7 @@ class Exchange:
         self.reports: list[dict[str, Any]] = []
 
     def result(self) -> StepDecision:
-        """Wait for the reports of all ranks; see ``Decision.result``."""
+        """Wait for the reports of all ranks; see ``PendingDecision.result``."""
         return self._sync.finish(self)
 
 
