@@ -201,10 +201,11 @@ def document_to_chunk(directory: Path, trace: ModuleTrace) -> None:
 def chunk_to_batch(directory: Path, trace: ModuleTrace) -> None:
     """From chunk files to the batches that a run's threads read ahead, some steps after its start.
 
-    Without the report of stalls: the heartbeat of the run reads it every few seconds, whatever the step.
+    Without the report of stalls, which the heartbeat of the run reads every few seconds, whatever the step; for the
+    same reason the metadata database is off.
     """
     write_text(directory / "text", documents=600)
-    settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "train.num_steps=60"]
+    settings = ["checkpoint.every_steps=null", "eval.every_steps=null", "train.num_steps=60", "log.metadata=off"]
     with around_steps(
         lambda step: trace.stop() if step == 50 else None, lambda step: trace.start() if step == 20 else None
     ):

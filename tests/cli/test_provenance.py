@@ -130,7 +130,7 @@ def test_when_finds_what_where_says(vorox: Run) -> None:
                 here = [one for one in found if one["position"] == row["position"]]
                 assert {(one["step"], one["slot"], one["row"]) for one in here} == {(step, row["slot"], row["row"])}
                 states = {(one["attempt"], one["state"]) for one in here}
-                expected = {(1 if step <= 4 else 2, "kept")} | ({(1, "rolled_back")} if step in {5, 6, 7} else set())
+                expected = {(1 if step <= 4 else 2, "kept")} | ({(1, "rolled_back")} if step in {5, 6} else set())
                 assert states == expected
 
 
@@ -214,13 +214,13 @@ def test_sql(vorox: Run) -> None:
     question = "SELECT attempt, first_step, last_step, outcome FROM consumed ORDER BY attempt, first_step"
     assert as_json(vorox("data", "sql", "latest", question, "--json")) == [
         {"attempt": 1, "first_step": 1, "last_step": 4, "outcome": "kept"},
-        {"attempt": 1, "first_step": 5, "last_step": 7, "outcome": "rolled_back"},
+        {"attempt": 1, "first_step": 5, "last_step": 6, "outcome": "rolled_back"},
         {"attempt": 2, "first_step": 5, "last_step": 12, "outcome": "kept"},
     ]
     code, out, _ = vorox("data", "sql", "latest", question)
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
-        ["attempt", "first_step", "last_step", "outcome"], ["1", "1", "4", "kept"], ["1", "5", "7", "rolled_back"],
+        ["attempt", "first_step", "last_step", "outcome"], ["1", "1", "4", "kept"], ["1", "5", "6", "rolled_back"],
         ["2", "5", "12", "kept"],
     ]  # fmt: skip
     assert vorox("data", "sql", "latest", "SELECT * FROM run WHERE seed = 9")[1] == "No rows\n"

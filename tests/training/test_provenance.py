@@ -98,18 +98,18 @@ def test_a_run_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run_until(7, config, monkeypatch)
     directory = next((tmp_path / "runs").iterdir())
     database = directory / "metadata.sqlite"
-    assert consumed(database) == [(1, None, 1, 4, "kept"), (1, None, 5, 7, "open")]
+    assert consumed(database) == [(1, None, 1, 4, "kept"), (1, None, 5, 6, "open")]
     run(config)
     assert consumed(database) == [
-        (1, None, 1, 4, "kept"), (1, None, 5, 7, "rolled_back"), (2, 1, 5, 12, "kept"),
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
     ]  # fmt: skip
     run(config, resume_from=RunLayout(directory).checkpoint(8))
     assert consumed(database) == [
-        (1, None, 1, 4, "kept"), (1, None, 5, 7, "rolled_back"), (2, 1, 5, 8, "kept"),
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 8, "kept"),
         (2, 1, 9, 12, "rolled_back"), (3, 2, 9, 12, "kept"),
     ]  # fmt: skip
     positions = MetadataCache.query(database, "SELECT first_position, end_position FROM consumed ORDER BY attempt, 1")
-    assert positions.rows == [(0, 16), (16, 28), (16, 32), (32, 48), (32, 48)]
+    assert positions.rows == [(0, 16), (16, 24), (16, 32), (32, 48), (32, 48)]
     (one,) = MetadataCache.query(database, "SELECT * FROM run").records()
     assert one["run_id"] == run_identity(directory)
     assert one["run_id"].startswith(directory.name)
@@ -167,7 +167,7 @@ def test_samples_and_inventory_on_request(tmp_path: Path, monkeypatch: pytest.Mo
     counted = (
         "SELECT outcome, COUNT(DISTINCT position) AS n, MIN(step), MAX(step) FROM samples GROUP BY outcome ORDER BY 1"
     )
-    assert MetadataCache.query(database, counted).rows == [("kept", 32, 5, 12), ("rolled_back", 12, 5, 7)]
+    assert MetadataCache.query(database, counted).rows == [("kept", 32, 5, 12), ("rolled_back", 8, 5, 6)]
     named = "SELECT name, uri FROM source_file JOIN run_source ON run_source.cache = source_file.cache"
     assert MetadataCache.query(database, named).rows == [("text", str(tmp_path / "text" / "text.jsonl"))]
     ((rows, units),) = MetadataCache.query(database, "SELECT SUM(num_rows), COUNT(DISTINCT unit) FROM chunk").rows
@@ -327,7 +327,7 @@ def test_postgres_stopped_in_mid_run_and_started_again(
         postgres.start()
     assert chain(directory()) == chain(straight)
     assert consumed(dsn) == [
-        (1, None, 1, 28, "kept"), (1, None, 29, 31, "rolled_back"), (2, 1, 29, 60, "kept"),
+        (1, None, 1, 28, "kept"), (1, None, 29, 30, "rolled_back"), (2, 1, 29, 60, "kept"),
     ]  # fmt: skip
     assert Spool(directory()).size_bytes == 0
 
@@ -479,7 +479,7 @@ def test_killed_with_a_spool_the_next_start_drains_it(
     run(config)
     assert Spool(directory).size_bytes == 0
     assert consumed(dsn) == [
-        (1, None, 1, 4, "kept"), (1, None, 5, 7, "rolled_back"), (2, 1, 5, 12, "kept"),
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
     ]  # fmt: skip
     found = MetadataCache.query(dsn, "SELECT attempt, kind, first_step FROM exception").rows
     assert found == [(1, "nonfinite_step", 3)], "what only the spool knew"
@@ -504,7 +504,7 @@ def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
     at_step(monkeypatch, 9, wipe)
     run(config)
     assert consumed(dsn) == [
-        (1, None, 1, 4, "kept"), (1, None, 5, 7, "rolled_back"), (2, 1, 5, 12, "kept"),
+        (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
     ]  # fmt: skip
     for table in ("run", "run_source", "plan_event", "segment"):
         assert MetadataCache.query(dsn, f"SELECT * FROM {table}").rows

@@ -33,6 +33,7 @@ from vorox.core.errors import ConfigError, NumericalError, Preempted
 from vorox.core.json_lines import read_history
 from vorox.core.run_context import recorded_config
 from vorox.data import loader
+from vorox.data.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder_spec import decoder_spec
 from vorox.models.flops import flops_per_token
@@ -271,8 +272,28 @@ def test_resume_reads_the_plan_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_save_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration(tmp_path, ["checkpoint.every_steps=null", "checkpoint.keep_last=5"])
     at_step(monkeypatch, 5, lambda: request_save(next((tmp_path / "runs").iterdir())))
-    found = list(step_directories(run(config).run_directory))
-    assert found == [6, 12], "what is saved after a step is decided when it starts"
+    assert list(step_directories(run(config).run_directory)) == [5, 12]
+
+
+def test_a_request_during_the_last_step_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path, ["checkpoint.every_steps=null", "checkpoint.at_end=false"])
+    at_step(monkeypatch, STEPS, lambda: request_save(next((tmp_path / "runs").iterdir())))
+    assert list(step_directories(run(config).run_directory)) == [STEPS]
+
+
+def test_steps_longer_than_the_interval_are_all_saved(tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9", "checkpoint.keep_last=20"]
+    config = configuration(tmp_path, [*settings, "checkpoint.asynchronous=false"])
+    assert list(step_directories(run(config).run_directory)) == list(range(1, STEPS + 1))
+
+
+def test_a_step_that_failed_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(tmp_path)
+    at_step(monkeypatch, 7, kill)
+    with pytest.raises(Killed):
+        run(config)
+    with RunDataIndex.open(next((tmp_path / "runs").iterdir())) as run_data:
+        assert run_data.applied_steps().tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_age_of_the_newest_checkpoint_is_a_metric(tmp_path: Path) -> None:

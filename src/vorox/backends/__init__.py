@@ -175,7 +175,7 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     """Check that devices can divide a model as a configuration wants; JAX checks its layout when it has the devices.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: The sizes of the model are not divisible as the configuration says.
     """
     if config.backend in _ONE_DEVICE_PER_PROCESS:
         divisibility.check_divisible(config, spec)

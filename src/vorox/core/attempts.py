@@ -110,7 +110,7 @@ class AttemptRecord:
         self._counters = self._view.cast("Q")
 
     def record_started(self, step: int) -> None:
-        """Record that a step was started, with one memory store."""
+        """Record that the engine has taken a step, with one memory store; a device may still compute it."""
         self._counters[0] = step
 
     def record_saved(self, step: int) -> None:

@@ -180,7 +180,7 @@ class Observer:
         )
 
     def saved(self, path: Path, progress: Progress, seconds: float) -> None:
-        """Report a committed checkpoint, whose state is ``seconds`` old; from any thread."""
+        """Report a committed checkpoint, whose state is ``seconds`` old; on the main rank, from any thread."""
         self._saved_at = time.monotonic() - seconds
         self._tracker.observe({"checkpoint_write_seconds": seconds})
         if self.notice is not None:

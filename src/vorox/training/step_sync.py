@@ -2,10 +2,10 @@
 
 In: what each rank knows by itself: the rows that it read, whether it can read the next ones, a signal that it got, and
 on the main rank the clock and a request for a checkpoint. Out: the same ``StepDecision`` on all ranks, so that none
-saves or stops alone. The decision about a step is made while the step is computed and applied after it. A single
-process decides without communication, when the step starts. With several ranks, a thread of each exchanges their
-reports. A step is a collective of the devices, so a rank without a batch must report it before the others start the
-step. The exchange uses the key-value store only, so it cannot interleave with collectives of the devices.
+saves or stops alone. A single process decides without communication. With several ranks, a thread of each exchanges the
+reports of a step while the main thread computes it; all apply the decision after the step. A step is a collective of
+the devices, so a rank without a batch must report it before the others start the step. The exchange uses the key-value
+store only, so it cannot interleave with collectives of the devices.
 Invariant: a rank that gives up ends the wait for rows on all ranks, so the exchange never waits for a batch that does
 not come.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -106,17 +106,20 @@ class StepDecision:
     missing: MissingBatch | None = None
 
 
-class PendingDecision(Protocol):
-    """The decision about a step that has been started; a completed ``Future`` in a single process."""
+class Exchange:
+    """The exchange of one step, which a thread runs while the main thread computes the step.
 
-    def result(self) -> StepDecision:
-        """Wait for the decision.
+    Args:
+        progress: The progress, including this step.
+        batch: The batch of the step.
+        batches: The batches that follow; ``None`` after the last step.
+    """
 
-        Raises:
-            NumericalError: The ranks computed different numbers.
-            CheckpointError: The checkpoint that was being written failed.
-        """
-        ...
+    def __init__(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> None:
+        self.progress, self.batch, self.batches = progress, batch, batches
+        self.is_batch_known = threading.Event()
+        self.decision: Future[dict[str, Any]] = Future()
+        self.reports: list[dict[str, Any]] = []
 
 
 class StepSync:
@@ -152,39 +155,40 @@ class StepSync:
         self._is_closed = threading.Event()
         self._running: Exchange | None = None
 
-    def start(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> PendingDecision:
-        """Start to decide what all ranks do after a step, before the step.
+    def start(self, progress: Progress, batch: Batch, batches: BatchStream | None) -> Exchange:
+        """Start the exchange of a step, before the step.
 
         Args:
             progress: The progress, including this step.
             batch: The batch of the step.
-            batches: The batches that follow; ``None`` after the last step. Nothing else may read them until the
-                decision is known.
-
-        Raises:
-            CheckpointError: The checkpoint that was being written failed; in a single process.
+            batches: The batches that follow; ``None`` after the last step. Nothing else may read them until ``finish``.
         """
-        if self._thread is None:
-            decided = Future[StepDecision]()
-            decided.set_result(StepDecision(batch.digest(), self._due(progress)))
-            return decided
-        report = {
-            "chain": self._chain.head, "statistics": self._statistics.report(progress.step),
-            **rows_of(batch, self._shard),
-        }  # fmt: skip
-        exchange = self._running = Exchange(self, progress, batches)
-        exchange.agreed = self._thread.submit(self._agree, exchange, report)
+        exchange = self._running = Exchange(progress, batch, batches)
+        if self._thread is not None:
+            report = {
+                "chain": self._chain.head, "statistics": self._statistics.report(progress.step),
+                **rows_of(batch, self._shard),
+            }  # fmt: skip
+            exchange.decision = self._thread.submit(self._agree, exchange, report)
         return exchange
 
     def finish(self, exchange: Exchange) -> StepDecision:
-        """Wait for the reports of all ranks; see ``PendingDecision.result``."""
+        """Return what all ranks do after a step that has been started; wait for their reports.
+
+        Raises:
+            NumericalError: The ranks computed different numbers.
+            CheckpointError: The checkpoint that was being written failed.
+        """
         progress = exchange.progress
+        if self._thread is None:
+            self._running = None
+            return StepDecision(exchange.batch.digest(), self._due(progress))
         self._statistics.end_step()
         heartbeat = self._next_batch.heartbeat
         heartbeat.enter("data", progress.step + 1)
         exchange.is_batch_known.wait()
         heartbeat.enter("sync", progress.step)
-        decided = exchange.agreed.result()
+        decided = exchange.decision.result()
         self._running = None
         if exchange.reports:
             self._statistics.receive([report["statistics"] for report in exchange.reports])
@@ -223,26 +227,6 @@ class StepSync:
             if self._running is not None and self._running.batches is not None:
                 self._running.batches.close()
             self._thread.shutdown()
-
-
-class Exchange:
-    """The exchange of one step, which a thread runs while the main thread computes the step.
-
-    Args:
-        sync: What runs it.
-        progress: The progress, including this step.
-        batches: The batches that follow; ``None`` after the last step.
-    """
-
-    def __init__(self, sync: StepSync, progress: Progress, batches: BatchStream | None) -> None:
-        self._sync, self.progress, self.batches = sync, progress, batches
-        self.is_batch_known = threading.Event()
-        self.agreed: Future[dict[str, Any]] = Future()
-        self.reports: list[dict[str, Any]] = []
-
-    def result(self) -> StepDecision:
-        """Wait for the reports of all ranks; see ``PendingDecision.result``."""
-        return self._sync.finish(self)
 
 
 class _AgreedStop:

@@ -71,7 +71,7 @@ def test_files_beyond_the_cache_are_split_once_and_read_once_per_split(
 ) -> None:
     monkeypatch.setattr(RANGE_CACHE, "_limit_bytes", 1 << 20)
     factor, _ = fetched(tmp_path, "jsonl", "")
-    assert factor <= 3 + PROBED_BYTES / len(BODIES["jsonl"])
+    assert factor <= 2 + PROBED_BYTES / len(BODIES["jsonl"])
 
 
 def test_a_reader_continues_at_the_store_where_the_cache_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
