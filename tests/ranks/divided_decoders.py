@@ -136,7 +136,7 @@ def cases_of(layout: str) -> list[str]:
         "2,1,2,2": ["documents"], "1,2,2,2": ["gemma3"],
         "1,1,2,1,2": ["noise"], "1,1,2,1,2,1": ["gpt2"], "1,1,2,1,2,0,1,1": ["llama"],
         "1,1,1,2,2": ["documents"], "1,1,1,2,2,0,1,1": ["zero bubble"], "1,1,2,2,2": ["documents"],
-        "1,2,2,1,2": ["gemma3"],
+        "1,2,2,1,2": ["gemma3"], "1,2,1,2,2": ["zero bubble"],
     }  # fmt: skip
     return by_layout.get(layout, ["llama"])
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
         (["1,1,1,1,4,0,1,1", "2,1,1,1,2,0,1,1", "1,2,1,1,2,0,1,1"], 4),
         (["1,1,2,1,2", "1,1,2,1,2,1", "1,1,2,1,2,0,1,1"], 4),
         (["1,1,1,2,2", "1,1,1,2,2,0,1,1"], 4),
-        (["1,1,2,2,2", "1,2,2,1,2"], 8),
+        (["1,1,2,2,2", "1,2,2,1,2", "1,2,1,2,2"], 8),
     ],
     ids=[
         "alone, then FSDP2",
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
         "ring of four, with replicas, and with FSDP2",
         "with tensor and sequence parallelism",
         "in the stages of a pipeline",
-        "with tensor parallelism in a pipeline, and with FSDP2",
+        "with tensor parallelism in a pipeline, and both with FSDP2",
     ],
 )
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], count: int, tmp_path: Path) -> None:
