@@ -40,6 +40,7 @@ from vorox.models.flops import flops_per_token
 from vorox.runtime.heartbeat import Heartbeat, Phase
 from vorox.runtime.throughput import Throughput
 from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
+from vorox.training.checkpoints.writer import CheckpointWriter
 from vorox.training.display import NoDisplay
 from vorox.training.replay_chain import read_chain
 
@@ -296,19 +297,26 @@ def test_a_step_that_failed_is_not_applied(tmp_path: Path, monkeypatch: pytest.M
         assert run_data.applied_steps().tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_age_of_the_newest_checkpoint_is_a_metric(tmp_path: Path) -> None:
+def test_the_age_of_the_newest_checkpoint_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that saves step 4 and ends with 6, then continues from 4: its metrics from step 5 on are of the second."""
+    commit, commit_seconds = CheckpointWriter._commit, 0.2
+
+    def slow(self: CheckpointWriter, *arguments: Any) -> None:
+        time.sleep(commit_seconds)
+        commit(self, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "_commit", slow)
     settings = ["log.every_steps=1", "checkpoint.every_steps=4", "checkpoint.at_end=false", "eval.every_steps=null"]
     began = time.monotonic()
     directory: Path | None = None
-    for num_steps in (6, 8):
+    for num_steps, least_seconds in ((6, commit_seconds), (8, 0.0)):
         config = configuration(tmp_path, [*settings, "checkpoint.asynchronous=false", f"train.num_steps={num_steps}"])
         directory = run(config, resume_from=directory).run_directory
         ages = {step: values.get("seconds_since_save") for step, values in read_metrics(directory).items()}
         assert list(ages) == list(range(1, num_steps + 1))
         assert [step for step, age in ages.items() if age is None] == [1, 2, 3, 4], "no kill would go back to one"
         known = [age for age in ages.values() if age is not None]
-        assert all(0 < age < time.monotonic() - began for age in known)
+        assert all(least_seconds < age < time.monotonic() - began for age in known), "the age of what it holds"
         assert known == sorted(known), "no other is committed before the last line"
 
 
