@@ -2,8 +2,8 @@
 
 The oracle computes each conversation alone: log-probabilities of its answer under the model and under a frozen copy of
 its first weights, then ``-log sigmoid(beta (chosen - rejected))`` averaged over the pairs of a step. Over 20 steps,
-losses of fp32 agree to 1e-5 (relative) with an oracle in float64: log-probabilities are sums of up to a thousand, and a
-small loss is what remains of their differences.
+losses of fp32 agree to 1e-5 (relative) and rewards to 1e-4 with an oracle in float64: log-probabilities are sums of up
+to a thousand, and a small loss is what remains of their differences.
 """
 
 from __future__ import annotations

@@ -282,8 +282,9 @@ def test_a_request_during_the_last_step_is_served(tmp_path: Path, monkeypatch: p
     assert list(step_directories(run(config).run_directory)) == [STEPS]
 
 
-def test_steps_longer_than_the_interval_are_all_saved(tmp_path: Path) -> None:
-    settings = ["checkpoint.every_steps=null", "checkpoint.every_seconds=1e-9", "checkpoint.keep_last=20"]
+def test_steps_longer_than_the_interval_are_all_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_step(monkeypatch, lambda number: time.sleep(0.1))
+    settings = ["checkpoint.every_steps=null", "checkpoint.every_seconds=0.08", "checkpoint.keep_last=20"]
     config = configuration(tmp_path, [*settings, "checkpoint.asynchronous=false"])
     assert list(step_directories(run(config).run_directory)) == list(range(1, STEPS + 1))
 

@@ -75,7 +75,7 @@ class Observer:
         workload, self._mirror = setup.workload, setup.mirror
         self._engine, self._streams = workload.engine, workload.corpus.streams
         self._batches, self._rank_metrics = batches, rank_metrics
-        self._saved_at = time.monotonic() if checkpoints.has_saved else None  # the age of what a kill would go back to
+        self._saved_at = time.monotonic() if checkpoints.has_saved else None  # the state that a kill would go back to
         self._config = config = workload.config
         self._log, self._tracker, self._display, self._speed = workload.log, tracker, display, speed
         mirrored = f", mirrored to {setup.mirror.uri}" if setup.mirror.uri else ""
