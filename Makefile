@@ -3,11 +3,12 @@
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
 #   make dash  [ARGS="--port 0"]           show the runs in the browser
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests but the slow ones
-#   make slow                              the slow tests: kills, compilations, several processes, every page of the docs
+#   make matrix [PART=k/n] [DRAW=minutes]  the slow tests: kills, compilations, several processes, every page of the docs;
+#                                          all of them, a part, or as many as the tree's hash draws for some minutes
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make mutate [ARGS="vorox.data.permutation*"] change the code that order, caches and replay rest on, one expression at a time
-#   make structure                         packages with their lines and imports, and the modules of five call paths
+#   make structure                         modules, packages with their lines and imports, and five call paths
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 
@@ -29,7 +30,7 @@ STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train dash test slow costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
+.PHONY: setup train dash test matrix programs costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -64,16 +65,29 @@ train: $(STAMP_TRAIN)
 dash: $(STAMP)
 	@$(BIN)/vorox dash $(ARGS)
 
+# What tests use beside Python packages. Azurite comes from npm; Debian's packages are named, `.ci/run` installs them.
+AZURITE := .azurite/node_modules/.bin/azurite-blob
+PROGRAMS := git:git node:nodejs npm:npm xz:xz-utils chromium:chromium chromium:fonts-dejavu-core ip:iproute2 openssl:openssl
+
+$(AZURITE):
+	@if command -v npm >/dev/null && command -v node >/dev/null; then \
+		echo "Installing Azurite into .azurite (once) ..."; \
+		npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0 || echo "Azurite was not installed"; fi
+
+programs: $(AZURITE)
+	@missing=$$(for pair in $(PROGRAMS); do command -v $${pair%%:*} >/dev/null || echo $${pair#*:}; done); \
+		[ -z "$$missing" ] || echo "Tests are skipped for want of these Debian packages: apt-get install" $$missing
+
 # Types are checked beside the tests, and what they say comes last.
-test: $(STAMP_DEV) lint
+test: $(STAMP_DEV) lint programs
 	@types=$$(mktemp); trap 'rm -f $$types' EXIT; $(BIN)/pyright >$$types 2>&1 & checking=$$!; \
 		$(PYTEST) -m "not slow" $(ARGS); code=$$?; wait $$checking || code=1; cat $$types; exit $$code
 
 costs: $(STAMP_DEV)
 	@$(PYTEST) --record-costs $(ARGS)
 
-slow: $(STAMP_DEV)
-	@$(PYTEST) -m slow $(ARGS)
+matrix: $(STAMP_DEV) programs
+	@$(PYTEST) -m slow $(if $(PART),--part $(PART)) $(if $(DRAW),--draw-minutes $(DRAW)) $(ARGS)
 
 # Environments of their own, with the dependencies of Vorox, of its extra torch or of its extra jax, and pytest. Everything
 # that is quick runs without a framework; with one of them, what may meet it: not core and data, which may import none.

@@ -18,9 +18,9 @@ import numpy as np
 
 from vorox.core.batch import DataCursor, DataShard
 from vorox.data.cache.reader import CacheReader
-from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.order.loader import first_cursor, open_batches
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 
 if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
@@ -63,7 +63,7 @@ def scaled_configuration(folder: Path, codec: str, shards: Path, tokenizer: Path
 
 def build(configuration: RunConfig, folder: Path) -> CacheReader:
     """Build the training cache of the one source and let it be ``folder / CACHE``."""
-    from vorox.data.corpus import prepare
+    from vorox.data.corpus.corpus import prepare
 
     reader = prepare(configuration).sources[0].train
     reader.directory.rename(folder / CACHE)
@@ -72,7 +72,7 @@ def build(configuration: RunConfig, folder: Path) -> CacheReader:
 
 def write_scaled_shards(shards: Path, rows: np.ndarray[Any, Any], num_rows: int, row_tokens: int) -> None:
     """The tokens of ``rows`` repeated until they fill ``num_rows`` rows of ``row_tokens``."""
-    from vorox.data.shard_format import write_shard
+    from vorox.data.text.shard_format import write_shard
 
     shards.mkdir()
     stream = rows.reshape(-1)

@@ -220,12 +220,12 @@ def run_tokenizer(root: Path, contender: Contender) -> dict[str, float]:
 
 def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     """CPU seconds of the parts of a build, one after the other over the whole corpus, in one thread."""
-    from vorox.core.atomic import write_file
     from vorox.core.config import load_config
+    from vorox.core.files.atomic import write_file
     from vorox.data.cache.format import encode_chunk
+    from vorox.data.cache.packing import chunk_contents
     from vorox.data.cache.unit_builder import UnitBuilder
-    from vorox.data.cache_opener import recipe_for
-    from vorox.data.packing import chunk_contents
+    from vorox.data.corpus.cache_opener import recipe_for
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader
     from vorox.data.text.unit_splitter import split_into_units

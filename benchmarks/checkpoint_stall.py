@@ -22,12 +22,12 @@ from typing import Any
 import interleave
 import jax_step
 from vorox.core.batch import DataCursor, Progress
-from vorox.core.log import RunLog
 from vorox.core.schema import CheckpointConfig
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import ReplayChain
 from vorox.training.checkpoints.writer import CheckpointWriter
-from vorox.training.pending_steps import PendingSteps
-from vorox.training.replay_chain import ReplayChain
-from vorox.training.schedule import Horizon
+from vorox.training.steps.pending_steps import PendingSteps
+from vorox.training.steps.schedule import Horizon
 
 KINDS = ("no save", "waiting", "background")
 

@@ -28,9 +28,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from interleave import machine
-from vorox.core.run_lookup import find_run
 from vorox.dashboard.plotting import COLOURS, STYLE, render
 from vorox.experiments.tracking import read_metrics
+from vorox.records.run_lookup import find_run
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "continued_pretraining.md"

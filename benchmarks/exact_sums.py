@@ -21,7 +21,7 @@ import numpy as np
 from vorox import backends
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 
 LEVELS = ("bitwise", "bitwise-any-world")
 SIZES = {

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from gpu_step import VOCABULARY, configuration
-from vorox.models import flops
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
+from vorox.planning import flops
 
 ROOT, HERE = Path(__file__).parents[1], Path(__file__).parent
 STEPS, WARMUP_STEPS, LOG_STEPS, TIMEOUT_SECONDS = 35, 10, 5, 240

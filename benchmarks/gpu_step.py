@@ -7,9 +7,9 @@ The engine alone on random tokens and weights, without data, display and checkpo
 programs. As in a run, the host reads the values of a step after it has started the next one. Each variant is the size
 with some settings changed, and has an engine of its own in this process.
 
-MFU counts 6 N + 12 L W T FLOPs per token (``models/flops.py``) against the data sheet. The matmul peak is the rate of a
-product of two bf16 matrices of 8,192 rows and columns of random numbers, measured in the same process. Host time is
-what a step takes to start while the device is idle: where it is longer than the step, the host is the limit.
+MFU counts 6 N + 12 L W T FLOPs per token (``planning/flops.py``) against the data sheet. The matmul peak is the rate
+of a product of two bf16 matrices of 8,192 rows and columns of random numbers, measured in the same process. Host time
+is what a step takes to start while the device is idle: where it is longer than the step, the host is the limit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vorox.backends.torch_engine import decoder_network
 from vorox.backends.torch_engine import engine as torch_engine
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import NamedArray
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models import flops
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.memory_estimate import estimate_memory
+from vorox.models.decoder.spec import decoder_spec
 from vorox.models.spec import ModelSpec
+from vorox.planning import flops
+from vorox.planning.memory_estimate import memory_per_device
 from vorox.runtime.device_peaks import peak_flops_per_second
 
 VOCABULARY = 50_304
@@ -165,7 +165,7 @@ def measure(size: str, variant: str, options: argparse.Namespace, peak: float) -
         "host_milliseconds": round(1e3 * min(host), 2), "spread": round(max(seconds) / min(seconds), 3),
         "teraflops": round(rate / 1e12, 1), "mfu": None if sheet is None else round(rate / sheet, 4),
         "of_matmul_peak": round(rate / peak, 4), "start_seconds": round(start_seconds, 1), "loss": round(loss, 4),
-        "planned_gib": round(estimate_memory(spec, config, device.type).total_bytes / GIB, 2),
+        "planned_gib": round(memory_per_device(spec, config, device.type).total_bytes / GIB, 2),
     }  # fmt: skip
     if device.type == "cuda":
         read = torch.cuda.max_memory_reserved if config.runtime.cuda_graphs else torch.cuda.max_memory_allocated

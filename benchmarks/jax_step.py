@@ -35,10 +35,10 @@ import interleave
 from vorox import backends
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models import flops
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.planning import flops
 from vorox.runtime.device_peaks import peak_flops_per_second
 from vorox.runtime.matmul_peak import measure_matmul_peak, training_shapes
 

@@ -24,10 +24,10 @@ from vorox.core.batch import DataShard
 from vorox.core.config import load_config
 from vorox.core.schema import RunConfig
 from vorox.data.cache.reader import CacheReader
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.order.loader import first_cursor, open_batches
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 
 BATCH, LENGTH = 64, 1024
 

@@ -19,18 +19,18 @@ import numpy as np
 import interleave
 from vorox import backends
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.run_context import RunContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import prepare
-from vorox.models.decoder_spec import decoder_spec
+from vorox.data.corpus.corpus import prepare
+from vorox.models.decoder.spec import decoder_spec
+from vorox.records.run_context import RunContext
 from vorox.run import make_workload
-from vorox.training import loop
-from vorox.training.display import NoDisplay
+from vorox.training.loop import loop
+from vorox.training.loop.display import NoDisplay
+from vorox.training.loop.session import open_log, open_session
+from vorox.training.loop.startup import initialize_or_resume
 from vorox.training.mirror import open_mirror
-from vorox.training.session import open_log, open_session
-from vorox.training.startup import initialize_or_resume
-from vorox.training.stop import StopRequest
+from vorox.training.steps.stop import StopRequest
 
 
 def configuration(folder: Path, name: str, num_steps: int) -> RunConfig:

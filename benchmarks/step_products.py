@@ -35,9 +35,9 @@ import interleave
 from vorox import backends
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "performance.md"

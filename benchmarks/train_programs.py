@@ -210,7 +210,7 @@ def measure(size: Size, contenders: dict[str, Contender], rounds: int) -> dict[s
 
 def machine() -> dict[str, Any]:
     """Processor, instruction set, memory, load, and the versions of everything that computes."""
-    from vorox.core.environment import usable_cores
+    from vorox.core.platform.environment import usable_cores
 
     facts = dict(
         line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line

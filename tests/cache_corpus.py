@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.recipe import Recipe
 from vorox.data.cache.report import BuildReport
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
+from vorox.data.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ TRIMMED = MARKED.replace("message['content'] +", "message['content'] | trim +")
 
 
 def unmarked(template: str) -> str:
-    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    return re.sub(r"{%-? (end)?generation %}", "", template)
 
 
 def text(chooser: random.Random, most: int = 12) -> str:

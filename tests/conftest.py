@@ -1,7 +1,7 @@
 """What holds for all tests: which frameworks there are, in which order they run, and how JAX starts.
 
 A test says what it needs by its mark (``torch``, ``jax``, ``hf``) or by the folder that it lies in; where that is not
-installed it is left out, and the summary says so. ``VOROX_TESTS_WITHOUT=torch,jax`` hides frameworks that are there.
+installed it is left out, and the summary says so. ``TESTS_WITHOUT=torch,jax`` hides frameworks that are there.
 JAX sees several devices on the CPU and compiles equal functions once, also from one run of the suite to the next; both
 are read when JAX starts, which no test module does on import.
 """
@@ -17,6 +17,8 @@ import platform
 import re
 import signal
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,9 +28,21 @@ from typing import Any
 import pytest
 
 from eventually import wait_until
-from scheduling import WAITING_WORKERS, CostRecorder, TwoPools, is_long, is_of_other_part, wall_seconds
-from vorox.core import environment
-from vorox.core.environment import usable_cores
+from scheduling import (
+    WAITING_WORKERS,
+    CostRecorder,
+    TwoPools,
+    draw,
+    function_of,
+    is_long,
+    is_of_other_part,
+    part_of,
+    slow_costs,
+    tree_hash,
+    wall_seconds,
+)
+from vorox.core.platform import environment
+from vorox.core.platform.environment import usable_cores
 
 
 def _compiled_code() -> Path:
@@ -39,7 +53,10 @@ def _compiled_code() -> Path:
     return Path(__file__).parents[1] / ".cache" / "tests" / digest[:12]
 
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers take it over
+    _STATE = tempfile.TemporaryDirectory(prefix="vorox-state-")
+    os.environ["XDG_STATE_HOME"] = _STATE.name  # where a user's trust in the code of runs is kept
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled_code() / "jax"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code() / "inductor"))
 # A pool of compiling processes imports PyTorch in each, which takes longer than the few kernels of a test.
@@ -69,7 +86,7 @@ class _Hidden:
         return None
 
 
-_WITHOUT = {name for name in os.environ.get("VOROX_TESTS_WITHOUT", "").split(",") if name}
+_WITHOUT = {name for name in os.environ.get("TESTS_WITHOUT", "").split(",") if name}
 if _WITHOUT:
     # transformers runs without torch, but nothing of what is tested with it does.
     hidden = {"torch": {"torch", "transformers"}, "jax": {"jax", "jaxlib", "flax", "optax", "orbax"}}
@@ -108,8 +125,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{PACKAGES[mark]} is not installed"))
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_SECONDS))
+    _select_part(config, items)
     part = config.option.markexpr
     items.sort(key=lambda item: (-wall_seconds(file := item.nodeid.partition("::")[0], part), file))
+
+
+def _select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the slow tests of a part (``--part``) or of a draw (``--draw-minutes``)."""
+    part, minutes = config.option.part, config.option.draw_minutes
+    if part is None and minutes is None:
+        return
+    costs = slow_costs(item.nodeid for item in items if item.get_closest_marker("slow") is not None)
+    if part is not None:
+        index, _, count = part.partition("/")
+        chosen = part_of(costs, int(index), int(count))
+    else:
+        chosen = draw(costs, minutes, config.option.draw_tree)
+    left_out = [item for item in items if function_of(item.nodeid) not in chosen]
+    items[:] = [item for item in items if function_of(item.nodeid) in chosen]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -126,6 +160,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-costs", action="store_true", help="Write what files and long tests cost to tests/costs.json."
     )
+    parser.addoption("--part", metavar="K/N", help="Run part K of N of the slow tests, divided by recorded cost.")
+    parser.addoption(
+        "--draw-minutes", type=float, metavar="M", help="Run slow tests of M minutes, drawn by the hash of the tree."
+    )
+    parser.addoption("--draw-tree", metavar="HASH", help="Draw what the tree of this hash draws (default: this tree).")
+
+
+def _let_hypothesis_wait() -> None:
+    """A busy machine draws examples slowly; that is no fault of a test."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("busy")
 
 
 def _begin_elsewhere(config: pytest.Config) -> None:
@@ -158,10 +206,17 @@ def _ask_git_once() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _begin_elsewhere(config)
+    _let_hypothesis_wait()
     _ask_git_once()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started the tests in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what they start on a terminal obeys Ctrl-C
+    if config.option.draw_minutes is not None and config.option.draw_tree is None:
+        config.option.draw_tree = tree_hash(TESTS.parent)  # workers take it over
     config.pluginmanager.register(CostRecorder(writes=config.getoption("--record-costs")))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailureReport(config))
+    if (config.option.part or config.option.draw_minutes) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_SelectionReport())
 
 
 @pytest.fixture(autouse=True)
@@ -180,5 +235,68 @@ def _no_request_outlives_its_test() -> Iterator[None]:
     assert not left
 
 
-def pytest_report_header() -> list[str]:
-    return [f"without {', '.join(sorted(MISSING))}: left out {', '.join(collect_ignore)}"] if MISSING else []
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [f"without {', '.join(sorted(MISSING))}: left out {', '.join(collect_ignore)}"] if MISSING else []
+    if config.option.part is not None:
+        lines.append(f"matrix: part {config.option.part}")
+    elif config.option.draw_minutes is not None:
+        lines.append(
+            f"matrix: {config.option.draw_minutes:g} minutes, drawn by tree {config.option.draw_tree} "
+            f"(the same again: --draw-tree {config.option.draw_tree})"
+        )
+    return lines
+
+
+IS_COMPLETE = os.environ.get("TESTS_COMPLETE") == "1"
+"""Set by `.ci/run`, which installs all that the tests use: what is missing is an error there, and skipped elsewhere."""
+_ABSENCE = re.compile(r"not installed|could not import|No module named")
+_MAY_BE_ABSENT = re.compile(r"sbatch|slurm|munge|kube|sky|vllm", re.IGNORECASE)
+"""Programs of clusters and of GPUs, which are on few machines."""
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    outcome: Any = yield
+    _fail_if_absent(outcome.get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    outcome: Any = yield
+    _fail_if_absent(outcome.get_result())
+
+
+def _fail_if_absent(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Fail a test, or a module, that is skipped for something that is not installed where all must be."""
+    if IS_COMPLETE and report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2])
+        if _ABSENCE.search(reason) and not _MAY_BE_ABSENT.search(reason):
+            report.outcome = "failed"
+            report.longrepr = f"{reason}\nTESTS_COMPLETE=1 makes this an error; without it, the test is skipped."
+
+
+class _FailureReport:
+    """Name a failure when it happens: the report of all of them comes last, or never where time runs out."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._config.get_terminal_writer().line(f"\nFAILED {report.nodeid} ({report.when})")
+
+
+class _SelectionReport:
+    """Print which test functions of the matrix ran, from the reports of all workers."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+            self._counts[function_of(report.nodeid)] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"This part of the matrix: {len(self._counts)} functions")
+        for function, count in sorted(self._counts.items()):
+            terminalreporter.write_line(f"  {function}" + (f" ({count} cases)" if count > 1 else ""))

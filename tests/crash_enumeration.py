@@ -1,7 +1,7 @@
 """What a crash can leave on disk: every prefix of a recorded sequence of file operations, made real.
 
-``record`` runs something under ``core.atomic.observe`` and returns its operations; ``crash_states`` replays prefixes of
-them onto copies of the directory as it was before. Three kinds of crash:
+``record`` runs something under ``core.files.atomic.observe`` and returns its operations; ``crash_states`` replays
+prefixes of them onto copies of the directory as it was before. Three kinds of crash:
 
 - between two operations,
 - inside a write (nothing, one byte, half, or all but one byte of it arrived),
@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
 
 
 def record(action: Callable[[], object]) -> list[FileOperation]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vorox.data.packing import pack
-from vorox.data.plan_events import PlanSource, PlanStart, Segment, UnitRange
-from vorox.data.plan_state import Addresses, PlanState
+from vorox.data.cache.packing import pack
+from vorox.data.order.plan_events import PlanSource, PlanStart, Segment, UnitRange
+from vorox.data.order.plan_state import Addresses, PlanState
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 COLOURS = ("#2f5fd0", "#b4641a", "#1a8f6a", "#b0418f", "#6b56c9", "#8a7a1f", "#2a94ad", "#b5483f")

@@ -30,7 +30,7 @@ def _array(value: np.ndarray, encoding: str) -> bytes:
 
 
 def _encoded(value: Any, encoding: str) -> bytes:
-    if encoding == "str":
+    if encoding in {"str", "json"}:
         return value.encode("utf-8", "surrogateescape")
     if encoding == "int":
         return struct.pack("<q", value)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.data.cache.recipe import Recipe
+from vorox.data.recipe import Recipe
 from vorox.data.rows import RowBlock
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from pictures import caption, picture
 from training_device import DEVICE
 from vorox.core.schema import RunConfig
-from vorox.training.checkpoints.weights_source import load_config_with_weights
+from vorox.training.origin.configuration import load_config as load_config_with_weights
 
 SPECIALS = ("<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SIZES = ((20, 12), (9, 31), (40, 24), (16, 16), (70, 50))

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
-
 from eventually import wait_until
 from vorox.api.model import find_model
 from vorox.serving.server import OpenAIServer
 from vorox.web.listener import listen
+from vorox.web.running import server_of
 
 TOKEN = "correct-horse-battery"
 NAME = "tiny"
@@ -23,7 +22,7 @@ def model_server(run: Path) -> Iterator[str]:
     """The base URL of a server with the newest checkpoint of a run, as ``NAME``; it accepts ``TOKEN``."""
     model = find_model(str(run), step=None, root="runs", device=None, on_corrupt=lambda path, error: None)
     listener, access = listen("127.0.0.1", 0, TOKEN, False, command="vorox serve", has_pages=False)
-    server = uvicorn.Server(uvicorn.Config(OpenAIServer(model, NAME).application(access), log_level="error"))
+    server = server_of(OpenAIServer(model, NAME).application(access), stop_seconds=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.atomic import canonical_json
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
-from vorox.core.engine import EvalValues, NamedArray, NonfiniteOrigin, PartReport, StepValues
+from vorox.core.engine import Engine, EvalValues, NamedArray, NonfiniteOrigin, PartReport, StepValues
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory, StagedPart
+from vorox.core.files.atomic import canonical_json
+from vorox.core.files.staged_directory import StagedDirectory, StagedPart
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -83,9 +83,8 @@ class NumpySnapshot:
         return digest.hexdigest()
 
 
-class NumpyEngine:
+class NumpyEngine(Engine):
     name = "numpy"
-    capabilities: frozenset[str] = frozenset()
 
     def __init__(self, vocab_size: int, *, seed: int = 0, width: int = 8, clip_norm: float | None = 1.0) -> None:
         self.clip_norm, self.data_shard = clip_norm, DataShard()

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tiny_runs import NumpyBackend, run
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import VoroxError
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 
 RANK = threading.local()
@@ -66,9 +66,11 @@ class Store:
         self.operations.setdefault(threading.get_ident(), Counter())[operation] += 1
 
 
-def together(count: int, program: Callable[[DistributedContext], Any]) -> tuple[list[Any], Store]:
+def together(
+    count: int, program: Callable[[DistributedContext], Any], store: Store | None = None
+) -> tuple[list[Any], Store]:
     """What every process of a run gets from one program; an error is a result."""
-    store = Store()
+    store = store or Store()
 
     def one(index: int) -> Any:
         dist = DistributedContext(index, count, store)

@@ -1,4 +1,4 @@
-"""A slow, obvious decoder in float64 numpy, written from the table of ``models/decoder_spec.py`` and nothing else.
+"""A slow, obvious decoder in float64 numpy, written from the table of ``models/decoder/spec.py`` and nothing else.
 
 The oracle for everything that claims to know what the canonical parameters mean: names, engines, exports.
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vorox.models.rotary import scale_frequencies
+from vorox.models.decoder.rotary import scale_frequencies
 
 
 def _norm(spec: Any, x: np.ndarray, weights: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -82,7 +82,7 @@ def _mamba(spec: Any, h_BTD: np.ndarray, weights: Mapping[str, np.ndarray], name
 
 
 def numpy_logits(spec: Any, parameters: Mapping[str, np.ndarray], tokens_BT: np.ndarray) -> np.ndarray:
-    """The decoder in float64, as the parameter table of ``models/decoder_spec.py`` means it."""
+    """The decoder in float64, as the parameter table of ``models/decoder/spec.py`` means it."""
     weights = {name: array.astype(np.float64) for name, array in parameters.items()}
 
     def linear(x: np.ndarray, name: str) -> np.ndarray:

@@ -3,26 +3,34 @@
 A worker takes whole files, because modules share fixtures. ``-n auto`` starts one worker for every core, which take the
 files that compute, and ``WAITING_WORKERS`` more for the files that mostly wait: for servers, child processes and time
 limits. A pool whose files are done takes those of the other. A test that took a processor more than
-``LONG_TEST_SECONDS`` is slow, whatever its marks: it runs in `make slow`, not in `make test`. A file without tests of
+``LONG_TEST_SECONDS`` is slow, whatever its marks: it runs in `make matrix`, not in `make test`. A file without tests of
 the part that runs is not even imported. ``--record-costs`` (`make costs`) writes to ``costs.json`` what the quick tests
 of a file cost together, and what each long test costs. A file without a record counts as a long one, so that nothing
 waits for it at the end.
 
-`make test` may take 12 minutes on two cores. Its cost is held in processor seconds, which depend least on the load of a
+`make test` may take 8 minutes on two cores. Its cost is held in processor seconds, which depend least on the load of a
 machine: ``tests/contract/test_time_limits.py`` fails if the records exceed ``FAST_PART_CPU_SECONDS``, and every run
 reports what it cost, and which quick tests are long.
+
+The slow tests are the matrix (`make matrix`). ``--part k/n`` runs one of n parts of about equal cost: what a part holds
+depends on names and recorded costs only. ``--draw-minutes M`` runs as many tests as take M minutes of two cores, drawn
+by the hash of the tree: every run of the same tree draws the same, another tree draws others. Both divide by test
+function, because its cases share fixtures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +40,12 @@ from xdist.scheduler import LoadFileScheduling
 COSTS_FILE = Path(__file__).with_name("costs.json")
 COSTS: dict[str, list[float]] = json.loads(COSTS_FILE.read_text()) if COSTS_FILE.exists() else {}
 """The quick tests of a file, or a long test, to [wall seconds, CPU seconds of the worker and its child processes]."""
-LONG_TEST_SECONDS = 1.0
+LONG_TEST_SECONDS = 0.35
 WAITING_WORKERS = 2
 UNKNOWN_SECONDS = 300.0
 """Longer than most files, so that one without a record, which may be the longest, does not begin at the end."""
-FAST_PART_CPU_SECONDS = 1000.0
-"""What the quick tests may cost: 12 minutes of two cores without start-up, collection, lint and types, used at 85%."""
+FAST_PART_CPU_SECONDS = 550.0
+"""What the quick tests may cost by the records: 8 minutes beside the check of types on slower cores."""
 UNRECORDED_CPU_SECONDS = 5.0
 MANY_MODULES = 100
 """A test that imports more is the first of its worker that needs a framework."""
@@ -51,7 +59,7 @@ def is_long_cost(cost: list[float]) -> bool:
 
 
 def is_long(test: str) -> bool:
-    """Whether a test runs in `make slow` because of its cost; the contract is checked by every `make test`."""
+    """Whether a test runs in `make matrix` because of its cost; the contract is checked by every `make test`."""
     return test in COSTS and is_long_cost(COSTS[test]) and not test.startswith("tests/contract/")
 
 
@@ -95,6 +103,58 @@ def is_of_other_part(file: str, text: str, part: str) -> bool:
     if part == FAST:
         return is_slow_module(text)
     return part == SLOW and "mark.slow" not in text and file not in LONG_TESTS
+
+
+UNRECORDED_SLOW_CPU_SECONDS = 20.0
+DRAWN_CPU_SECONDS_PER_MINUTE = 100.0
+"""Recorded cost of a minute of two cores: less than 120, for start-up, collection, and files that end last."""
+
+
+def function_of(test: str) -> str:
+    """The test function of a case."""
+    return test.partition("[")[0]
+
+
+def slow_costs(tests: Iterable[str]) -> dict[str, float]:
+    """Map the functions of some slow tests to their recorded CPU seconds."""
+    costs: defaultdict[str, float] = defaultdict(float)
+    for test in tests:
+        costs[function_of(test)] += COSTS[test][1] if test in COSTS else 0.0
+    return {function: cost or UNRECORDED_SLOW_CPU_SECONDS for function, cost in costs.items()}
+
+
+def part_of(costs: Mapping[str, float], part: int, num_parts: int) -> set[str]:
+    """The functions of part 1..n: each, the costliest first, joins the part that costs least so far."""
+    sums = [0.0] * num_parts
+    chosen: set[str] = set()
+    for function in sorted(costs, key=lambda name: (-costs[name], name)):
+        least = sums.index(min(sums))
+        sums[least] += costs[function]
+        if least == part - 1:
+            chosen.add(function)
+    return chosen
+
+
+def draw(costs: Mapping[str, float], minutes: float, tree: str) -> set[str]:
+    """The functions that a tree draws: in an order of its hash, each that the time left allows."""
+    left = minutes * DRAWN_CPU_SECONDS_PER_MINUTE
+    chosen: set[str] = set()
+    for function in sorted(costs, key=lambda name: hashlib.sha256(f"{tree} {name}".encode()).digest()):
+        if costs[function] <= left:
+            left -= costs[function]
+            chosen.add(function)
+    return chosen
+
+
+def tree_hash(root: Path) -> str:
+    """The hash of git's tree of everything in a checkout that git does not ignore, committed or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"GIT_INDEX_FILE": f"{folder}/index"}
+        for command in (["read-tree", "HEAD"], ["add", "--all"]):
+            subprocess.run(["git", *command], cwd=root, env=environment, check=True, capture_output=True)
+        command = ["git", "write-tree"]
+        found = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
+    return found.stdout.strip()
 
 
 class TwoPools(LoadFileScheduling):
@@ -198,9 +258,8 @@ class CostRecorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._writes and not hasattr(session.config, "workerinput"):
             tests = {test: cost for test, cost in self._tests.items() if test not in self._importing}
-            costs = COSTS | {
-                place: [round(seconds, 1) for seconds in cost] for place, cost in (tests | self._files()).items()
-            }
+            files = {} if session.config.option.markexpr == SLOW else self._files()  # their quick tests did not run
+            costs = COSTS | {place: [round(seconds, 1) for seconds in cost] for place, cost in (tests | files).items()}
             kept = [place for place in sorted(costs) if "::" not in place or is_long_cost(costs[place])]
             lines = [
                 f"{json.dumps(place)}: {costs[place]}" for place in kept if Path(place.partition("::")[0]).exists()

@@ -1,4 +1,4 @@
-"""Print the structure of vorox: packages with their lines, the imports between them, and five call paths.
+"""Print the structure of vorox: every module with its summary, packages with their lines and imports, five call paths.
 
     python tests/structure.py [--no-paths]
 
@@ -27,17 +27,18 @@ import pytest
 from numpy_engine import NumpyEngine
 from servers.web import http_server
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.core import json_lines
 from vorox.core.batch import Progress
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files import json_lines
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 from vorox.experiments.tracking import JsonLinesSink
-from vorox.training import resume as resume_module
-from vorox.training.session import Session
+from vorox.training.loop.saving import Saving
+from vorox.training.loop.step_records import StepRecords
+from vorox.training.resume import resume as resume_module
 
 SOURCE = Path(__file__).parents[1] / "src" / "vorox"
-LOOP = SOURCE / "training" / "loop.py"
+LOOP = SOURCE / "training" / "loop" / "loop.py"
 SAVED_STEP = 4  # tiny_runs.configuration saves every 4 steps
 LOGGED_STEP = 6  # and logs every 2
 
@@ -84,6 +85,22 @@ def imported_modules(path: Path) -> set[Path]:
                 candidates = (folder / f"{name}.py", folder.with_suffix(".py"), folder / "__init__.py")
                 found.update([candidate for candidate in candidates if candidate.exists()][:1])
     return found - {path}
+
+
+def first_line(path: Path) -> str:
+    """Return the summary of a module, without its last period."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split()).removesuffix(".").replace("``", "")
+
+
+def print_modules(folder: Path = SOURCE, depth: int = 1) -> None:
+    """Print every module under its folder, with its summary."""
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "__init__.py":
+            print(f"{'  ' * depth + path.name:29} {first_line(path)}")
+    for child in sorted(path for path in folder.iterdir() if (path / "__init__.py").exists()):
+        print(f"{'  ' * depth + child.name + '/':29} {first_line(child / '__init__.py')}")
+        print_modules(child, depth + 1)
 
 
 def print_packages() -> None:
@@ -246,20 +263,20 @@ def step_to_disk(directory: Path, trace: ModuleTrace) -> None:
 def save(directory: Path, trace: ModuleTrace) -> None:
     """From the decision of the loop to save to the committed checkpoint.
 
-    Recorded from ``Session.save`` to the rename that makes the checkpoint visible. The step in flight settles first;
+    Recorded from ``Saving.save`` to the rename that makes the checkpoint visible. The step in flight settles first;
     this is the path ``step_to_disk`` and not recorded again. Not recorded either: what follows the commit (retention,
     the log, the mirror). The checkpoint is written synchronously, so that one thread does all of it.
     """
-    save_state, settle, commit = Session.save, Session.settle, StagedDirectory.commit
+    save_state, settle, commit = Saving.save, StepRecords.settle, StagedDirectory.commit
 
-    def traced_save(self: Session, progress: Progress, **options: bool) -> Progress:
+    def traced_save(self: Saving, progress: Progress, **options: bool) -> Progress:
         trace.start(only_this_thread=True, running=LOOP)
         try:
             return save_state(self, progress, **options)
         finally:
             trace.stop()
 
-    def traced_settle(self: Session, progress: Progress) -> Progress:
+    def traced_settle(self: StepRecords, progress: Progress) -> Progress:
         with trace.paused():
             return settle(self, progress)
 
@@ -271,8 +288,8 @@ def save(directory: Path, trace: ModuleTrace) -> None:
 
     settings = ["checkpoint.asynchronous=false", "log.metadata=off"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "save", traced_save)
-        patch.setattr(Session, "settle", traced_settle)
+        patch.setattr(Saving, "save", traced_save)
+        patch.setattr(StepRecords, "settle", traced_settle)
         patch.setattr(StagedDirectory, "commit", traced_commit)
         run(configuration(directory, settings))
     keep_packages(trace, "core", "experiments", "models", "runtime", "training")
@@ -334,8 +351,11 @@ def print_paths() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--no-paths", action="store_true", help="only packages, lines and imports")
+    parser.add_argument("--no-paths", action="store_true", help="only modules, packages, lines and imports")
     arguments = parser.parse_args()
+    print("src/vorox/")
+    print_modules()
+    print()
     print_packages()
     if not arguments.no_paths:
         print_paths()

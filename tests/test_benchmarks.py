@@ -214,3 +214,13 @@ def test_planned_memory_is_that_of_a_real_run(backend: str, cases: list[str]) ->
     assert [row[0] for row in rows] == cases
     for name, planned, measured, ratio in rows:
         assert 0.9 < float(ratio) < 1.1, (name, planned, measured)
+
+
+@pytest.mark.slow
+def test_template_rate() -> None:
+    script = [sys.executable, BENCHMARKS / "template_rate.py", "--conversations", "60", "--rounds", "1"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = [float(number) for number in re.findall(r"in-process: ([\d.]+)", done.stdout)]
+    assert len(found) == 2
+    assert all(0 < ratio < 100 for ratio in found), done.stdout

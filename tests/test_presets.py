@@ -11,7 +11,7 @@ import tiny_runs
 from vorox.core.config import config_digest, dump_yaml, load_config
 from vorox.core.config.presets import run_presets
 from vorox.experiments.tracking import read_metrics
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 
 ROOT = Path(__file__).parents[1]
 FILES = {**run_presets(), **{f"configs/{path.name}": path for path in sorted((ROOT / "configs").glob("*.yaml"))}}
@@ -80,7 +80,7 @@ def test_the_published_character_demo_is_what_it_says(monkeypatch: pytest.Monkey
     assert (model.attention_bias, model.mlp_bias, model.norm_bias) == (False, False, False)
     assert (model.dropout_fraction, model.tie_embeddings, model.init_std) == (0.0, True, 0.02)
     assert (config.data.sequence_length_tokens, config.tokenizer.kind) == (64, "char")
-    assert (config.data.validation.split, config.data.validation.held_out_fraction) == ("tail", 0.1)
+    assert (config.data.validation.split, config.data.validation.held_out_fraction) == ("span", 0.1)
     train = config.train
     assert (train.num_steps, train.global_batch_sequences, train.micro_batch_sequences) == (2000, 12, 12)
     optimizer = config.optimizer

@@ -5,26 +5,28 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vorox.run
 from numpy_engine import NumpyEngine
 from training_device import DEVICE
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.json_lines import read_lines
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
 from vorox.experiments.tracking import read_metrics
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.records.replay_chain import read_chain
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.runtime.throughput import Throughput
-from vorox.training import observer, session
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.replay_chain import read_chain
+from vorox.training.loop import observer, session
 
 TEXT = "the step of a run is a pure function of its plan so what was lost can be computed again and again"
 WORDS = sorted({*TEXT.split()})
@@ -104,6 +106,23 @@ def before_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) 
     monkeypatch.setattr(NumpyEngine, "train_step", train_step)
 
 
+def scale_steps(monkeypatch: pytest.MonkeyPatch, factors: Mapping[int, float]) -> None:
+    """Multiply loss and gradients of the numpy engine at these steps."""
+    step, gradients, now = NumpyEngine.train_step, NumpyEngine._gradients, [0]
+
+    def train_step(engine: NumpyEngine, batch: Any, **kwargs: Any) -> Any:
+        now[0] = batch.step + 1
+        return step(engine, batch, **kwargs)
+
+    def scaled(engine: NumpyEngine, *arguments: Any) -> Any:
+        loss, found = gradients(engine, *arguments)
+        factor = factors.get(now[0], 1)
+        return factor * loss, {name: np.float32(factor) * array for name, array in found.items()}
+
+    monkeypatch.setattr(NumpyEngine, "train_step", train_step)
+    monkeypatch.setattr(NumpyEngine, "_gradients", scaled)
+
+
 def use_clock(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
     """Measure the phases and the speed of runs by another clock, in seconds."""
     monkeypatch.setattr(session, "Heartbeat", functools.partial(Heartbeat, clock=clock))
@@ -159,3 +178,14 @@ def whole_and_resumed(
     outcome = run(config)
     assert outcome.start_step == 4
     return whole, result(outcome)
+
+
+def forget_steps(run_directory: Path) -> None:
+    """Remove every record of the steps that a run has executed; its plan and caches stay."""
+    for name in ("attempts.bin", "chain.jsonl"):
+        (run_directory / name).unlink(missing_ok=True)
+    shutil.rmtree(run_directory / "checkpoints", ignore_errors=True)
+    record = json.loads((run_directory / "run.json").read_text(encoding="utf-8"))
+    for attempt in record["attempts"]:
+        attempt["notes"].pop("steps", None)
+    (run_directory / "run.json").write_text(json.dumps(record), encoding="utf-8")

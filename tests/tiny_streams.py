@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from vorox.data.streaming import RemoteIterableDataset
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 
 
 def write_source(directory: Path, documents: int = 160, seed: int = 0) -> Path:

@@ -1,7 +1,7 @@
-"""The device that the tests train on: the CPU, or what ``VOROX_TESTS_DEVICE`` names, for example ``cuda``."""
+"""The device that the tests train on: the CPU, or what ``TESTS_DEVICE`` names, for example ``cuda``."""
 
 from __future__ import annotations
 
 import os
 
-DEVICE = os.environ.get("VOROX_TESTS_DEVICE", "cpu")
+DEVICE = os.environ.get("TESTS_DEVICE", "cpu")

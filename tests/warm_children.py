@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-TRAINING = ("vorox.cli.train", "vorox.cli.progress", "vorox.cli.summary", "vorox.run", "vorox.training.replay")
+TRAINING = ("vorox.cli.train", "vorox.cli.training_run", "vorox.run", "vorox.training.replay")
 ENGINES = {"torch": "vorox.backends.torch_engine.engine", "jax": "vorox.backends.jax_engine.engine"}
 _LONGEST_REQUEST_BYTES = 1 << 16
 
@@ -62,6 +62,15 @@ class WarmChild:
             self.wait()
 
 
+class FreshChild(subprocess.Popen[bytes]):
+    """One fresh interpreter, where processes cannot be forked."""
+
+    def kill(self) -> None:
+        """As that of a warm child: the process has ended when it returns."""
+        super().kill()
+        self.wait()
+
+
 class WarmChildren:
     """A server and its children; ends with the process that made it, or as a context manager."""
 
@@ -90,7 +99,7 @@ class WarmChildren:
 
     def vorox(
         self, words: Sequence[str], *, cwd: Path, output: IO[bytes], variables: Mapping[str, str] | None = None
-    ) -> WarmChild | subprocess.Popen[bytes]:
+    ) -> WarmChild | FreshChild:
         """Start ``python -m vorox``, its output and errors in one file; see ``start``."""
         return self.start("vorox", words, cwd=cwd, output=output, errors=output, variables=variables)
 
@@ -103,11 +112,11 @@ class WarmChildren:
         output: IO[bytes],
         errors: IO[bytes],
         variables: Mapping[str, str] | None = None,
-    ) -> WarmChild | subprocess.Popen[bytes]:
+    ) -> WarmChild | FreshChild:
         """Start ``python -m MODULE`` with nothing to read, its output and errors in files, and more variables."""
         variables = dict(variables or {})
         if not self.forks:
-            return subprocess.Popen(
+            return FreshChild(
                 [sys.executable, "-m", module, *words], cwd=cwd, env=self._environment | variables,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=errors,
             )  # fmt: skip
@@ -162,7 +171,10 @@ def _main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    forks = hasattr(os, "pidfd_open") and len([*Path("/proc/self/task").iterdir()]) == 1
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1 and os.environ.get("TESTS_COMPLETE") == "1":  # each child would import all of it again
+        raise SystemExit(f"Importing {', '.join(sys.argv[2:])} started the threads {threads}")
+    forks = hasattr(os, "pidfd_open") and len(threads) == 1
     gc.freeze()  # collections of children neither visit nor copy what was imported
     requests.sendall(b"forks\n" if forks else b"starts\n")
     request = _serve(requests)

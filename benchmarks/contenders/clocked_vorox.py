@@ -9,7 +9,7 @@ from typing import Any
 from step_clock import StepClock
 
 from vorox.cli import main
-from vorox.training.observer import SpeedMeter
+from vorox.training.loop.observer import SpeedMeter
 
 
 def run() -> int:

@@ -6,10 +6,10 @@ It writes REPORT, a JSON file with figures of the steps after the first WARMUP_S
 * ``cpu_seconds``: processor time of the whole process per step, all threads.
 * ``display_seconds``: time of the training thread inside calls of the display, per step.
 * ``tracker_seconds``: time of the training thread inside calls of the tracker (metrics file and other sinks), per step.
-* ``record_seconds``: time of the training thread inside ``Session.record``, per step: the two above, reading speed and
-  memory for them, and the checks of each settled step.
-* ``monitor_seconds``: time of the training thread inside all monitors, per step: ``Session.record``, heartbeats for the
-  watchdog, schedule of the profiler, limit of loss spikes, counting of steps.
+* ``record_seconds``: time of the training thread inside ``StepRecords.record``, per step: the two above, reading speed
+  and memory for them, and the checks of each settled step.
+* ``monitor_seconds``: time of the training thread inside all monitors, per step: ``StepRecords.record``, heartbeats for
+  the watchdog, schedule of the profiler, limit of loss spikes, counting of steps.
 * ``display_cpu_seconds`` and so on: processor time of the training thread in these calls, without waiting for a core.
 * ``display_calls`` and ``steps``: how many there were.
 """
@@ -29,16 +29,16 @@ from vorox.cli import main
 from vorox.cli.build_display import RunScreen
 from vorox.experiments.tracking import Tracker
 from vorox.runtime.heartbeat import Heartbeat
-from vorox.training.loss_spikes import LossSpikes
-from vorox.training.observer import SpeedMeter
-from vorox.training.session import Session
-from vorox.training.step_profiler import StepProfiler
+from vorox.training.loop.observer import SpeedMeter
+from vorox.training.loop.step_profiler import StepProfiler
+from vorox.training.loop.step_records import StepRecords
+from vorox.training.steps.loss_spikes import LossSpikes
 
 DISPLAY = ("step", "message", "sample", "waiting")
 TRACKER = ("observe", "log", "flush")
 MONITORS = (
-    (Session, "record"), (Heartbeat, "enter"), (Heartbeat, "compute"), (StepProfiler, "begin"), (StepProfiler, "end"),
-    (LossSpikes, "max_loss"), (SpeedMeter, "count"),
+    (StepRecords, "record"), (Heartbeat, "enter"), (Heartbeat, "compute"), (StepProfiler, "begin"),
+    (StepProfiler, "end"), (LossSpikes, "max_loss"), (SpeedMeter, "count"),
 )  # fmt: skip
 CALLS = ("display", "tracker", "record", "monitor")
 
@@ -111,7 +111,7 @@ def run() -> int:
     for owner, methods, name in ((RunScreen, DISPLAY, "display"), (Tracker, TRACKER, "tracker")):
         for method in methods:
             clocks.wrap(owner, method, name)
-    clocks.wrap(Session, "record", "record")
+    clocks.wrap(StepRecords, "record", "record")
     for owner, method in MONITORS:
         clocks.wrap(owner, method, "monitor")
     clocks.follow_steps()

@@ -49,5 +49,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List all names of the API, loaded or not."""
-    return sorted({*globals(), *_MODULES})
+    """List the names of the API, loaded or not."""
+    return sorted(__all__)

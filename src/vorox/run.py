@@ -8,55 +8,56 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
 import sys
-import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from vorox import backends
 from vorox.core.batch import Progress
-from vorox.core.disk_errors import translate_machine_errors
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import Engine, Tap, attach_taps
-from vorox.core.errors import ConfigError
-from vorox.core.log import RunLog
+from vorox.core.config import check_recordable, config_values
+from vorox.core.engine import Tap, attach_taps
+from vorox.core.files.disk_errors import translate_machine_errors
+from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
-from vorox.core.rank_comparison import compare_ranks
-from vorox.core.run_context import RunContext, expected_directory
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.ranks.rank_comparison import compare_ranks
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
+from vorox.core.user_code import trusted_code
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.report import PrepareProgress
-from vorox.data.corpus import prepare
-from vorox.data.tokenizers.loading import planned_vocab_size
+from vorox.data.corpus.cache_location import cache_root
+from vorox.data.corpus.corpus import prepare
+from vorox.data.corpus.run_views import RunViews
 from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
-from vorox.models.memory_advice import check_host_memory
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.spec import ModelSpec
+from vorox.planned_run import choose_micro_batch, is_fresh, resolve_model
+from vorox.planning.auto_micro_batch import MicroBatch, with_micro_batch
+from vorox.planning.memory_advice import check_memory_of_hosts
+from vorox.planning.time_limit import check_minutes
+from vorox.records.log import RunLog
+from vorox.records.run_context import RunContext
 from vorox.runtime.throughput import Reading
-from vorox.training import auto_micro_batch, loop, time_budget
-from vorox.training.auto_micro_batch import MicroBatch, with_micro_batch
-from vorox.training.checkpoints.adapter_base import identify_base, load_base
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.checkpoints.weights_source import check_weights
-from vorox.training.display import Display, NoDisplay
-from vorox.training.evaluation.scheduled_tasks import open_tasks
-from vorox.training.inference.model_source import find_model, recorded_model
-from vorox.training.loss_spikes import Rollback, RollbackRequested
+from vorox.training import time_budget
+from vorox.training.loop import loop
+from vorox.training.loop.display import Display, NoDisplay
+from vorox.training.loop.scheduled_tasks import open_tasks
+from vorox.training.loop.session import open_log, open_session
+from vorox.training.loop.startup import attach, compare_plans, initialize_or_resume
 from vorox.training.mirror import Mirror, open_mirror
-from vorox.training.run_plan import dataset_size
-from vorox.training.session import open_log, open_session
-from vorox.training.startup import attach, compare_plans, initialize_or_resume
-from vorox.training.stop import StopRequest
-from vorox.training.teacher import find_stored_logits, find_teacher, load_teacher
+from vorox.training.origin.model_origin import explaining_moved_model
+from vorox.training.origin.origin_checks import check_origin
+from vorox.training.origin.transformers_ids import warn_of_other_ids
+from vorox.training.resume.resume_settings import check_unedited_before, report_same_name
+from vorox.training.steps.loss_spikes import Rollback, RollbackRequested
+from vorox.training.steps.schedule import Horizon
+from vorox.training.steps.stop import StopRequest
+from vorox.training.steps.workload import Workload
 from vorox.training.user_functions import record_taps, report_changed_functions
-from vorox.training.workload import Workload
+from vorox.training.weights.adapter_base import load_base
+from vorox.training.weights.teacher import find_stored_logits, find_teacher, load_teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Outcome:
         run_directory: The run.
         start_step: Steps finished when this process started.
         progress: Progress at the end.
+        horizon: Length of the run and its warm-up.
         eval_losses: Validation loss by step.
         fingerprint: Hash of the engine's final state.
         speed: Throughput and use of time of this process.
@@ -76,6 +78,7 @@ class Outcome:
     run_directory: Path
     start_step: int
     progress: Progress
+    horizon: Horizon
     eval_losses: dict[int, float]
     fingerprint: str
     speed: Reading
@@ -110,19 +113,28 @@ def train(
     Raises:
         VoroxError: The run stopped before its end; ``exit_code`` gives the kind of error.
     """
+    disable_telemetry()
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
+    trusted_code.state(config_values(config), but_recorded=True)
+    trusted_code.require_all_trusted(config_values(config))
     dist = backends.connect(config)
     display = display if display is not None and dist.is_main else NoDisplay()
     with dist.propagating_failure(), StopRequest() as stop:
+        if dist.is_main and isinstance(resume_from, Path):
+            directory = run_of_checkpoint(resume_from)
+            checkpoint = None if directory is None else resume_from
+            with translate_machine_errors(resume_from):
+                check_unedited_before(directory or resume_from, checkpoint, config, named_keys)
         if dist.is_main and is_fresh(config, resume_from):
-            check_weights(config)
+            check_recordable(config)
+            check_origin(config)
             _check_groups(config)
         if dist.is_main:
             find_teacher(config)
             find_stored_logits(config)
         tasks = open_tasks(config)
         if minutes is not None:
-            config = _fit_to_time(config, time_budget.check_minutes(minutes), dist, display, on_progress)
+            config = _fit_to_time(config, check_minutes(minutes), dist, display, on_progress)
         process = _TrainingProcess(
             config,
             dist,
@@ -167,7 +179,8 @@ class _TrainingProcess:
         self, resume_from: Literal["auto", "never"] | Path, rollback: Rollback | None = None
     ) -> Outcome | _Returned:
         """Train from the state that ``resume_from`` and ``rollback`` name, to the end or to the next rollback."""
-        with open_mirror(self.config, resume_from, self.dist, self.display.message) as mirror:
+        is_rollback = rollback is not None
+        with open_mirror(self.config, resume_from, self.dist, self.display.message, is_rollback=is_rollback) as mirror:
             chosen = choose_micro_batch(self.config, mirror.resume_from, self.dist)
             return self._train(with_micro_batch(self.config, chosen), chosen, mirror, resume_from, rollback)
 
@@ -186,6 +199,7 @@ class _TrainingProcess:
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
             run.explaining_lost_ranks(),
+            run.explaining_moved_directory(),
             contextlib.closing(self._open_workload(config, micro_batch, run, log)) as workload,
         ):
             attach_taps(workload.engine, self.taps)
@@ -195,26 +209,31 @@ class _TrainingProcess:
             else:
                 setup = attach(workload, run, mirror)
             compare_plans(setup)
+            trusted_code.trust(config_values(config), run.directory)
             record_taps(self.taps, run, log)
             report_changed_functions(run.directory, setup.state.progress.step, config, log)
             with stop.deferred(), open_session(setup, display, stop, self.tasks) as session:
                 try:
-                    progress = loop.train(session, session.evaluations.best(setup.state.progress))
+                    progress = loop.train(session, session.validation.evaluations.best(setup.state.progress))
                 except RollbackRequested as request:
                     run.outcome = "rolled_back"
                     return _Returned(run.directory, request.rollback)
-                speed = session.observer.finish(progress)
+                speed = session.records.observer.finish(progress)
             text = f"Finished after {pluralize(progress.step, 'step')}"
             log.event("finished", text, step=progress.step, chain=progress.chain)
             return Outcome(
-                run.directory, setup.state.progress.step, progress, session.evaluations.losses,
-                workload.engine.fingerprint(), speed, dist.is_main,
+                run.directory, setup.state.progress.step, progress, setup.state.horizon,
+                session.validation.evaluations.losses, workload.engine.fingerprint(), speed, dist.is_main,
             )  # fmt: skip
 
     def _open_workload(
         self, config: RunConfig, micro_batch: MicroBatch | None, run: RunContext, log: RunLog
     ) -> Workload:
-        """Report the micro-batch, if the run has decided on it, and open the workload."""
+        """Report what was decided or noticed about a new run, and open its workload."""
+        if run.is_new:
+            report_same_name(config, run.directory, log)
+            if (warning := warn_of_other_ids(config)) is not None:
+                log.event("tokenizer_ids", warning, level="warning")
         if micro_batch is not None:
             run.note(micro_batch_sequences=micro_batch.rows)
             log.event("micro_batch", micro_batch.text, sequences=micro_batch.rows)
@@ -241,96 +260,26 @@ def make_workload(
     tokenizer = kept or configured_untrained(config.tokenizer)
     run_directory = None if tokenizer_directory is None else tokenizer_directory.parent
     # A model that does not fit its tokenizer is refused before the text is packed, if the tokenizer is known by then.
-    spec = None if tokenizer is None else resolve_model(config, tokenizer.vocab_size, run_directory)
+    with explaining_moved_model(run_directory):
+        spec = None if tokenizer is None else resolve_model(config, tokenizer.vocab_size, run_directory)
     options = BuildOptions(on_repair=log.warning, leads=dist.local_rank == 0)
-    corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=tokenizer)
+    views = None if run_directory is None else RunViews.of_run(run_directory, cache_root(config.data))
+    if run_directory is not None and views is not None and not build:  # a new attempt registers itself
+        views.register(run_directory)
+    corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=tokenizer, views=views)
     if dist.is_main:
         dist.barrier("corpus")
     if spec is None:
         spec = resolve_model(config, corpus.tokenizer.vocab_size, run_directory)
     compare_ranks(dist, "model", spec.to_json(), "all ranks need the same tokenizer and caches")
     engine = backends.load(config.backend).create(config, spec, dist)
-    load_base(config, spec, engine)
+    with explaining_moved_model(run_directory):
+        load_base(config, spec, engine)
     load_teacher(config, spec, corpus.tokenizer, engine)
     device_facts = {name: engine.environment().get(name) for name in ("device_kind", "dtype", "determinism")}
     compare_ranks(dist, "devices", device_facts, "all ranks need the same kind of device")
-    _check_host_memory(config, spec, engine, dist)
+    check_memory_of_hosts(config, spec, engine.environment(), dist)
     return Workload(config, corpus, spec, engine, log, dist)
-
-
-def _check_host_memory(config: RunConfig, spec: ModelSpec, engine: Engine, dist: DistributedContext) -> None:
-    """Check that the ranks of each host fit into its memory, if they train on the CPU. A collective."""
-    facts, host = engine.environment(), socket.gethostname()
-    if facts.get("device_kind") == "cpu":
-        ranks_by_host = dist.agree("hosts", host, Counter)
-        num_devices = int(facts.get("num_devices", 1))
-        num_local_devices = num_devices * ranks_by_host[host] // dist.world_size
-        check_host_memory(
-            spec, config, psutil.virtual_memory().total, num_devices=num_devices, num_local_devices=num_local_devices
-        )
-
-
-def resolve_model(config: RunConfig, tokenizer_vocab_size: int, run_directory: Path | None = None) -> ModelSpec:
-    """Return the model of a configuration; a run with checkpoints keeps its transformers model.
-
-    Raises:
-        ConfigError: The model contradicts the tokenizer or the data, or the engine does not support a setting with it.
-        CheckpointError: The run's adapter belongs to another base.
-    """
-    if config.model.kind != "huggingface":
-        return backends.model_spec(config, None, revision=None, tokenizer_vocab_size=tokenizer_vocab_size)
-    kept = recorded_model(run_directory)
-    values, revision = (kept.config, kept.revision) if kept else ((found := find_model(config)).values, found.commit)
-    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=tokenizer_vocab_size)
-    return identify_base(config, spec, kept)
-
-
-def planned_model(config: RunConfig) -> ModelSpec:
-    """Return the model of a configuration, from its settings and the ``config.json`` that they name.
-
-    Raises:
-        ConfigError: Its size depends on the text, or its activations are not known in advance.
-    """
-    if auto_micro_batch.is_auto(config):
-        backends.check_memory_estimate(config)
-    values = revision = None
-    if config.model.kind == "huggingface":
-        found = find_model(config)
-        values, revision = found.values, found.commit
-    # The embedding of a transformers model has its own rows.
-    vocab_size = 1 if config.model.kind == "huggingface" else planned_vocab_size(config.tokenizer, config.model)
-    spec = backends.model_spec(config, values, revision=revision, tokenizer_vocab_size=vocab_size)
-    return backends.measured_spec(config, spec)
-
-
-def choose_micro_batch(
-    config: RunConfig, resume_from: Literal["auto", "never"] | Path, dist: DistributedContext
-) -> MicroBatch | None:
-    """Return the micro-batch of a run under ``auto``: rank 0 reads it from the run, or decides it. A collective.
-
-    Raises:
-        ConfigError: The memory of a step cannot be estimated.
-        DoesNotFitError: No micro-batch fits.
-    """
-    if not auto_micro_batch.is_auto(config):
-        return None
-
-    def decide(facts: list[Any]) -> dict[str, Any]:
-        found = auto_micro_batch.recorded(config, resume_from)
-        return asdict(found or _estimate_micro_batch(config, facts))
-
-    facts = auto_micro_batch.facts_of(backends.training_devices(config, dist))
-    return MicroBatch(**dist.agree("micro_batch", facts, decide))
-
-
-def _estimate_micro_batch(config: RunConfig, facts: Sequence[Mapping[str, Any]]) -> MicroBatch:
-    """Return the most rows that the memory estimate of a new run fits into the devices of all ranks."""
-    auto_micro_batch.check_estimable(config)
-    try:
-        spec = planned_model(config)
-    except ConfigError as error:
-        raise auto_micro_batch.explained(error) from error
-    return auto_micro_batch.decide(config, spec, auto_micro_batch.combined(facts))
 
 
 def _check_groups(config: RunConfig) -> None:
@@ -362,12 +311,6 @@ def _open_as_main(
     return enter(config, argv=argv, distributed=dist)
 
 
-def is_fresh(config: RunConfig, resume_from: str | Path) -> bool:
-    """Whether the run starts at step 1: it has no checkpoint on this machine and no mirror."""
-    directory, exists = expected_directory(config, resume_from)
-    return config.checkpoint.mirror is None and not (exists and step_directories(directory))
-
-
 def _named_checkpoint(resume_from: str | Path) -> Path | None:
     """Return the checkpoint that a path names; ``None`` if it names a run."""
     return resume_from if isinstance(resume_from, Path) and run_of_checkpoint(resume_from) is not None else None
@@ -376,19 +319,11 @@ def _named_checkpoint(resume_from: str | Path) -> Path | None:
 def _fit_to_time(
     config: RunConfig, seconds: float, dist: DistributedContext, display: Display, on_progress: PrepareProgress | None
 ) -> RunConfig:
-    """Set the number of steps to what fits into ``seconds`` from now, as measured with a throwaway engine.
+    """Set the number of steps to what fits into ``seconds`` from now, measured with the run's own micro-batch."""
+    log = RunLog(None, echo=display.message)
 
-    The main rank's clock decides.
-    """
-    started, log = time.perf_counter(), RunLog(None, echo=display.message)
-    short = time_budget.with_num_steps(with_micro_batch(config, choose_micro_batch(config, "never", dist)), 1)
-    with contextlib.closing(make_workload(short, dist, log, on_progress)) as workload:
-        costs = time_budget.measure_run(workload.config, workload.corpus, workload.engine, dist)
-        dataset_tokens = dataset_size(config, workload.corpus).tokens
-    left_seconds = seconds - (time.perf_counter() - started)
-    num_steps = dist.broadcast("minutes", time_budget.steps_within(left_seconds, costs, config))
-    log.info(f"Fitting {pluralize(num_steps, 'step')} into {seconds / 60:g} min ({costs})")
-    fitted, note = time_budget.fit_warmup(time_budget.with_num_steps(config, num_steps), dataset_tokens)
-    if note is not None:
-        log.info(note)
-    return fitted
+    def open_workload() -> Workload:
+        decided = with_micro_batch(config, choose_micro_batch(config, "never", dist))
+        return make_workload(time_budget.with_num_steps(decided, 1), dist, log, on_progress)
+
+    return time_budget.fit_to_time(config, seconds, dist, log, open_workload)

@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import configuration
 from vorox import backends
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.run import train
 
 
@@ -63,3 +63,13 @@ def test_a_run_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="needs torch"):
         train(configuration(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"text", "tiny.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("start", "stall", "patience"), [(300.0, None, 300.0), (300.0, 40.0, 60.0), (30.0, 40.0, 30.0), (300.0, 1.0, 10.0)]
+)
+def test_the_watchdog_reports_before_a_rank_gives_up_another(
+    tmp_path: Path, start: float, stall: float | None, patience: float
+) -> None:
+    settings = [f"parallel.start_timeout_seconds={start}", f"runtime.stall_timeout_seconds={stall or 'null'}"]
+    assert backends._patience_seconds(configuration(tmp_path, settings)) == patience

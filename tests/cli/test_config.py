@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from vorox.cli.arguments import parse_arguments
-from vorox.cli.config import app
+from vorox.cli.commands.config import app
 from vorox.core.config import config_values, load_config
 from vorox.core.errors import ConfigError
-from vorox.core.run_context import RunContext
+from vorox.records.run_context import RunContext
 
 YAML = "preset: quickstart\noptimizer:\n  lr: 3e-4\n"
 
@@ -58,7 +59,7 @@ def test_explain_without_and_with_a_configuration() -> None:
     assert "0.0003  (my.yaml:3)" in printed("explain", "optimizer.lr", "my.yaml")
     assert "0.1  (override optimizer.lr=0.1)" in printed("explain", "optimizer.lr", "my.yaml", "optimizer.lr=0.1")
     assert "schedule.warmup_steps" in printed("explain", "schedule")
-    assert "needs     schedule wsd" in printed("explain", "schedule.decay_fraction")
+    assert "needs     schedule.name=wsd" in printed("explain", "schedule.decay_fraction")
     assert "not part of the run's identity" in printed("explain", "log.every_steps")
     assert json.loads(printed("explain", "optimizer.lr", "my.yaml", "--json"))["values"][0]["value"] == 3e-4
     assert "did you mean optimizer.lr" in refused("explain", "optimiser.lr").hint
@@ -120,3 +121,25 @@ def test_words_are_sorted() -> None:
         "--data={mode: cached}",
     )
     assert parse_arguments(["configs/a=b.yaml"], options=(), max_positional=1).positional == ("configs/a=b.yaml",)
+
+
+def test_without_a_key_the_sections_are_listed() -> None:
+    text = printed("explain")
+    for section in ("model", "optimizer", "data", "train", "eval", "run"):
+        assert re.search(rf"^{section} +\S", text, re.MULTILINE), section
+    assert "vorox config explain SECTION" in text
+    assert json.loads(printed("explain", "--json"))["optimizer"]
+
+
+def test_a_default_that_depends_on_the_training_is_explained() -> None:
+    text = printed("explain", "optimizer.lr")
+    assert "2e-05 for full fine-tuning" in text
+    assert "0.0002 for LoRA" in text
+    words = ("explain", "optimizer.lr", "my.yaml", "train.from_weights=gs://bucket/run")
+    assert "0.0003  (my.yaml:3)" in printed(*words), "what the file sets stays"
+
+
+@pytest.mark.parametrize(("command", "page"), [("reference", "settings.md"), ("support", "support.md")])
+def test_a_generated_page_is_current(command: str, page: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / page
+    assert path.read_text(encoding="utf-8") == printed(command), f"vorox config {command} > docs/{page}"

@@ -9,8 +9,8 @@ import pytest
 
 from tiny_runs import configuration, use_numpy_engine
 from vorox.cli import main
-from vorox.core.json_lines import read_lines
-from vorox.core.run_lookup import run_directories
+from vorox.core.files.json_lines import read_lines
+from vorox.records.run_lookup import run_directories
 
 ONE = [
     "train.num_steps=1", "train.global_batch_sequences=1", "train.micro_batch_sequences=1", "schedule.warmup_steps=1",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 
 from eventually import PATIENCE_SECONDS, wait_until
-from tiny_runs import use_numpy_engine
+from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli import main
+from vorox.data.cache.reader import CacheReader
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -67,6 +70,10 @@ def digests(found: tuple[int, str, str]) -> list[str]:
     return [report["digest"] for report in reports(found).values()]
 
 
+def linked(found: tuple[int, str, str]) -> list[int]:
+    return [report["units_adopted"] for report in reports(found).values()]
+
+
 def built(found: tuple[int, str, str]) -> list[int]:
     return [report["units_built"] for report in reports(found).values()]
 
@@ -102,8 +109,7 @@ def test_every_way_to_build_gives_the_same(place: Path, vorox: Run) -> None:
 def test_fill_looks_and_repair_reads(place: Path, vorox: Run) -> None:
     first = vorox("data", "build", "c.yaml", "--json")
     chunks(place)[0].unlink()
-    assert built(vorox("data", "build", "c.yaml", "--json")) == [0, 0]  # what was there is not looked for
-    assert built(vorox("data", "fill", "c.yaml", "--json")) == [1, 0]
+    assert linked(vorox("data", "fill", "c.yaml", "--json")) == [1, 0]
     path = chunks(place)[1]
     for words in (["fill", "c.yaml", "--verify"], ["repair", "c.yaml"], ["build", "c.yaml", "--repair"]):
         flip_a_bit(path)
@@ -114,6 +120,25 @@ def test_fill_looks_and_repair_reads(place: Path, vorox: Run) -> None:
         assert vorox("data", "verify", "c.yaml")[0] == 0
 
 
+@pytest.mark.parametrize("mode", ["forward", "inverse", "gaps"])
+@pytest.mark.parametrize("damage", ["missing", "short", "of another unit"])
+def test_a_build_in_any_order_finds_lost_and_damaged_chunks(place: Path, vorox: Run, mode: str, damage: str) -> None:
+    first = vorox("data", "build", "c.yaml", "--json")
+    path, other = chunks(place)[1:3]
+    shutil.rmtree(place / "cache" / "units")
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = path.read_bytes()[:-7] if damage == "short" else other.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    assert vorox("data", "verify", "c.yaml")[0] == 4
+    found = vorox("data", "build", "c.yaml", "--mode", mode, "--json")
+    assert (found[0], built(found)) == (0, [1, 0])
+    assert digests(found) == digests(first)
+    assert vorox("data", "verify", "c.yaml")[0] == 0
+
+
 def test_grow_takes_up_new_files(place: Path, vorox: Run) -> None:
     first = reports(vorox("data", "build", "c.yaml", "--json"))
     write(place / "text", "b")
@@ -121,13 +146,15 @@ def test_grow_takes_up_new_files(place: Path, vorox: Run) -> None:
     for before, after in zip(first.values(), grown.values(), strict=True):
         assert after["units_built"] == after["units"] - before["units"] > 0
         assert after["digest"] != before["digest"]
-    assert len(list((place / "cache").glob("text-*"))) == 2
+        assert after["units_adopted"] == before["units"]
+    views = sorted((place / "cache").glob("text-*"))
+    assert len(views) == 4  # the fixed ones stay
     assert built(vorox("data", "build", "c.yaml", "data.cache.grow=true", "--json")) == [0, 0]
+    assert sorted((place / "cache").glob("text-*")) == views
     (place / "text" / "a.jsonl").unlink()
-    code, _, err = vorox("data", "grow", "c.yaml")
-    assert code == 4
-    assert "The cache cannot be extended" in err
-    assert "is missing" in err
+    assert vorox("data", "grow", "c.yaml")[0] == 0
+    for view in views:
+        CacheReader.open(view).verify()
 
 
 @pytest.mark.parametrize("name", ["c.yaml", "tiny"])
@@ -142,7 +169,10 @@ def test_new_files_join_the_caches_of_the_tokenizer_that_was_trained_before(
     write(place / "text", "b")
     grown = reports(vorox("data", "grow", name, "--json"))
     assert all(0 < report["units_built"] < report["units"] for report in grown.values())
-    assert {path.name for path in (place / "cache").glob("text-*")} == before
+    views = {path.name for path in (place / "cache").glob("text-*")}
+    assert {name.rpartition("-grow-")[0].rpartition("-")[2] for name in views - before} == {
+        name.split("-")[2] for name in before
+    }, "the same recipes, so the same tokenizer"
     assert vorox("data", "stats", name, "data.cache.grow=true")[0] == 0
     _, out, _ = vorox("data", "grow", name)
     assert "BUILT-NOW" in out, "0 of the units: all were there"
@@ -252,3 +282,94 @@ def test_a_signal_ends_a_build_with_75_and_the_next_goes_on(place: Path, vorox: 
     found = reports(vorox("data", "build", "c.yaml", "--json"))
     assert 0 < found["text train"]["units_built"] + found["text train"]["units_adopted"] < found["text train"]["units"]
     assert vorox("data", "verify", "c.yaml")[0] == 0
+
+
+def test_the_text_of_a_run_is_verified_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run with a trained tokenizer, the files are known without listing them."""
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "400")
+    settings = ["train.num_steps=2", "tokenizer.kind=bpe", "tokenizer.vocab_size=300"]
+    directory = str(run(configuration(tmp_path, settings)).run_directory)
+    assert main(["data", "verify", directory]) == 0, capsys.readouterr().err
+    text = tmp_path / "text" / "text.jsonl"
+    whole = text.read_bytes()
+    text.write_bytes(whole.replace(b"e", b"E", 1))
+    assert main(["data", "verify", directory]) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("content") == said.count(str(text)) == 1, "one sentence for one file"
+    assert "run the same command again" not in said
+    assert "`versions`" not in said, "what a run has read is in its record"
+    text.write_bytes(whole)
+    assert main(["data", "verify", directory]) == 0, capsys.readouterr().err
+
+
+def test_before_a_build_the_command_as_typed_is_named_and_of_splits_train_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "my splits"
+    folder.mkdir()
+    for name in ("train", "test", "validation"):
+        lines = [json.dumps({"text": f"{name} record {n} has the words of {name}"}) for n in range(300)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    words = ["--data", "my splits", "tokenizer.kind=byte", "data.sequence_length_tokens=64"]
+    assert main(["data", "peek", "--rows", "3", *words]) == 4
+    command = shlex.join(["vorox", "data", "build", *words])
+    assert f"build it first: {command}" in capsys.readouterr().err
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    for split, shown, other in (("train", "train", "validation"), ("validation", "validation", "train")):
+        capsys.readouterr()
+        assert main(["data", "peek", "--rows", "3", "--split", split, *words]) == 0
+        captured = capsys.readouterr()
+        assert f"words of {shown}" in captured.out
+        assert f"words of {other}" not in captured.out
+        assert "words of test" not in captured.out
+        assert "these splits are left out: test" in captured.err
+
+
+def test_the_text_of_a_run_is_verified_where_it_was_moved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files are found by content: after a rename, and after a move of the whole project. What is lost is named once."""
+    use_numpy_engine(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "1000")
+    project, moved = tmp_path / "project", tmp_path / "moved"
+    project.mkdir()
+    for name in "abcd":
+        write(project / "text", name, 20)
+    monkeypatch.chdir(project)
+    settings = ["train.num_steps=2", "run.directory=runs", 'data.sources.0.paths=["text"]',
+                f"data.cache.directory={tmp_path / 'cache'}"]  # fmt: skip
+    directory = run(configuration(project, settings)).run_directory.relative_to(project)
+
+    def verified() -> tuple[int, str]:
+        code = main(["data", "verify", str(directory)])
+        captured = capsys.readouterr()
+        return code, " ".join(captured.err.split())
+
+    assert verified()[0] == 0
+    text = Path("text")
+    (text / "b.jsonl").rename(text / "x.jsonl")
+    code, said = verified()
+    assert code == 0, said
+    assert "1 file of source 'text' moved" in said
+    assert "b.jsonl (now" in said
+    monkeypatch.chdir(tmp_path)
+    project.rename(moved)
+    monkeypatch.chdir(moved)
+    code, said = verified()
+    assert code == 0, said
+    assert f"{len(list(text.iterdir()))} files of source 'text' moved" in said
+    (text / "a.jsonl").unlink()
+    (text / "c.jsonl").unlink()
+    (text / "d.jsonl").write_bytes(b"{}")
+    code, said = verified()
+    assert code == 4
+    assert "3 files cannot be read" in said  # the rewritten one is not where the run has read it, either
+    assert all(str(project / "text" / f"{name}.jsonl") in said for name in "acd")
+    assert "all caches, which are intact" in said
+    assert "`versions`" not in said

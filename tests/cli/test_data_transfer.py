@@ -13,7 +13,7 @@ import yaml
 
 from servers.hub import hub_server
 from vorox.cli import main
-from vorox.data.shard_format import read_shard, write_shard
+from vorox.data.text.shard_format import read_shard, write_shard
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vorox.backends import installation_probe
 from vorox.backends.installation_probe import InstallationProbe
-from vorox.cli import main
-from vorox.core.windows_variables import set_windows_variables
+from vorox.cli import doctor, main
+from vorox.core.platform.windows_variables import set_windows_variables
 from vorox.runtime import machine_checks
 
 REPORT = {
@@ -34,7 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def probe(monkeypatch: pytest.MonkeyPatch, torch: InstallationProbe) -> None:
     absent = InstallationProbe("jax", False, "pip install jax")
-    monkeypatch.setattr(installation_probe, "probe_installation", lambda name: torch if name == "torch" else absent)
+    monkeypatch.setattr(doctor, "probe_installation", lambda name: torch if name == "torch" else absent)
 
 
 def test_a_machine_that_can_train(capsys: pytest.CaptureFixture[str]) -> None:

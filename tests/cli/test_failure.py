@@ -18,6 +18,7 @@ from vorox.core.errors import (
     StalledError,
     VoroxError,
 )
+from vorox.core.user_code.extensions import load_function
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,16 @@ def test_a_missing_permission_is_no_crash(tmp_path: Path, capsys: pytest.Capture
         "x crash: Permission denied  [exit 1]",
         f"  where   {tmp_path / 'runs'}",
     ]
+
+
+def test_a_function_that_takes_other_arguments_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def attention(q): return q\n", encoding="utf-8")
+    path = f"{tmp_path}/mine.py:attention"
+    function = load_function(path, kind="attention", where="model.attention_kernel")
+    with pytest.raises(TypeError) as caught:
+        function(1, 2, is_causal=True)
+    assert report_failure(caught.value, ["train", "x.yaml"]) == 2
+    text = capsys.readouterr().err
+    assert f"The function of model.attention_kernel={path} is called with other arguments than it takes" in text
+    assert "docs/extending.md" in text
+    assert "report" not in text

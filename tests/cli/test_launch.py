@@ -24,9 +24,9 @@ from vorox.cli import main
 from vorox.cli.launch import ray_driver
 from vorox.core.config import config_digest, load_config
 from vorox.experiments.artifacts import list_runs
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
 
-NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
 SRUN = """#!/bin/bash
 # As srun: a task on each machine, numbered by SLURM_NODEID; exits with the highest code of the tasks.
@@ -37,7 +37,7 @@ if [ -n "${SIGNAL_AFTER:-}" ]; then  # as --signal=TERM@SECONDS; the ranks wait 
   (
     until compgen -G "$SIGNAL_AFTER" >/dev/null; do sleep 0.1; done
     kill -TERM "${tasks[@]}"
-    rm "$VOROX_TESTS_HOLD"
+    rm "$TESTS_HOLD"
   ) &
   signaler=$!
 fi
@@ -174,14 +174,14 @@ def test_a_slurm_job_of_two_machines_saves_requeues_and_finishes(
     hold = place / "hold"
     hold.touch()
     first = cluster.run(
-        SIGNAL_AFTER=str(place / "shared/runs/*/checkpoints/step-00000005"), VOROX_TESTS_HOLD=str(hold),
-        VOROX_TESTS_SETTINGS="backend=torch", PYTHONPATH=str(Path(__file__).parents[1] / "ranks" / "held"),
+        SIGNAL_AFTER=str(place / "shared/runs/*/checkpoints/step-00000005"), TESTS_HOLD=str(hold),
+        TESTS_SETTINGS="backend=torch", PYTHONPATH=str(Path(__file__).parents[1] / "ranks" / "held"),
     )  # fmt: skip
     assert first == (75, True)
     assert cluster.run() == (0, False)
     (run,) = list_runs(place / "shared" / "runs")
     record = json.loads((run.directory / "run.json").read_text())
-    assert [attempt["outcome"] for attempt in record["attempts"]] == ["preempted", "finished"]
+    assert [attempt["outcome"] for attempt in record["attempts"]] == ["stopped", "finished"]
     assert run.step == 40
     assert (run.directory / "log-00001.txt").exists(), "a second rank"
     assert list(read_chain(run.directory)) == list(range(1, 41))
@@ -273,6 +273,20 @@ def test_a_skypilot_task_has_the_keys_of_its_reference(place: Path, capsys: pyte
         environment = {"PATH": f"{place}:{os.environ['PATH']}", "CODE": "75", **sky}
         assert subprocess.run(["bash", "-c", task["run"]], cwd=place, env=environment).returncode == 75
         assert (place / "started").read_text().startswith("1 of 2 at 10.0.0.7:29500: train tiny.yaml ")
+
+
+@pytest.mark.parametrize(
+    "kind", [("slurm",), ("ray",), ("kubernetes", "--image", "i", "--volume", "v"), ("skypilot", "--volume", "v")]
+)
+@pytest.mark.parametrize(
+    "url", ["https://mattermost.example.org/hooks/SECRETSECRETSECRET", "https://chat.example.org/SECRETSECRETSECRET"]
+)
+def test_the_address_of_a_webhook_is_written_into_no_job(
+    kind: tuple[str, ...], url: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, *kind, "tiny.yaml", f"log.webhook={url}")
+    assert "would be written into the job file" in said
+    assert "SECRETSECRETSECRET" not in said
 
 
 def test_jobs_are_refused_before_they_are_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -13,20 +14,19 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.cli import humanize, main
-from vorox.cli.menu import machine
+from vorox.cli import humanize, main, train
+from vorox.cli.menu import checkpoint_list, machine
 from vorox.cli.menu import start_menu as menu
 from vorox.cli.menu.machine import settings_for_machine
 from vorox.cli.menu.new_run import next_run_number, suggest_names
 from vorox.core.config import load_config
-from vorox.core.file_holder import FileLock
-from vorox.core.run_lookup import run_directories
-from vorox.data.corpus import prepare
-from vorox.run import planned_model
-from vorox.runtime import hardware
-from vorox.runtime.hardware import Hardware, named_hardware
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.resource_plan import plan_resources
+from vorox.core.files.file_holder import FileLock
+from vorox.core.run_layout import step_directories
+from vorox.data.corpus.corpus import prepare
+from vorox.planned_run import planned_model
+from vorox.planning.hardware import Hardware, named_hardware
+from vorox.planning.resource_plan import plan_resources
+from vorox.records.run_lookup import run_directories
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -48,7 +48,7 @@ def vorox(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
     tiny_runs.use_numpy_engine(monkeypatch)
-    monkeypatch.setattr(menu, "has_terminal", lambda: True)
+    monkeypatch.setattr(train, "has_terminal", lambda: True)
 
     def run(*words: str, answers: str = "") -> tuple[int, str, str]:
         waiting = answers.split()
@@ -107,6 +107,28 @@ def test_a_new_run_and_its_command(vorox: Run) -> None:
     assert vorox(*command)[0] == 0  # the printed command leads to the same run
     assert run_ids() == [first]
     assert (Path("runs") / first / "chain.jsonl").read_bytes() == chain
+
+
+@pytest.mark.parametrize("answers", ["n b q", "n B n b q", "n tiny.yaml b q"])
+def test_a_new_run_can_be_left_for_the_list(vorox: Run, answers: str) -> None:
+    code, out, _ = vorox("train", answers=answers)
+    assert code == 0
+    assert out.count("start a new training") == 1 + answers.lower().count("b ")
+    assert "Nothing was started." in out
+
+
+@pytest.mark.parametrize(("lines", "expected"), [(24, 7), (40, 9), (12, 3), (100, 9)])
+def test_the_list_fits_on_the_screen(
+    vorox: Run, lines: int, expected: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vorox("train", "tiny.yaml", "--name", "one")[0] == 0
+    (newest, *_) = checkpoint_list.list_entries(Path("runs"))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda fallback: os.terminal_size((80, lines)))
+    capsys.readouterr()
+    checkpoint_list.print_entries([newest] * 12, Path("runs"))
+    shown = capsys.readouterr().out
+    assert shown.count(newest.run.run_id) == expected
+    assert len(shown.splitlines()) < max(lines, 18)
 
 
 def test_run_numbers_and_own_names(vorox: Run) -> None:
@@ -245,33 +267,24 @@ def test_growth_is_found_and_the_run_extended(vorox: Run, tmp_path: Path) -> Non
     assert f"Extend the run to {grown_total:,} steps?" in out
 
 
-def test_files_that_a_run_cannot_use_are_named_before_it_starts(vorox: Run, tmp_path: Path) -> None:
+def test_a_run_is_extended_on_its_own_files_and_names_those_that_were_added(vorox: Run, tmp_path: Path) -> None:
     text = tiny_runs.write_text(tmp_path / "text")
     source = f"data.sources=[{{name: text, format: jsonl, paths: ['{text}']}}]"
     assert vorox("train", "tiny.yaml", source, f"data.cache.directory={tmp_path / 'cache'}")[0] == 0
     (name,) = run_ids()
-    resume = ("train", "--resume", name, "train.num_steps=24")
     tiny_runs.write_text(tmp_path / "more", documents=20, seed=1)
     (tmp_path / "more" / "text.jsonl").rename(text / "z.jsonl")
     caches = sorted((tmp_path / "cache").iterdir())
-    code, out, _ = vorox("train", answers="1 24 q")
-    assert code == 0
-    assert "Files were added to source 'text' after the run started" in out
-    assert f"--from-weights {name}" in " ".join(out.split())
-    code, _, err = vorox(*resume, "--dry-run")
-    assert code == 4
-    assert "training state up to step 12 is safe" in err
+    assert vorox("train", "--resume", name, "train.num_steps=24", "--dry-run")[0] == 0
+    code, out, err = vorox("train", answers="1 24 y")
+    assert code == 0, err
+    assert "z.jsonl" in out + err
     assert sorted((tmp_path / "cache").iterdir()) == caches
-    assert vorox(*resume)[0] == 4  # builds a cache of all files
-    code, _, err = vorox(*resume, "--dry-run")
-    assert code == 4
-    assert "no longer hold the" in err
-    (text / "z.jsonl").unlink()
-    assert vorox(*resume, "--dry-run")[0] == 0
+    assert max(step_directories(Path("runs") / name)) == 24
 
 
 def test_the_menu_stays_closed_without_a_terminal(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(menu, "has_terminal", lambda: False)
+    monkeypatch.setattr(train, "has_terminal", lambda: False)
     code, _, err = vorox("train", "--menu")
     assert code == 2
     assert "The menu needs a terminal" in err
@@ -302,7 +315,7 @@ def test_a_configuration_that_is_refused_leads_back(vorox: Run) -> None:
 def test_the_plan_estimates_the_speed_of_the_gpus_that_the_run_would_use(
     vorox: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "this_machine", lambda: named_hardware("rtx4090x4"))
+    monkeypatch.setattr(menu, "this_machine", lambda: named_hardware("rtx4090x4"))
     speeds: list[str] = []
     for words in ([], ["--nproc", "2"]):
         code, out, err = vorox("train", "--menu", *words, answers="n tiny.yaml 1 n q")
@@ -312,7 +325,7 @@ def test_the_plan_estimates_the_speed_of_the_gpus_that_the_run_would_use(
         assert re.search(r"^duration +about .* for 768 tokens$", out, re.MULTILINE)
     one, two = (float(speed[:-1]) * {"M": 1e6, "B": 1e9}[speed[-1]] for speed in speeds)
     assert two == pytest.approx(2 * one, rel=0.01)
-    monkeypatch.setattr(hardware, "this_machine", lambda: Hardware("this machine", 1, 1 << 33))
+    monkeypatch.setattr(menu, "this_machine", lambda: Hardware("this machine", 1, 1 << 33))
     assert "assumed MFU" not in vorox("train", answers="n tiny.yaml 1 n q")[1], "a CPU has no data-sheet peak"
 
 

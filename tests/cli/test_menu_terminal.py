@@ -14,9 +14,9 @@ import pytest
 
 import tiny_runs
 from eventually import PATIENCE_SECONDS
-from vorox.core.run_lookup import run_directories
-from vorox.data.corpus import prepare
-from vorox.training.checkpoints.store import step_directories
+from vorox.core.run_layout import step_directories
+from vorox.data.corpus.corpus import prepare
+from vorox.records.run_lookup import run_directories
 
 pexpect = pytest.importorskip("pexpect", exc_type=ImportError)
 pytestmark = [
@@ -127,7 +127,7 @@ def test_a_tiny_terminal_from_an_empty_folder_to_a_run(folder: Path) -> None:
     screen = Screen("train", rows=10, columns=40, AS_ON_WINDOWS="1")
     screen.answer("[N]: ", "")
     screen.answer("[2]: ", "tiny.yaml")
-    screen.answer("type a name [1]: ", "4")
+    screen.answer("= back [1]: ", "4")
     screen.answer("Start? [Y/n]: ", "")
     screen.expect("Finished after 12 steps")
     assert screen.end() == 0
@@ -239,7 +239,7 @@ def test_growth_is_found_and_a_name_of_ones_own_is_kept(folder: Path) -> None:
     ]  # fmt: skip
     screen = Screen("train", "--menu", "tiny.yaml", *grown)
     screen.answer("[N]: ", "")
-    screen.answer("type a name [1]: ", "of my own")
+    screen.answer("= back [1]: ", "of my own")
     screen.answer("Start? [Y/n]: ", "")
     assert screen.end() == 0
     (name,) = run_names()

@@ -24,8 +24,8 @@ from eventually import PATIENCE_SECONDS
 from rank_threads import Store
 from vorox.backends import node_collectives
 from vorox.cli import main, node_doctor
-from vorox.core.distributed_context import DistributedContext, Membership
 from vorox.core.errors import StalledError, VoroxError
+from vorox.core.ranks.distributed_context import DistributedContext, Membership
 from vorox.runtime import node_checks, node_exchange
 from vorox.runtime.machine_checks import Finding
 
@@ -248,7 +248,7 @@ def test_auto_discovery_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def run_doctor(directory: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     return subprocess.Popen(
         [sys.executable, "-m", "vorox", "doctor", "--nodes", *words], cwd=directory, text=True,
         env={**environment, "OMP_NUM_THREADS": "1", **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ from vorox.cli import main
 from vorox.cli.arguments import parse_arguments
 from vorox.cli.config import source_and_overrides
 from vorox.core.config import load_config
-from vorox.core.errors import DataError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
-from vorox.data.storage import StoredFile
-from vorox.data.text import format_detection
+from vorox.data.storage import local
 from vorox.data.text.format_detection import detect_source
 
 TEXTS = [f"Chapter {number}. " + "The cat sat on the mat and looked at the moon. " * 40 for number in range(40)]
@@ -41,22 +41,25 @@ def test_a_first_record_that_is_longer_than_the_sample() -> None:
     assert detect_source(["long.jsonl"], {}).source["text_field"] == "text"
 
 
-@pytest.mark.parametrize(("first_line_bytes", "read_bytes"), [(300_000, 1 << 19), (600_000, 1 << 20), (9, 1 << 18)])
-def test_detection_reads_little_more_than_the_first_line(
-    monkeypatch: pytest.MonkeyPatch, first_line_bytes: int, read_bytes: int
+@pytest.mark.parametrize(("first_line_bytes", "most_bytes"), [(300_000, 3 << 20), (3_000_000, 5 << 20), (9, 3 << 20)])
+def test_detection_reads_little_more_than_the_first_records(
+    monkeypatch: pytest.MonkeyPatch, first_line_bytes: int, most_bytes: int
 ) -> None:
-    lines = json.dumps({"text": "x" * first_line_bytes}), json.dumps({"text": "word " * 900_000})
+    lines = [json.dumps({"text": "x" * size}) for size in (first_line_bytes, *[200_000] * 100)]
     Path("long.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    original, ends = format_detection.open_content, list[int]()
+    read = 0
+    original = local._Range.readinto  # pyright: ignore[reportPrivateUsage]
 
-    def open_content(file: StoredFile, start_byte: int, end_byte: int) -> Any:
-        assert start_byte == (ends[-1] if ends and end_byte != ends[0] else 0), "no byte twice"
-        ends.append(end_byte)
-        return original(file, start_byte, end_byte)
+    def readinto(self: Any, buffer: Any) -> int:
+        nonlocal read
+        count = original(self, buffer)
+        read += count
+        return count
 
-    monkeypatch.setattr(format_detection, "open_content", open_content)
-    assert detect_source(["long.jsonl"], {}).source["text_field"] == "text"
-    assert max(ends) == read_bytes
+    monkeypatch.setattr("vorox.data.storage.local._Range.readinto", readinto)
+    source = detect_source(["long.jsonl"], {}).source
+    assert source["text_field"] == "text"
+    assert 0 < read <= 2 * most_bytes, "the records, and the sample that measures the vocabulary"
 
 
 @pytest.mark.parametrize("num_words", [20, 100_000], ids=["short", "long"])
@@ -159,8 +162,6 @@ def configuration(*words: str) -> RunConfig:
         (_compressed, "jsonl", "content"),
         (_csv, "csv", "story"),
         (_parquet, "parquet", "body"),
-        (_nested_parquet, "parquet", "doc.text"),
-        (_nested_jsonl, "jsonl", "doc.text"),
         (_saved, "arrow", "story"),
         (_mds, "mds", "body"),
     ],
@@ -178,6 +179,18 @@ def test_text_is_recognised_and_named_in_the_answer_to_its_path(
     assert format_name in capsys.readouterr().err
     assert config.eval.prompts
     assert all(prompt not in {"def ", "import ", "class "} for prompt in config.eval.prompts)
+
+
+@pytest.mark.parametrize("make", [_nested_parquet, _nested_jsonl])
+def test_a_text_inside_an_object_is_never_guessed(
+    make: Callable[[], str], capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    path = make()
+    assert main(["train", "--data", path, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "No column holds text" in said
+    assert "data.sources.0.text_field=doc.text" in said
+    assert configuration("--data", path, "data.sources.0.text_field=doc.text").data.sources[0].text_field == "doc.text"
 
 
 def test_token_ids_of_an_mds_folder_are_recognised() -> None:
@@ -234,7 +247,7 @@ def test_of_a_mixed_folder_one_format_is_read_and_the_others_are_named(capsys: p
     (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     assert configuration("--data", "notes").data.sources[0].format == "jsonl"
     said = capsys.readouterr().err
-    assert "left out: 41 files (txt, .png); data.sources.0.format=txt" in said
+    assert "left out: 41 files (.md, .png); data.sources.0.format=txt" in said
     assert max(map(len, said.splitlines())) < 120
     source = configuration("--data", "notes", "data.sources.0.format=txt").data.sources[0]
     assert source.format == "txt"
@@ -258,6 +271,58 @@ def test_every_format_that_is_left_out_is_named(
             path.unlink()
     assert configuration("--data", "mixed").data.sources[0].format == chosen
     assert f"left out: 2 files ({others})" in capsys.readouterr().err
+
+
+def _lab(name: str, column: str = "text", delimiter: str = ",") -> str:
+    rows = [delimiter.join((column, "n")), *(delimiter.join((f"words of the lab {n}", str(n))) for n in range(50))]
+    Path(name).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("second", "differing"),
+    [("lab.csv", "format"), ("lab.tsv", "delimiter"), ("column.csv", "text_field"), ("lines.json", "format")],
+)
+def test_paths_of_different_formats_are_refused_and_the_remedy_reads_each(second: str, differing: str) -> None:
+    first = _lab("first.csv")
+    if differing == "format":
+        first = "book.txt"
+        Path(first).write_text(TEXTS[0] * 3, encoding="utf-8")
+    if second == "lines.json":
+        Path(second).write_text(json.dumps([{"text": text} for text in TEXTS[:5]]), encoding="utf-8")
+    else:
+        _lab(second, "body" if second == "column.csv" else "text", "\t" if second == "lab.tsv" else ",")
+    for pair in ((first, second), (second, first)):
+        data = [word for path in pair for word in ("--data", path)]
+        with pytest.raises(ConfigError, match=f"{pair[0]} and {pair[1]} differ in {differing}") as caught:
+            configuration(*data)
+        words = shlex.split(caught.value.hint.partition(": ")[2].rpartition(" (")[0])
+        sources = configuration(*words).data.sources
+        assert [source.paths for source in sources] == [(path,) for path in pair]
+        for source, path in zip(sources, pair, strict=True):
+            alone = detect_source([path]).source
+            assert (source.format, source.delimiter) == (alone["format"], alone.get("delimiter", ","))
+            assert source.text_field == alone.get("text_field", "text")
+
+
+def test_paths_of_one_format_are_one_source() -> None:
+    paths = _lab("a.csv"), _lab("b.csv"), "empty.csv"
+    Path("empty.csv").touch()
+    data = [word for path in paths for word in ("--data", path)]
+    (source,) = configuration(*data).data.sources
+    assert source.paths == paths
+
+
+@pytest.mark.parametrize("other", ["lab.csv", "notes.log"])
+def test_a_glob_of_several_formats_is_refused(other: str) -> None:
+    Path("mix").mkdir()
+    Path("mix/book.txt").write_text(TEXTS[0] * 9, encoding="utf-8")
+    _lab(f"mix/{other}")
+    with pytest.raises(ConfigError, match="glob matches files of several formats") as caught:
+        configuration("--data", "mix/*")
+    assert caught.value.where == str(Path("mix", other).resolve())
+    assert configuration("--data", "mix/*.txt").data.sources[0].paths == ("mix/*.txt",)
+    assert configuration("--data", "mix/*", "data.sources.0.format=txt").data.sources[0].paths == ("mix/*",)
 
 
 def test_an_empty_file_is_named() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from processor_cost import cost
 from vorox.cli.progress import LineDisplay, LiveDisplay, headline, loss_trend, open_display, sample_lines
-from vorox.training.display import Display, StepView
+from vorox.training.loop.display import Display, StepView
 
 VIEW = StepView(
     step=770,
@@ -99,21 +99,23 @@ def test_only_a_finished_run_is_at_100_percent(step: int, total: int, percent: s
     assert percent in headline(replace(VIEW, step=step, total_steps=total))
 
 
-def test_unknown_numbers_are_dashes_not_zeros() -> None:
+def test_unknown_numbers_are_left_out_or_dashes_not_zeros() -> None:
     view = StepView(1, 300, math.nan, 4096, 1_228_800, 1e-4, 3.5)
-    assert headline(view) == "Step     1/300 ( 0.3%) | Loss: nan | - tok/s | ETA: --:--"
+    assert headline(view) == "Step     1/300 ( 0.3%) | Loss: nan | ETA: --:--"
 
 
-def test_plain_lines_have_every_field_and_fewer_than_120_columns() -> None:
+def test_a_logged_step_is_one_plain_line_of_fewer_than_120_columns() -> None:
     stream = io.StringIO()
     display = LineDisplay(stream)
-    display.step(VIEW)
-    first, *rest = stream.getvalue().splitlines()
-    assert first.startswith(FIELDS[0])
-    assert rest
-    assert all(line.startswith("  ") for line in rest)
-    for field in FIELDS:
-        assert field in stream.getvalue()
+    for step in (770, 780, 790):
+        display.step(replace(VIEW, step=step, slow_cause="waiting for data 40% of the time: raise data.loader.threads"))
+    lines = stream.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["Step   770", "  waiting ", "Step   780", "Step   790"], "a note once"
+    assert lines[0].startswith(FIELDS[0])
+    assert all(field in lines[0] for field in ("epoch 0.41", "lr 5.3e-04", "gnorm 0.42"))
+    assert all(len(line) < 120 for line in lines)
+    display.step(replace(VIEW, slow_cause="writing checkpoints 30% of the time: raise checkpoint.every_steps"))
+    assert stream.getvalue().count("\n  writing") == 1
     assert "\x1b" not in stream.getvalue()
     display.message("a word " * 60 + "/a/path/" + "long" * 40)
     lines = stream.getvalue().splitlines()
@@ -165,8 +167,10 @@ def test_the_live_block_has_the_trend_only_where_the_terminal_can_draw_it() -> N
 
 
 def test_a_plan_of_tensors_is_not_shown_beside_the_memory_of_a_process() -> None:
-    stream = io.StringIO()
-    LineDisplay(stream).step(replace(VIEW, memory_bytes={"host": 2.0**30}))
+    stream = Terminal()
+    display = LiveDisplay(stream)
+    display.step(replace(VIEW, memory_bytes={"host": 2.0**30}))
+    display.close()
     assert "host 1.0 GiB" in stream.getvalue()
     assert "planned" not in stream.getvalue()
 

@@ -243,7 +243,6 @@ def test_sql_over_samples_files_and_chunks(vorox: Run, house: Path) -> None:
 
 def test_a_run_with_its_metadata_can_be_removed(vorox: Run, house: Path) -> None:
     directory = the_run(house)
-    (directory / "metadata.spool").write_bytes(b"")
     (directory / "metadata.sqlite-journal").write_bytes(b"")
     assert {"attempts.bin", "metadata.sqlite"} <= {path.name for path in directory.iterdir()}
     code, _, err = vorox("runs", "remove", "latest", "--yes")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from vorox.cli import rank_launcher
-from vorox.core.distributed_context import Membership, Node, membership, node_membership
-from vorox.core.errors import ConfigError
+from eventually import wait_until
+from tiny_runs import configuration, write_text
+from vorox.cli import main, rank_launcher, training_run
+from vorox.cli.failure import _four_lines
+from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.ranks.distributed_context import Membership, Node, membership, node_membership
 
 HERE = Node("127.0.0.1", 4321, 0, 1)
 
@@ -34,6 +39,7 @@ def test_ranks_forget_the_run_that_the_launcher_is_part_of() -> None:
 def test_ranks_of_several_machines_are_numbered_by_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     around = {"VOROX_COORDINATOR": "[fe80::1]:700", "VOROX_NODE_COUNT": "3", "VOROX_NODE_INDEX": "2"}
     node = node_membership(around)
+    assert node is not None
     assert node == Node("fe80::1", 700, 2, 3)
     found = [membership(environment) for environment in rank_launcher.environments_of(2, node, around)]
     assert found == [Membership("[fe80::1]:700", 4 + rank, 6, local_rank=rank, local_world_size=2) for rank in range(2)]
@@ -46,6 +52,17 @@ def test_ranks_of_several_machines_are_numbered_by_machine(monkeypatch: pytest.M
     assert rank_launcher.is_launcher(1, 0), "one rank on each of three machines"
     with pytest.raises(ConfigError, match="several machines"):
         rank_launcher.is_launcher(2, 5)
+
+
+@pytest.mark.parametrize(("index", "count", "is_main"), [("0", "2", True), ("1", "2", False), ("0", "1", True)])
+def test_the_launcher_of_a_machine_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, index: str, count: str, is_main: bool
+) -> None:
+    """The launcher on rank 0's machine prints for the run; its environment describes no rank yet."""
+    around = {"VOROX_COORDINATOR": "10.0.0.1:700", "VOROX_NODE_COUNT": count, "VOROX_NODE_INDEX": index}
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    assert rank_launcher.is_main_rank() == is_main
 
 
 def test_commands_that_go_on_start_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +82,9 @@ def test_listed_gpus_must_divide_evenly() -> None:
 
 
 def as_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> list[str]:
-    """Stands in for ``python -m vorox``: a program that sees who it is."""
+    """Stands in for the interpreter of the ranks: a program that sees who it is."""
     program = tmp_path / "program.sh"
-    program.write_text(f"#!/bin/sh\n# python -m vorox ARGUMENTS\ncase $RANK in\n{text}\nesac\n")
+    program.write_text(f"#!/bin/sh\ncase $RANK in\n{text}\nesac\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     return ["train"]
@@ -107,3 +124,44 @@ def test_a_killed_process_is_a_failure(
     (tmp_path / "dies").unlink()
     assert rank_launcher.launch_ranks(2, as_program(monkeypatch, tmp_path, text), advice="Run the check again.") == 1
     assert "Rank 1 of 2 was killed by SIGKILL. Run the check again.\n" in capfd.readouterr().err
+
+
+LAUNCHER = """
+import signal
+import subprocess
+import sys
+from vorox.cli import rank_launcher
+sys.executable = sys.argv[1]
+rank_launcher.launch_ranks(2, ["train"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at the death of a parent")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
+def test_no_rank_outlives_its_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sent: signal.Signals) -> None:
+    """The ranks get SIGTERM and may save; the launcher gets the signal alone."""
+    python = sys.executable
+    rank = f"trap 'touch {tmp_path}/saved-$RANK; exit 75' TERM HUP; touch {tmp_path}/ready-$RANK"
+    as_program(monkeypatch, tmp_path, f"*) {rank}; while :; do sleep 0.05; done;;")
+    with subprocess.Popen([python, "-c", LAUNCHER, sys.executable]) as launcher:
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+        launcher.send_signal(sent)
+    wait_until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
+
+
+def test_what_a_rank_records_and_prints_starts_as_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank is not given the launcher's ``--nproc``; typed without it, the command would compute other bits."""
+    write_text(tmp_path / "text", documents=2)
+    configuration(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in rank_launcher.environments_of(2, HERE, {})[0].items():
+        monkeypatch.setenv(name, value)
+    recorded: list[list[str]] = []
+    monkeypatch.setattr(training_run, "start_run", lambda run, minutes, command: recorded.append(command))
+    assert main(["train", "tiny.yaml", "--minutes", "5", "--resume", "never"]) == 0
+    assert recorded == [["vorox", "train", "tiny.yaml", "--resume", "never", "--nproc", "2", "--minutes", "5"]]
+    stop = VoroxError("Stopped")
+    assert _four_lines(stop, ["train", "tiny.yaml"])[1].strip() == "where   vorox train tiny.yaml --nproc 2"
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert _four_lines(stop, ["train", "tiny.yaml"])[1].strip() == "where   vorox train tiny.yaml"

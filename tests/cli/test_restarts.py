@@ -14,8 +14,8 @@ import pytest
 
 from vorox.cli import rank_launcher
 from vorox.cli.restarts import Restarts
-from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import StalledError
+from vorox.records.attempts import AttemptRecord
 
 
 def restarts(directory: Path, limit: int, resume: str = "auto") -> Restarts:
@@ -92,7 +92,7 @@ def test_a_restart_resumes_what_the_command_started(tmp_path: Path) -> None:
 
 
 class Program:
-    """Stands in for ``python -m vorox``: a shell that runs ``text`` with its rank and the number of its start."""
+    """Stands in for the interpreter of the ranks: a shell that runs ``text``, given rank and start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, text: str) -> None:
         self.directory = directory
@@ -113,7 +113,8 @@ def test_failures_restart(
         monkeypatch, tmp_path, f"0) [ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; exit {code}; }};;"
     )
     assert rank_launcher.launch_ranks(2, ["train"], restarts(tmp_path / "run", 1)) == 0
-    assert program.starts(0) == program.starts(1) == ["-m vorox train", "-m vorox train --resume auto"]
+    assert program.starts(0) == program.starts(1)
+    assert [line.partition("] vorox ")[2] for line in program.starts(0)] == ["train", "train --resume auto"]
     assert "Restarting (1 of 1)" in capfd.readouterr().err
 
 

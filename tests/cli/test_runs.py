@@ -18,10 +18,10 @@ from vorox import load_model
 from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
-from vorox.core.run_context import RunContext
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.core.run_layout import RUN_FILES, RunLayout
-from vorox.core.run_lookup import find_run, run_argument, run_directories
-from vorox.core.staged_directory import StagedDirectory
+from vorox.records.run_context import RunContext
+from vorox.records.run_lookup import find_run, run_argument, run_directories
 from vorox.training.checkpoints.store import quarantine
 
 Run = Callable[..., tuple[int, str, str]]
@@ -116,7 +116,7 @@ def test_every_kind_of_file_is_removed_and_the_mirrored_ones_are_found(vorox: Ru
     directory = make_run("all", step=5)
     written = (
         "wandb/run-1/files/x", "tensorboard/events.out", "configs/step-00000005.yaml", "events-00001.jsonl",
-        "log-00001.txt", "metadata.sqlite-wal", "metadata.spool", "tokenizer/tokenizer.json", "export/hf/config.json",
+        "log-00001.txt", "metadata.sqlite-wal", "tokenizer/tokenizer.json", "export/hf/config.json",
         "attempts.bin", "chain.jsonl", ".tmp-host-1-0123abcd-x/y",
     )  # fmt: skip
     for name in written:

@@ -22,6 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOROX_CACHE", str(tmp_path / "cache"))
     Path("tiny.yaml").write_text(CONFIGURATION, encoding="utf-8")
     Path("t.txt").write_text("A cat sat on the mat. " * 500, encoding="utf-8")
+    for name in ("twice.txt", "more.txt"):
+        Path(name).write_text("A dog sat on the log. " * 500, encoding="utf-8")
     Path("tabs.yaml").write_text("train:\n\tnum_steps: 3\n", encoding="utf-8")
     Path("cfg.toml").write_text("[train]\nnum_steps = 3\n", encoding="utf-8")
     Path("indent.yaml").write_text("train:\n  num_steps: 3\n   num_tokens: 3\n", encoding="utf-8")
@@ -55,9 +57,21 @@ def test_common_names_are_understood(words: str, line: str, capsys: pytest.Captu
     [
         ("train t.txt", "vorox train --data t.txt"),
         ("data stats t.txt", "vorox train --data t.txt"),
+        ("train --data=", "--data is empty"),
+        ("train --from-weights= quickstart", "--from-weights is empty"),
+        ("train --data t.txt data.sources.0.nme=x", "did you mean data.sources.0.name?"),
+        ("train --data t.txt data.sources.0.encoding=foo", "is no encoding of text that Python knows"),
+        ("train --data t.txt data.sources.0.format=cvs", "did you mean csv?"),
+        ("train --data t.txt data.sources.0.max_record_bytes=1GB", "data.sources.0.max_record_bytes="),
+        ("train --data t.txt twice.txt more.txt", "write --data t.txt --data twice.txt --data more.txt, or quote the"),
         ("data show tiny.yaml", "use `vorox data stats CONFIG`"),
         ("data rows tiny.yaml", "use `vorox data peek CONFIG`"),
         ("data where latest --by loss", "use `vorox data losses RUN`"),
+        ("eval latest --data held-out.txt", "use `vorox eval RUN --tasks TASK.yaml` with a task that reads the file"),
+        ("data losses latest --from 20", "use `vorox data losses RUN --steps A:B`"),
+        ("data where latest --from 20", "use `vorox data where RUN --step STEP, or"),
+        ("launch k8s tiny.yaml", "use `vorox launch kubernetes`"),
+        ("k8s", "use `vorox launch kubernetes`"),
         ("data export tiny.yaml", "Missing option '--to'. Choose from: bin, mds, npy"),
         ("data export tiny.yaml --to out", "Invalid value for '--to': 'out' is not one of 'bin', 'mds', 'npy'"),
         ("plan nope", "name a YAML file or a preset: a100"),
@@ -121,7 +135,7 @@ def test_help_has_many_names(words: list[str], capsys: pytest.CaptureFixture[str
         ("frobnicate", "No such command 'frobnicate'", "`vorox --help`"),
         ("runs shw", "No such command 'shw'", "`vorox runs show`"),
         ("help trainn", "No such command 'trainn'", "`vorox train`"),
-        ("generate", "Missing argument 'RUN|CHECKPOINT'", "`vorox generate --help`"),
+        ("generate", "Missing argument 'RUN|MODEL'", "`vorox generate --help`"),
         ("dash --expot x.html", "No such option: --expot", "`vorox dash --export`"),
         ("data where RUN --by loss", "No such option: --by", "`vorox data losses RUN`"),
         ("train --minutes", "Option '--minutes' requires an argument", "`vorox train --help`"),

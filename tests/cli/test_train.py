@@ -16,9 +16,9 @@ import pytest
 
 import tiny_runs
 from vorox.cli import humanize, main
-from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.core.run_layout import step_directories
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpoints.store import step_directories
+from vorox.records.run_lookup import run_attempts, run_directories
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -28,7 +28,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, configuration and cache, but without a run."""
     directory = tmp_path_factory.mktemp("prepared")
     config = tiny_runs.configuration(directory)
-    from vorox.data.corpus import prepare
+    from vorox.data.corpus.corpus import prepare
 
     prepare(config)
     return directory
@@ -73,7 +73,8 @@ def test_a_run_ends_with_commands_that_work(vorox: Run) -> None:
     commands = dict(line.split(None, 1) for line in out.splitlines()[-5:])
     assert list(commands) == ["resume", "generate", "export", "replay", "dash"]
     assert commands["dash"] == "vorox dash"
-    assert commands["resume"] == f"vorox train --resume {directory.name} train.num_steps=24"
+    held = "train.num_steps=24 schedule.name=hold"
+    assert commands["resume"] == f"vorox train --resume {directory.name} {held}"
     assert re.search(r"Model: [\d,]+ parameters on .* \(torch, fp32\), 12 steps", out.replace("\n         ", " "))
     assert "nats/token after step" in out
     losses = {step: values["loss"] for step, values in read_metrics(directory).items() if "loss" in values}
@@ -151,7 +152,7 @@ def test_records_that_cannot_be_read_are_told_with_place_and_reason(vorox: Run) 
     lines = [json.dumps({"text": f"line {number} of a text with some words"}) for number in range(400)]
     lines[100] = "not json"
     Path("a.jsonl").write_text("\n".join(lines))
-    words = ["data.sources.0.format=jsonl", "data.sources.0.paths=[a.jsonl]", "data.validation.split=tail"]
+    words = ["data.sources.0.format=jsonl", "data.sources.0.paths=[a.jsonl]", "data.validation.split=span"]
     code, out, err = vorox("train", "tiny.yaml", *words)
     assert code == 0, err
     assert "a.jsonl:101: invalid JSON" in out + err
@@ -286,7 +287,7 @@ def test_a_changed_architecture_is_refused_on_resume_and_nothing_is_lost(vorox: 
 
 
 def test_a_run_in_use_is_refused(vorox: Run) -> None:
-    from vorox.core.run_context import RunContext, recorded_config
+    from vorox.records.run_context import RunContext, recorded_config
 
     assert vorox("train", "tiny.yaml")[0] == 0
     (directory,) = runs()
@@ -309,7 +310,7 @@ def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.Monk
         seen.append((config, arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vorox.run.train", fake)
+    monkeypatch.setattr("vorox.cli.training_run.train_run", fake)
     code, out, _ = vorox("train", "model.num_layers=2")
     assert code == 130
     assert "Preset: quickstart" in out

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vorox.cli import main, output, runs
+from vorox.cli import main, output, run_comparison
 from vorox.cli.failure import report_failure
 from vorox.core.errors import ConfigError
 
@@ -90,6 +90,6 @@ def test_a_plan_is_no_wider_than_the_terminal(
 
 
 def test_compared_values_have_the_units_of_the_other_screens() -> None:
-    assert runs._last("memory/host_peak_bytes", (1, 332.8e6)) == "317 MiB"
-    assert runs._last("tokens_per_second", (1, 69510.0)) == "69.5k"
-    assert runs._best("loss", (710, 0.5528)) == "0.5528 @710"
+    assert run_comparison._last("memory/host_peak_bytes", (1, 332.8e6)) == "317 MiB"
+    assert run_comparison._last("tokens_per_second", (1, 69510.0)) == "69.5k"
+    assert run_comparison._best("loss", (710, 0.5528)) == "0.5528 @710"

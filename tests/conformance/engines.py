@@ -29,8 +29,8 @@ def make_engine(name: str, *, seed: int = 0, width: int = 8, **runtime: Any) -> 
     if name == "numpy":
         return NumpyEngine(VOCAB, seed=seed, width=width)
     from vorox import backends
-    from vorox.core.distributed_context import DistributedContext
-    from vorox.models.decoder_spec import decoder_spec
+    from vorox.core.ranks.distributed_context import DistributedContext
+    from vorox.models.decoder.spec import decoder_spec
 
     threads = {} if name == "jax" else {"num_threads": 1}
     sections: dict[str, Any] = {"runtime": {"device": "cpu", **threads, **runtime}}

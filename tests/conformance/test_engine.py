@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from conformance.engines import LR, POSITIONS, VOCAB, batch, make_engine, packed_batch, rows
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard
-from vorox.core.engine import Engine, StepValues
-from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.engine import Engine, StepValues, Tap, attach_taps
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.training.checkpoints.store import write_state
 
 ENGINES = [
@@ -51,11 +52,28 @@ def test_says_what_it_is(name: str) -> None:
     engine = make_engine(name)
     assert engine.name == name.partition("-")[0]
     assert engine.data_shard == DataShard(0, 1)
-    assert isinstance(engine.capabilities, frozenset)
     assert engine.environment()["determinism"] in {"none", "data", "bitwise"}
     assert all(isinstance(value, str | int | bool) for value in engine.environment().values())
     assert all(math.isfinite(value) for value in engine.device_stats().values())
     engine.synchronize()
+
+
+OPTIONAL: dict[str, tuple[Any, ...]] = {
+    "start_profiler": (Path("trace"),), "exchange_average": (), "import_pretrained": (Path("model"),),
+    "merged_weights": (), "freeze_reference": (), "reference_fingerprint": (), "set_teacher": (None, ()),
+    "set_stored_teacher": ("identity",),
+}  # fmt: skip
+
+
+def test_what_an_engine_does_not_have_is_refused_with_its_name(name: str) -> None:
+    engine = make_engine(name)
+    for feature, arguments in OPTIONAL.items():
+        if getattr(type(engine), feature) is getattr(Engine, feature):
+            with pytest.raises(ConfigError, match=f"The {engine.name} engine has no "):
+                getattr(engine, feature)(*arguments)
+    if type(engine).taps is Engine.taps:
+        with pytest.raises(ConfigError, match="does not support taps"):
+            attach_taps(engine, [Tap("block_input", 0, lambda x: x)])
 
 
 def test_starts_at_the_entropy_of_the_vocabulary(name: str) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
+import re
 import subprocess
 import sys
-from collections.abc import Collection
+import tomllib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,20 +17,23 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "vorox"
 LAYER = {
     "core": 0,
-    "data": 1,
-    "models": 1,
-    "runtime": 1,
-    "experiments": 1,
-    "web": 1,
-    "training": 2,
-    "backends": 2,
-    "run": 3,
-    "api": 4,
-    "dashboard": 5,
-    "serving": 5,
-    "sweeps": 5,
-    "cli": 6,
-    "__main__": 7,
+    "records": 1,
+    "data": 2,
+    "models": 2,
+    "runtime": 2,
+    "experiments": 2,
+    "web": 2,
+    "planning": 3,
+    "training": 4,
+    "backends": 4,
+    "planned_run": 5,
+    "run": 6,
+    "api": 7,
+    "dashboard": 8,
+    "serving": 8,
+    "sweeps": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 FRAMEWORKS = {
     "torch": "backends/torch_engine",
@@ -38,7 +45,7 @@ FRAMEWORKS = {
     "optuna": "sweeps/search.py",
     "ray": ("sweeps/ray_trials.py", "data/cache/ray_workers.py", "cli/launch/ray_driver.py"),
 }
-ADAPTERS = {"data/streaming/torch_adapter.py": "torch"}
+ADAPTERS = {"data/dataset/torch_adapter.py": "torch"}
 """Modules that are the other framework's view of something of ours; nothing imports them before it is asked for."""
 OPTIONAL = {
     "transformers", "tensorboard", "datasets", "wandb", "mlflow", "trackio", "gguf", "lm_eval", "tensorstore", "orbax",
@@ -59,9 +66,15 @@ def package_of(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
-def imports(path: Path, *, module_scope_only: bool = False) -> list[tuple[int, str]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path, *, module_scope_only: bool = False) -> tuple[tuple[int, str], ...]:
     """(line, absolute module) of every import; those under ``if TYPE_CHECKING`` count, except for scope checks."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     nodes = ast.walk(tree) if not module_scope_only else iter(tree.body)
     found: list[tuple[int, str]] = []
     for node in nodes:
@@ -71,9 +84,22 @@ def imports(path: Path, *, module_scope_only: bool = False) -> list[tuple[int, s
             assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
             assert node.module is not None
             found.append((node.lineno, node.module))
-            if node.module in {"vorox", "vorox.backends"}:
+            if re.fullmatch(r"vorox(\.\w+)?", node.module):
                 found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+    return tuple(found)
+
+
+@pytest.mark.parametrize("package", ["core", "records", "data", "models", "planning", "training"])
+def test_rooms_of_a_package_import_in_one_direction(package: str) -> None:
+    """A room is a folder of the package, or a module beside them; in some order, all imports point down."""
+    arrows: dict[str, set[str]] = {}
+    for path in (SOURCE / package).rglob("*.py"):
+        room = path.relative_to(SOURCE / package).parts[0].removesuffix(".py")
+        for _, module in imports(path):
+            others = module.split(".")[2:3] if module.startswith(f"vorox.{package}.") else []
+            arrows.setdefault(room, set()).update(other for other in others if other != room)
+    order = list(graphlib.TopologicalSorter(arrows).static_order())  # CycleError names the rooms of a circle
+    assert len(order) > 5
 
 
 def test_every_package_of_the_architecture_has_a_layer() -> None:
@@ -98,7 +124,9 @@ def check_direction(path: Path) -> None:
         down = LAYER[target] < LAYER[package]
         assert same_package or down, f"{name_of(path)}:{line}: {package} must not import {module}"
         if package == "backends":
-            assert target in {"core", "models", "backends"}, f"{name_of(path)}:{line}: an engine imports {module}"
+            assert target in {"core", "models", "planning", "backends"}, (
+                f"{name_of(path)}:{line}: an engine imports {module}"
+            )
 
 
 def test_frameworks_stay_in_their_package() -> None:
@@ -148,7 +176,7 @@ def test_no_cycles() -> None:
 def imported_modules(path: Path, names: Collection[str]) -> set[str]:
     """Every module of ours that a module imports anywhere in its text."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names} & set(names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,12 +186,78 @@ def imported_modules(path: Path, names: Collection[str]) -> set[str]:
     return found
 
 
+ALWAYS_INSTALLED = {
+    re.split(r"[><=\[]", one)[0].lower().replace("pyyaml", "yaml")
+    for one in tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
+}
+ALWAYS_INSTALLED |= {"annotated_types", "pydantic_core"}  # with pydantic
+NOT_ON_WINDOWS = {"readline", "resource"}
+SELDOM_NEEDED = {
+    ("cli/__init__.py", "vorox.cli.failure"),
+    ("cli/environment_variables.py", "vorox.core.config.schema_fields"),
+    ("cli/setting_pages.py", "vorox.cli.config"),
+}
+
+
+def optional_packages(module: str) -> set[str]:
+    """The packages that need not be installed, and without which a module cannot be imported."""
+    needed: set[str] = set()
+    seen: set[str] = set()
+    waiting = {module}
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        top = name.split(".")[0]
+        if top != "vorox":
+            needed |= {top} - ALWAYS_INSTALLED - (sys.stdlib_module_names - NOT_ON_WINDOWS)
+            continue
+        waiting |= module_scope_imports(name) | ({name.rpartition(".")[0]} - {""})
+    return needed
+
+
+@functools.cache
+def module_scope_imports(module: str) -> frozenset[str]:
+    """What importing a module of ours imports; nothing for a name in a module."""
+    inside = SOURCE.joinpath(*module.split(".")[1:])
+    path = inside / "__init__.py" if inside.is_dir() else inside.with_suffix(".py")
+    return frozenset(imported_names(parsed(path).body) if path.exists() else ())
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """What statements import: modules, and names in them, which may be modules."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_command_line_imports_at_the_top_what_is_always_installed() -> None:
+    """And in functions only what may be missing, or is slow and seldom needed."""
+    for path in (SOURCE / "cli").rglob("*.py"):
+        module = ".".join(("vorox", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        assert not optional_packages(module), f"{name_of(path)} needs {optional_packages(module)} at its top"
+        tree = parsed(path)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for node in {node for function in functions for node in ast.walk(function)}:
+            names = imported_names([node])
+            is_slow = any((name_of(path), name) in SELDOM_NEEDED for name in names)
+            needed = {package for name in names for package in optional_packages(name)}
+            assert not names or needed or is_slow, f"{name_of(path)}: import at the top: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize(
     "statement",
     [
         "import vorox.cli",
         "import vorox.run",
-        "import vorox.data.loader",
+        "import vorox.data.order.loader",
         "from vorox import *",
         "import vorox.dashboard.server",
     ],
@@ -192,7 +286,7 @@ def test_backend_is_chosen_in_one_place() -> None:
     for path in modules():
         if name_of(path) == "backends/__init__.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Compare):
                 text = ast.unparse(node)
                 assert not any(f"backend {op}" in text for op in ("==", "!=", "in")), f"{name_of(path)}: {text}"
@@ -220,7 +314,7 @@ def test_programs_beside_the_package_import_what_exists(folder: str) -> None:
     for path in sorted((root / folder).rglob("*.py")):
         if ".peers" in path.parts:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vorox":
                 missing = {alias.name for alias in node.names} - names_of(node.module or "")
                 assert not missing, f"{path.relative_to(root)}:{node.lineno}: {node.module} has no {missing}"

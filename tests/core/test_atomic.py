@@ -9,10 +9,12 @@ import errno
 import hashlib
 import json
 import os
-import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vorox.core import atomic, staged_directory
-from vorox.core.atomic import FileOperation
-from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import CheckpointError, DataError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.chained_log import HashChainedLog, LogPosition
+from vorox.core.files.file_holder import this_process
+from vorox.core.files.staged_directory import StagedDirectory
 
 
 def recorded(action: Callable[[], object]) -> list[FileOperation]:
@@ -278,6 +281,24 @@ def test_remove_directory_removes_the_manifest_first(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])
+def test_a_file_system_without_sync_of_directories_is_no_error_and_a_failing_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    fails = pytest.raises(OSError) if number in {errno.EIO, errno.ENOSPC} else nullcontext()
+    with fails:
+        atomic.write_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+
+
 # Temporaries
 
 
@@ -285,12 +306,12 @@ def test_sweep_removes_files_of_dead_writers_and_nothing_else(tmp_path: Path) ->
     finished = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
-    dead, host = int(finished.stdout), socket.gethostname()
+    dead = replace(this_process(), process_id=int(finished.stdout), start="")
     names = {
-        "dead file": f".tmp-{host}-{dead}-0123abcd-a.json",
-        "dead directory": f".tmp-{host}-{dead}-0123abcd-step-1",
-        "live": f".tmp-{host}-{os.getpid()}-0123abcd-a.json",
-        "elsewhere": f".tmp-other-host-{dead}-0123abcd-a.json",
+        "dead file": atomic.temporary_name(Path("a.json"), dead).name,
+        "dead directory": atomic.temporary_name(Path("step-1"), dead).name,
+        "live": atomic.temporary_name(Path("a.json")).name,
+        "elsewhere": atomic.temporary_name(Path("a.json"), replace(dead, namespace="12345678")).name,
         "not ours": ".tmp-notes",
         "data": "a.json",
     }
@@ -313,7 +334,9 @@ def test_our_own_temporary_names_are_recognised(tmp_path: Path) -> None:
     for name in names:
         match = atomic._TEMPORARY.fullmatch(name)
         assert match is not None
-        assert (match["host"], match["pid"]) == (socket.gethostname(), str(os.getpid()))
+        own = this_process()
+        found = [match[key] for key in ("host", "pid", "namespace", "start")]
+        assert found == [own.host, str(os.getpid()), own.namespace, own.start]
 
 
 # Logs

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic, staged_directory
-from vorox.core.atomic import FileOperation
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.chained_log import HashChainedLog
+from vorox.core.files.staged_directory import StagedDirectory
 
 
 @dataclass

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core.attempts import Attempt, AttemptRecord, intervals, read_attempts
 from vorox.core.run_layout import RunLayout
+from vorox.records.attempts import Attempt, AttemptRecord, intervals, read_attempts
 
 
 def test_no_run_has_no_attempts(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_the_digest_without_stages_is_that_of_earlier_versions(tmp_path: Path) -
             r"batch_stages\.1 starts at step 4, which is not after the start of the previous stage, step 5",
         ),
         ([{"start_step": 1, "global_batch_sequences": 8}], [], "start_step"),
-        ([{"start_step": 5, "global_batch_sequences": 8}], ["parallel.kind=deepspeed"], "needs parallel.kind=native"),
+        ([{"start_step": 5, "global_batch_sequences": 8}], ["parallel.kind=deepspeed"], "not supported with"),
         (
             [{"start_step": 5, "global_batch_sequences": 2}],
             ["parallel.pipeline_parallel_size=2", "model.num_layers=2"],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import pytest
 
-from rank_threads import together
-from vorox.core.distributed_context import DistributedContext, Membership, membership
+from rank_threads import Store, together
 from vorox.core.errors import ConfigError, DataError, LostRankError
-from vorox.core.rank_comparison import compare_ranks
+from vorox.core.ranks.distributed_context import FAN_IN, DistributedContext, Membership, SealedChannel, membership
+from vorox.core.ranks.rank_comparison import compare_ranks
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -39,6 +43,54 @@ def test_a_rank_does_as_many_operations_for_any_number_of_ranks() -> None:
         for counts in store.operations.values():
             assert counts == {"put": 50, "get_all": 50, "remove": 50}, count
         assert len(store.values) == count, "only the last turn is kept"
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 64, 80])
+def test_a_reduction_combines_every_rank_once_and_the_lowest_first(count: int) -> None:
+    def combine(first: list[int], second: list[int]) -> list[int]:
+        assert min(first) < min(second)
+        return first + second
+
+    def program(dist: DistributedContext) -> Any:
+        return [dist.reduce("ranks", [dist.rank], combine, sorted) for _ in range(3)]
+
+    results, store = together(count, program)
+    assert results == [[[*range(count)]] * 3] * count
+    assert not any("/ranks/1/" in key or "/ranks/2/" in key for key in store.values), "what has been read is removed"
+
+
+def test_a_reduction_costs_every_rank_the_same_for_any_number_of_ranks() -> None:
+    """Rank 0 too: it reads 8 values, where a gather of 64 ranks reads 63."""
+    value = "x" * 2732  # the lanes of the batch digest
+    for count in (9, 16, 32, 64):
+        read = Counter[int]()
+
+        class Counted(Store):
+            def get_all(
+                self, folder: str, names: Sequence[str], timeout_seconds: float, read: Counter[int] = read
+            ) -> list[bytes] | None:
+                found = super().get_all(folder, names, timeout_seconds)
+                read[threading.get_ident()] += sum(map(len, found or ()))
+                return found
+
+        def program(dist: DistributedContext) -> None:
+            dist.reduce("digest", value, lambda first, second: first, lambda total: total[:64])
+
+        _, store = together(count, program, Counted())
+        assert max(sum(counts.values()) for counts in store.operations.values()) <= 4
+        assert max(read.values()) < FAN_IN * (len(value) + 20) + 100
+
+
+def test_the_failure_of_a_rank_deep_in_the_tree_is_the_error_of_all() -> None:
+    def program(dist: DistributedContext) -> Any:
+        if dist.rank == 19:
+            raise DataError("the disk is gone")
+        return dist.reduce("sum", 1, add, lambda total: total)
+
+    results, _ = together(20, program)
+    assert {(type(error), error.what.removeprefix("rank 19: ")) for error in results} == {
+        (DataError, "the disk is gone")
+    }
 
 
 def test_an_error_of_one_is_the_error_of_all() -> None:
@@ -185,3 +237,59 @@ def test_an_inconsistent_environment_is_refused_with_the_variable(name: str, cha
     with pytest.raises(ConfigError, match=rf"Environment variable {name} is ") as refused:
         membership(change)
     assert (refused.value.where, refused.value.exit_code) == (name, 2)
+
+
+class _Store:
+    """A channel in memory, which any program may write to."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str, timeout_seconds: float) -> bytes | None:
+        return self.values.get(key)
+
+    def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
+        found = [self.values.get(f"{folder}/{name}") for name in names]
+        return None if None in found else [value for value in found if value is not None]
+
+    def remove(self, key: str) -> None:
+        self.values.pop(key, None)
+
+
+def test_a_sealed_channel_carries_what_ranks_of_the_run_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOROX_RANK_SECRET", "drawn")
+    store = _Store()
+    channel = SealedChannel(store)
+    channel.put("step/1/a", b"one")
+    channel.put("step/1/b", b"two")
+    assert channel.get("step/1/a", 0.0) == b"one"
+    assert channel.get_all("step/1", ["a", "b"], 0.0) == [b"one", b"two"]
+    assert channel.get_all("step/1", ["a", "c"], 0.0) is None
+    assert not any("step" in key.partition("/")[0] for key in store.values), "others cannot guess the keys"
+    channel.remove("step/1/a")
+    assert channel.get("step/1/a", 0.0) is None
+
+
+@pytest.mark.parametrize("forgery", ["unsealed", "another secret", "changed", "moved"])
+def test_a_value_that_no_rank_wrote_ends_the_run_with_the_reason(forgery: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOROX_RANK_SECRET", "drawn")
+    store = _Store()
+    channel = SealedChannel(store)
+    channel.put("step/1/decision", b"go on")
+    channel.put("step/2/decision", b"stop")
+    one, two = store.values
+    if forgery == "another secret":
+        monkeypatch.setenv("VOROX_RANK_SECRET", "guess")
+        SealedChannel(other := _Store()).put("step/1/decision", b"stop")
+        monkeypatch.setenv("VOROX_RANK_SECRET", "drawn")
+        store.values[one] = next(iter(other.values.values()))
+    else:
+        store.values[one] = {
+            "unsealed": b"stop", "changed": store.values[one].replace(b"go on", b"go up"), "moved": store.values[two],
+        }[forgery]  # fmt: skip
+    for read in (lambda: channel.get("step/1/decision", 0.0), lambda: channel.get_all("step/1", ["decision"], 0.0)):
+        with pytest.raises(ConfigError, match="step/1/decision was not written by a rank of this run"):
+            read()

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from vorox.core import environment
-from vorox.core.environment import code_record, environment_record, git_record, package_versions
+from vorox.core.platform import environment
+from vorox.core.platform.environment import code_record, environment_record, git_record, package_versions
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -94,7 +94,7 @@ def test_the_code_is_recorded_only_if_it_is_under_version_control(
 
 def test_versions_come_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert package_versions()["numpy"] == numpy.__version__
-    program = "import sys; from vorox.core.environment import environment_record; environment_record(); "
+    program = "import sys; from vorox.core.platform.environment import environment_record; environment_record(); "
     program += "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

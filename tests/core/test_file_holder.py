@@ -11,32 +11,33 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from eventually import wait_until
-from vorox.core import atomic, file_holder
 from vorox.core.errors import ConfigError
-from vorox.core.file_holder import FileLock, ProcessIdentity, lock_holder, machine_identity, this_process
+from vorox.core.files import atomic, file_holder
+from vorox.core.files.file_holder import FileLock, ProcessIdentity, lock_holder, pid_namespace, this_process
 from vorox.data.cache.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.read_windows import ReadWindow
 from vorox.training.mirror import ownership
 
 HOLDER = """
 import sys, pathlib
-from vorox.core.file_holder import FileLock
+from vorox.core.files.file_holder import FileLock
 lock = FileLock(pathlib.Path(sys.argv[1])).acquire()
 print("locked", flush=True)
 sys.stdin.readline()
 """
 OWN = this_process()
-EARLIER = replace(OWN, start="0" * 8)
+EARLIER = replace(OWN, start="1" * 8)
 """What a process of this number recorded before the container was started again."""
 NUMBER_ALONE = replace(OWN, start="")
-"""What versions recorded that knew no start."""
+"""What a system records that does not give the start of a process."""
 
 
 @contextmanager
@@ -125,7 +126,7 @@ def test_blocking_waits_for_the_holder(tmp_path: Path) -> None:
     waiter = textwrap.dedent(
         """
         import sys, pathlib
-        from vorox.core.file_holder import FileLock
+        from vorox.core.files.file_holder import FileLock
         print("waiting", flush=True)
         with FileLock(pathlib.Path(sys.argv[1])):
             print("mine", flush=True)
@@ -175,13 +176,13 @@ def test_a_living_holder_is_named_and_a_dead_one_is_not(tmp_path: Path) -> None:
 
 def test_a_number_that_another_process_has_by_now_is_no_holder(tmp_path: Path) -> None:
     path = tmp_path / "LOCK"
-    path.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
+    path.write_text(json.dumps(replace(OWN, process_id=os.getppid(), start="").to_json()))
     assert lock_holder(path) is None
 
 
 def test_asking_does_not_keep_anybody_out(tmp_path: Path) -> None:
     path = tmp_path / "LOCK"
-    path.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
+    path.write_text(json.dumps(replace(OWN, process_id=os.getppid(), start="").to_json()))
     assert lock_holder(path) is None
     with FileLock(path, blocking=False):
         assert lock_holder(path) == f"process {os.getpid()} on {socket.gethostname()}"
@@ -202,11 +203,13 @@ def test_a_start_tells_processes_of_one_number_apart() -> None:
     assert not OWN.is_dead()
     assert EARLIER.is_dead()
     assert not NUMBER_ALONE.is_dead()
-    assert not replace(EARLIER, host="elsewhere").is_dead()
+    assert replace(EARLIER, host="elsewhere").is_dead(), "a host name is a label"
+    assert not replace(EARLIER, namespace="elsewhere").is_dead()
+    assert not replace(EARLIER, namespace="").is_dead()
 
 
 def test_another_process_finds_the_same_start_and_notices_the_end() -> None:
-    program = "import json; from vorox.core.file_holder import *; print(json.dumps(this_process().to_json()))\n"
+    program = "import json; from vorox.core.files.file_holder import *; print(json.dumps(this_process().to_json()))\n"
     wait = f"{program}import sys; sys.stdout.flush(); sys.stdin.readline()"
     with subprocess.Popen(
         [sys.executable, "-c", wait], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -227,7 +230,15 @@ def test_another_process_finds_the_same_start_and_notices_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], {}, {"host": 1, "pid": 1}, {"host": "a"}, {"host": "a", "pid": "1"}, {"host": "a", "pid": True}]
+    "value",
+    [
+        None,
+        [],
+        {},
+        *({**OWN.to_json(), key: value} for key in OWN.to_json() for value in (None, [], True)),
+        {"host": "a", "pid": 1},
+        {**OWN.to_json(), "pid": "1"},
+    ],
 )
 def test_what_names_no_process_is_none(value: object) -> None:
     assert ProcessIdentity.from_json(value) is None
@@ -235,7 +246,7 @@ def test_what_names_no_process_is_none(value: object) -> None:
 
 @pytest.mark.parametrize("process_id", [-1, 10**30])
 def test_a_number_that_no_process_can_have_is_not_believed(process_id: int) -> None:
-    assert ProcessIdentity(OWN.host, process_id).is_dead() in (True, False)
+    assert replace(OWN, process_id=process_id).is_dead()
 
 
 def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
@@ -246,11 +257,8 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
         monkeypatch.setattr(atomic, "this_process", lambda process=process: process)
         names[process] = atomic.temporary_name(tmp_path / "a-1-0123abcd-b.json")
         names[process].touch()
-    old = tmp_path / f".tmp-{OWN.host}-{OWN.process_id}-0123abcd-a.json"
-    old.touch()
     assert atomic.sweep_temporary(tmp_path) == [names[EARLIER]]
     assert names[OWN].exists()
-    assert old.exists()
 
     for process, is_dead in ((EARLIER, True), (replace(OWN, process_id=os.getppid(), start=""), False)):
         record = {**process.to_json(), "token": "t", "units": [[3, 5]]}
@@ -263,10 +271,139 @@ def test_everything_that_records_a_process_knows_the_earlier_one_for_dead(
         window.write_text(json.dumps(record))
         assert ReadWindow(tmp_path).peers().windows == ([] if is_dead else [(3, 5)])
         assert window.exists() != is_dead
-        assert ownership._is_dead({**record, "machine": machine_identity()}) == is_dead
-        assert not ownership._is_dead({**record, "machine": "another"})
+        assert ownership._is_dead(record) == is_dead
+        assert not ownership._is_dead({**record, "namespace": "another"})
 
     (tmp_path / "LOCK").write_text(json.dumps(EARLIER.to_json()))
     assert lock_holder(tmp_path / "LOCK") is None
     with Leases(tmp_path) as leases:
         assert not leases.acquire(7), "its process lives"
+
+
+# Containers and machines that share a host name
+
+HOLDERS = """
+import json, pathlib, sys
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import this_process
+from vorox.data.cache.leases import Leases
+from vorox.data.streaming.read_windows import ReadWindow
+
+here = pathlib.Path(sys.argv[1])
+name = atomic.stage_file(here / "a.psc", b"x").name
+window = ReadWindow(here)
+window.publish([(3, 5)])
+with Leases(here) as leases:
+    assert leases.acquire(7)
+    print(json.dumps([name, this_process().to_json()]), flush=True)
+    sys.stdin.readline()
+"""
+LOOKS = """
+import pathlib, sys
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import ProcessIdentity
+from vorox.data.cache.leases import Leases, is_expired, lease_path
+from vorox.data.streaming.read_windows import ReadWindow
+from vorox.runtime.watchdog import condition_of
+from vorox.training.mirror import ownership
+import json
+
+here, process = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+with Leases(here) as leases:
+    leased = leases.acquire(7)
+print(json.dumps({
+    "swept": [path.name for path in atomic.sweep_temporary(here)],
+    "leased": leased,
+    "expired": is_expired(lease_path(here, 7)),
+    "windows": ReadWindow(here).peers().windows,
+    "condition": condition_of(ProcessIdentity.from_json(process)),
+    "owner": ownership._is_dead(process),
+    "name": ProcessIdentity.from_json(process).host,
+}))
+"""
+NAMESPACES = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+def has_namespaces() -> bool:
+    with suppress(OSError):
+        return subprocess.run([*NAMESPACES, "true"], capture_output=True, check=False).returncode == 0
+    return False
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="PID namespaces need root and unshare(1)")
+@pytest.mark.parametrize("same", [False, True])
+def test_two_containers_with_one_host_name_take_nothing_from_each_other(tmp_path: Path, same: bool) -> None:
+    """Two real PID namespaces; the process of the first lives. Within one namespace it is dead after its kill."""
+    with subprocess.Popen(
+        [*([] if same else NAMESPACES), sys.executable, "-c", HOLDERS, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as first:  # fmt: skip
+        assert first.stdout is not None
+        assert first.stdin is not None
+        name, process = json.loads(first.stdout.readline())
+        if same:
+            first.kill()
+            first.wait()
+        second = subprocess.run(
+            [*([] if same else NAMESPACES), sys.executable, "-c", LOOKS, str(tmp_path), json.dumps(process)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        if not same:
+            first.stdin.write("\n")
+    found = json.loads(second.stdout)
+    swept = [*(left for left in found.pop("swept") if "builder" not in left)]
+    assert swept == ([name] if same else [])
+    assert found == {
+        "leased": same, "expired": same, "windows": [] if same else [[3, 5]], "owner": same,
+        "condition": "dead" if same else "remote", "name": socket.gethostname(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["_boot_id", "_machine_id"])
+def test_cloned_machines_and_other_boots_are_other_namespaces(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """A machine with the same host name, and a process of the same id and start."""
+    file_holder._namespace.cache_clear()
+    here = pid_namespace()
+    assert here == OWN.namespace
+    monkeypatch.setattr(file_holder, part, lambda: "another")
+    file_holder._namespace.cache_clear()
+    there = pid_namespace()
+    assert there not in {here, ""}
+    assert not EARLIER.is_dead()
+    monkeypatch.undo()
+    file_holder._namespace.cache_clear()
+    assert EARLIER.is_dead()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_proc_of_another_namespace_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "readlink", lambda path: Path("1" if path.name == "self" else "pid:[1]"))
+    file_holder._namespace.cache_clear()
+    assert pid_namespace() == ""
+    assert not replace(EARLIER, namespace="").is_dead()
+    file_holder._namespace.cache_clear()
+
+
+def test_a_process_that_proc_hides_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hidepid=2`` shows a user the processes of no other user, for psutil as if they had ended."""
+
+    def hidden(process_id: int) -> psutil.Process:
+        raise psutil.NoSuchProcess(process_id)
+
+    monkeypatch.setattr(psutil, "Process", hidden)
+    assert not replace(OWN, process_id=os.getppid(), start="").is_dead()
+
+
+def test_a_held_lock_tells_where_its_file_was_moved(tmp_path: Path) -> None:
+    """Also below a symbolic link, which is no move; nothing is known of a lock that is not held, or was removed."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    (real / "run").mkdir(parents=True)
+    link.symlink_to(real)
+    lock = FileLock(link / "run" / "LOCK", blocking=False)
+    assert lock.moved_to() is None
+    with lock:
+        assert lock.moved_to() is None
+        (real / "run").rename(tmp_path / "moved")
+        assert lock.moved_to() == tmp_path / "moved" / "LOCK"
+        (tmp_path / "moved" / "LOCK").unlink()
+        assert lock.moved_to() is None

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import installation
-from vorox.core.installation import install_command
+from vorox.core.platform import installation
+from vorox.core.platform.installation import install_command
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "vorox"
@@ -57,6 +57,8 @@ def test_elsewhere_it_names_where_vorox_came_from(
         def read_text(self, name: str) -> str | None:
             return origin
 
-    monkeypatch.setattr(installation, "__file__", str(tmp_path / "a" / "b" / "vorox" / "core" / "installation.py"))
+    monkeypatch.setattr(
+        installation, "__file__", str(tmp_path / "a" / "b" / "vorox" / "core" / "platform" / "installation.py")
+    )
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution())
     assert shlex.split(install_command("s3"))[1:] == ["-m", "pip", "install", requirement]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.json_lines import LineFile, as_number, encode, read_lines
+from vorox.core.files import atomic
+from vorox.core.files.json_lines import LineFile, as_number, encode, read_lines
 
 
 def test_every_line_is_json_for_every_parser() -> None:

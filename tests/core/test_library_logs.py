@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vorox.core.library_logs import silence_torchao
+from vorox.core.platform.library_logs import silence_torchao
 
 
 def test_only_missing_kernels_of_other_devices_are_silent(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import DataError
-from vorox.core.json_lines import read_lines
-from vorox.core.log import Level, RunLog
+from vorox.core.files import atomic
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.records.log import Level, RunLog
 
 CANARY = "CANARYhunter2"
 SECRETS = [

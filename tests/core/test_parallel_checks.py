@@ -11,9 +11,9 @@ from vorox.core.config import load_config
 from vorox.core.config.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 from vorox.models.divisibility import check_divisible
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface.spec import HuggingFaceSpec
 
 SIZE = "parallel.context_parallel_size"
 TRANSFORMERS = {"kind": "huggingface", "name_or_path": "somewhere"}
@@ -184,9 +184,9 @@ def test_expert_parallelism_of_other_models() -> None:
     """Whether a transformers model has experts is known from its config.json only."""
     words = ["backend=torch", "parallel.expert_parallel_size=2"]
     load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x"])
-    with pytest.raises(ConfigError, match=r"it needs model\.kind=decoder or huggingface"):
+    with pytest.raises(ConfigError, match=r"set model\.kind=decoder or huggingface"):
         load_config("quickstart", [*words, "model.kind=own.py:build"])
-    with pytest.raises(ConfigError, match=r"it needs adapter\.kind=none"):
+    with pytest.raises(ConfigError, match=r"set adapter\.kind=none"):
         load_config("quickstart", [*words, "model.kind=huggingface", "model.name_or_path=x", "adapter.kind=lora"])
 
 

@@ -54,6 +54,26 @@ LEAKS = [
     f"-----BEGIN PRIVATE KEY-----\n{CANARY} cut off",
     f'    if password == "{CANARY}":',
     f"client_secret => {CANARY}",
+    f"log.webhook=https://chat.example.org/x/{CANARY}",
+    f"--log.webhook=ftp://chat.example.org/{CANARY}",
+    f'"webhook": "https://chat.example.org/{CANARY}"',
+    f"posting to https://chat.example.org:8065/hooks/{CANARY}abcdefgh failed",
+    f"https://x.webhook.office.com/webhookb2/{CANARY}",
+    f"SMTP_PASS={CANARY}",
+    f"pass={CANARY}",
+    f"user=alice pass = '{CANARY} with blanks'",
+    f"https://db.example.org/x?user=alice&pass={CANARY}&step=5",
+    f"smtp_pass={CANARY}",
+    f"--db.pass={CANARY}",
+    f"vorox train --db-pass {CANARY}",
+    f'{{"pass": "{CANARY}"}}',
+    f"{{'dbPass': '{CANARY}'}}",
+    f"Server=x;pw={CANARY};",
+    f"alice:{CANARY}@db.example.org:5432/meta",
+    f"psql alice:{CANARY}@db/meta failed",
+    f"--database=alice:p@{CANARY}!@10.0.0.5",
+    f"al.ice-1:{CANARY}@localhost",
+    f"GITHUB_PAT: {CANARY}",
     f"java -Dpassword={CANARY} -jar x",
     f"\x1b[0mpassword={CANARY}\x1b[1m",
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIi{CANARY}.abc",
@@ -67,6 +87,11 @@ HARMLESS = [
     "there is no key optimizer.lrr; unknown key: optimizer.lrr",
     "https://host.example.org:443/path?x=1",
     "https://example.org/repo@v1.0",
+    "Source 'web' grew: used from pass 2 on; forward pass: bf16, backward_pass=recomputed, pass=2, pass = True",
+    "num_passes=3 passes=whole bypass=on pass: whole; one_pass=segments",
+    "write to bob@example.org, mailto:bob@example.org/x, Email:bob@example.org and From:a.b@example.org:25",
+    "Tim:tim@example.org wrote at 12:30@5, git@github.com:org/repo.git, vorox:1.2@sha256:12345678",
+    "/data/a:b@c/d.txt C:/data/x@y/z hf://datasets/org/name@main/train.jsonl user@host:/path web:0.7,code:0.3@0",
     "see hf_export and hf_transformers, task-12345678",
     "token id 5000 >= vocabulary 4096 in the secret garden of passwords",
     "num_kv_heads=4 blocks.0.attention.key.weight (256, 256) key_norm",
@@ -117,6 +142,7 @@ def test_the_rest_stays(text: str) -> None:
 
 
 def test_what_surrounds_a_secret_stays() -> None:
+    assert redact("alice:b@db:5432/meta is down, pass=x, lr=0.1") == f"{MARK}@db:5432/meta is down, pass={MARK}, lr=0.1"
     assert redact("step 5: postgresql://a:b@db:5432/meta is down, lr=0.1") == (
         f"step 5: postgresql://{MARK}@db:5432/meta is down, lr=0.1"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from vorox.core.distributed_context import Membership
 from vorox.core.errors import ConfigError, StalledError, VoroxError
-from vorox.core.rendezvous import Rendezvous
+from vorox.core.ranks.distributed_context import Membership
+from vorox.core.ranks.rank_secret import seal
+from vorox.core.ranks.rendezvous import Rendezvous, listen
 
 
 def free_port() -> int:
@@ -106,8 +108,8 @@ def test_a_rank_that_ends_and_starts_again_takes_part() -> None:
 
     def restart() -> Any:
         with dial(port) as first:
-            greeting = {"protocol": "vorox-rendezvous/1", "rank": 1, "world_size": 3, "value": "old"}
-            first.sendall(json.dumps(greeting).encode() + b"\n")
+            greeting = {"protocol": "vorox-rendezvous/2", "rank": 1, "world_size": 3, "value": "old"}
+            first.sendall(seal(json.dumps(greeting).encode(), "rendezvous greeting") + b"\n")
             time.sleep(0.2)
         restarted.set()
         return rank(port, 1, 3).agree("new", list)
@@ -121,15 +123,112 @@ def test_a_rank_that_ends_and_starts_again_takes_part() -> None:
     assert results == [["main", "new", "late"]] * 3
 
 
-def test_other_programs_on_the_network_do_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vorox.core.rendezvous._GREETING_SECONDS", 0.2)
+def greeting(secret: str = "", **changes: Any) -> bytes:
+    """The line of rank 1 of 2, with some changes, sealed with a secret."""
+    values = {"protocol": "vorox-rendezvous/2", "rank": 1, "world_size": 2, "value": 1000} | changes
+    line = json.dumps({name: value for name, value in values.items() if value is not None})
+    return seal(line.encode(), "rendezvous greeting", {"VOROX_RANK_SECRET": secret}) + b"\n"
+
+
+NOISE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a list": b"[1, 2]\n",
+    "nothing": b"",
+    "unsealed": json.dumps({"protocol": "vorox-rendezvous/2", "rank": 1, "world_size": 2, "value": 9}).encode() + b"\n",
+    "an impostor": greeting("guess"),
+    "another run": greeting("guess", world_size=7),
+    "an answer": seal(b'{"decision": 5}', "rendezvous answer", {"VOROX_RANK_SECRET": "drawn"}) + b"\n",
+    "no rank": greeting("drawn", rank=None),
+    "no value": greeting("drawn", value=None),
+    "a text as rank": greeting("drawn", rank="1"),
+    "deep": seal(b"[" * 100_000, "rendezvous greeting", {"VOROX_RANK_SECRET": "drawn"}) + b"\n",
+    "not UTF-8": seal(b"\xff\xfe", "rendezvous greeting", {"VOROX_RANK_SECRET": "drawn"}) + b"\n",
+}
+
+
+def test_slow_and_silent_connections_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte every now and then would keep a server busy that reads one connection after the other."""
+    port, ended = free_port(), threading.Event()
+    dialled = threading.Event()
+
+    def drip() -> None:
+        connections = [dial(port) for _ in range(20)]
+        dialled.set()
+        while not ended.wait(0.05):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x")
+        for connection in connections:
+            connection.close()
+
+    def join() -> Any:
+        assert dialled.wait(10)
+        started = time.monotonic()
+        found = rank(port, 1, 2).agree(1, sum)
+        ended.set()
+        return found if time.monotonic() - started < 4.0 else "late"
+
+    assert together([lambda: rank(port, 0, 2).agree(1, sum), drip, join]) == [2, None, 2]
+
+
+def test_a_slow_connection_does_not_outlast_the_time_of_the_start() -> None:
+    port, ended = free_port(), threading.Event()
+
+    def drip() -> None:
+        with dial(port) as connection:
+            while not ended.wait(0.1):
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x")
+
+    def main() -> Any:
+        started = time.monotonic()
+        try:
+            return rank(port, 0, 2, 1.0).agree(None, len)
+        except StalledError as error:
+            assert time.monotonic() - started < 3.0
+            return error.what
+        finally:
+            ended.set()
+
+    assert together([main, drip])[0] == "Rank 1 of 2 did not start within 1 second"
+
+
+def test_a_rank_ignores_an_impostor_in_the_place_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOROX_RANK_SECRET", "drawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+
+        def lie() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(
+                    seal(b'{"decision": 13}', "rendezvous answer", {"VOROX_RANK_SECRET": "guess"}) + b"\n"
+                )
+                server.close()
+
+        results = together([lambda: rank(port, 1, 2, 2.0).agree(None, len), lie])
+    assert isinstance(results[0], StalledError)
+
+
+@pytest.mark.parametrize(("host", "expected"), [
+    ("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.3.4.5", "127.0.0.1"), ("node7", "::"),
+])  # fmt: skip
+def test_a_run_on_one_machine_listens_on_loopback_only(host: str, expected: str) -> None:
+    with listen(host, 0, backlog=1) as server:
+        assert server.getsockname()[0] in {expected, "0.0.0.0" if expected == "::" else expected}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_other_programs_on_the_network_do_not_disturb(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vorox.core.ranks.rendezvous._GREETING_SECONDS", 0.2)
+    monkeypatch.setenv("VOROX_RANK_SECRET", "drawn")
     port, done = free_port(), threading.Event()
     silent: list[socket.socket] = []
 
     def disturb() -> None:
-        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", b""):
-            with dial(port) as connection:
-                connection.sendall(noise)
+        with dial(port) as connection:
+            connection.sendall(NOISE[noise])
         silent.append(dial(port))
         done.set()
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import re
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
-from vorox.core.config import config_digest, digest_values, load_config
-from vorox.core.distributed_context import DistributedContext
+import tiny_runs
+from vorox.core.config import config_digest, load_config
 from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted, VoroxError
-from vorox.core.run_context import RunContext, expected_directory, recorded_config, run_id
-from vorox.core.run_lookup import find_run, run_attempts, run_directories
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
+from vorox.records.run_context import RunContext, recorded_config, run_id
+from vorox.records.run_lookup import find_run, run_attempts, run_directories
 
 OVERRIDES = ["data.sources=[{name: a, format: txt, paths: [a.txt]}]", "train.num_steps=10"]
 
@@ -88,30 +87,6 @@ def test_the_same_configuration_finds_its_run_again(config: RunConfig, tmp_path:
     with RunContext.open_or_create(make_config(tmp_path, "optimizer.lr=1")) as other:
         assert other.directory != first.directory
     assert len(run_attempts(first.directory)) == 2
-
-
-def test_a_run_that_began_before_a_setting_existed_is_found(config: RunConfig, tmp_path: Path) -> None:
-    key = "optimizer.clip_norm"
-    with RunContext.open_or_create(config) as run:
-        pass
-    earlier = run.directory.with_name(f"{run.run_id[:-8]}0123abcd")
-    run.directory.rename(earlier)
-    values = {name: value for name, value in digest_values(config).items() if name != key}
-    record = record_of(earlier)
-    record["config_digest"] = hashlib.sha256(atomic.canonical_json(values)).hexdigest()
-    (earlier / "run.json").write_text(json.dumps(record))
-    with RunContext.open_or_create(config) as other:
-        assert other.directory != earlier, "its configuration has every setting, and the digest is of another one"
-    shutil.rmtree(other.directory)
-    text = (earlier / "config.yaml").read_text()
-    (earlier / "config.yaml").write_text(re.sub(r"\n +clip_norm:.*", "", text))
-    assert expected_directory(config, "auto") == (earlier, True)
-    with RunContext.open_or_create(config) as run:
-        assert (run.directory, run.attempt) == (earlier, 2)
-    with RunContext.open_or_create(make_config(tmp_path, f"{key}=0.5")) as other:
-        assert other.directory != earlier, "the new setting is not at the value that the run had"
-    with RunContext.open_or_create(make_config(tmp_path, "optimizer.lr=1")) as other:
-        assert other.directory != earlier
 
 
 def test_a_fresh_run_gets_a_number_and_is_the_one_that_is_resumed(config: RunConfig) -> None:
@@ -200,9 +175,7 @@ def test_a_crash_keeps_its_traceback_without_secrets(config: RunConfig) -> None:
     assert "CANARY" not in run.layout.failure.read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"), [(Preempted("saved"), "preempted"), (KeyboardInterrupt(), "interrupted")]
-)
+@pytest.mark.parametrize(("error", "expected"), [(Preempted("saved"), "stopped"), (KeyboardInterrupt(), "interrupted")])
 def test_being_stopped_is_no_failure(config: RunConfig, error: BaseException, expected: str) -> None:
     with pytest.raises(type(error)), RunContext.create(config) as run:
         raise error
@@ -291,7 +264,7 @@ def test_a_full_disk_does_not_hide_the_error(config: RunConfig) -> None:
 HOLDER = """
 import sys
 from vorox.core.config import load_config
-from vorox.core.run_context import RunContext
+from vorox.records.run_context import RunContext
 run = RunContext.open_or_create(load_config(None, sys.argv[1:]))
 print(run.run_id, flush=True)
 sys.stdin.readline()
@@ -468,6 +441,36 @@ def test_runs_are_found_by_id_beginning_hash_path_and_latest(tmp_path: Path) -> 
         name("notes")
 
 
+def test_an_exact_name_wins_and_a_part_of_one_removes_nothing(tmp_path: Path) -> None:
+    runs_named(tmp_path, "exp1-0a1b2c3d", "exp10-11112222", "exp10-11112222-2", "big-exp1-99998888", "moved")
+    for wanted, found in {
+        "exp1": "exp1-0a1b2c3d", "exp10-11112222": "exp10-11112222", "moved": "moved", "big exp1": "big-exp1-99998888",
+    }.items():  # fmt: skip
+        for exact in (False, True):
+            assert find_run(tmp_path, wanted, exact=exact).name == found
+    for other in ("exp1-", "exp1 ", "-exp1", "exp1."):  # what a shell completes, or a slip
+        with pytest.raises(ConfigError):
+            find_run(tmp_path, other, exact=True)
+    for part in ("mov", "big", "99998888", "exp1-0a"):
+        assert find_run(tmp_path, part) in list(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match=f"No run is named {part}; it is only a part of"):
+            find_run(tmp_path, part, exact=True)
+    for exact in (False, True):
+        with pytest.raises(ConfigError, match="exp10 is ambiguous: it matches 2 runs, exp10-1"):
+            find_run(tmp_path, "exp10", exact=exact)
+        with pytest.raises(ConfigError, match="not found"):
+            find_run(tmp_path, "1", exact=exact)
+        with pytest.raises(ConfigError, match="not found") as caught:
+            find_run(tmp_path, "*exp10*", exact=exact)
+        assert caught.value.hint == "no pattern is expanded; write the ids: exp10-11112222 exp10-11112222-2"
+    with pytest.raises(ConfigError, match="ex is ambiguous: it matches 3 runs"):
+        find_run(tmp_path, "ex")
+    with pytest.raises(ConfigError, match=r"No run is named ex; it is only a part of exp1-0a1b2c3d, exp10-1") as caught:
+        find_run(tmp_path, "ex", exact=True)
+    assert caught.value.hint == "write the whole id of the one that you mean"
+    assert find_run(tmp_path, "latest", exact=True) == find_run(tmp_path, "latest")
+
+
 def test_latest_is_the_one_begun_last_not_the_one_touched_last(tmp_path: Path) -> None:
     runs_named(tmp_path, "b-1", "a-2")
     os.utime(tmp_path / "b-1" / "run.json")
@@ -478,3 +481,22 @@ def test_no_runs_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="contains no runs"):
         find_run(tmp_path / "runs", "latest")
     assert run_directories(tmp_path / "runs") == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"model: {num_lay"], ids=["empty", "zeros", "cut"])
+def test_a_damaged_configuration_is_restored_by_the_command_of_the_error(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    run = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    before = recorded_config(run)
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.yaml of the run is (empty|damaged)") as caught:
+        recorded_config(run, ["train.num_steps=24"])
+    assert "step 12 is safe in step-00000012" in caught.value.saved
+    command = shlex.split(caught.value.hint.split("checkpoint: ")[1].split("; then run")[0])
+    assert command[:2] == ["python", "-c"]
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    assert recorded_config(run) == before
+    assert recorded_config(run, ["train.num_steps=24"]).train.num_steps == 24

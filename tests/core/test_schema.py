@@ -120,7 +120,8 @@ def numeric_keys() -> list[str]:
 @pytest.mark.parametrize("key", numeric_keys())
 def test_every_number_has_its_unit_in_the_name(key: str) -> None:
     has_unit = key.endswith(UNITS) or COUNTS.search(key) is not None
-    assert has_unit != (key in WITHOUT_UNIT)
+    assert has_unit or key in WITHOUT_UNIT, "end its name in a unit (UNITS), or say in WITHOUT_UNIT why it has none"
+    assert not (has_unit and key in WITHOUT_UNIT), "its name has a unit: remove it from WITHOUT_UNIT"
 
 
 def test_the_list_of_exceptions_is_not_stale() -> None:

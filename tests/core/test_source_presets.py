@@ -73,7 +73,7 @@ def test_a_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
         ("{name: x, format: bin, paths: [a]}", "their tokenizer is not set"),
         ("{name: x, format: bin, paths: [a], tokenizer: t.json}", "a newly trained tokenizer (tokenizer.kind=bpe)"),
         ("{name: x, format: txt, paths: [a], hf_split: test}", "hf_split=test has no effect"),
-        ("{name: x, format: txt, paths: [a], delimiter: ;}", "needs format csv"),
+        ("{name: x, format: txt, paths: [a], delimiter: ;}", "needs data.sources.0.format=csv"),
         ("{name: x, format: csv, paths: [a], delimiter: ab}", "delimiter"),
         ("{name: x, format: parquet}", "format parquet but no paths"),
         ("{name: x, format: txt, paths: [a], fallback: ['s3://key:hf_AbCdEf123456@host/a']}", "contains a password"),

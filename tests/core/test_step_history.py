@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
 from vorox.core.errors import DataError
-from vorox.core.json_lines import BUFFERED_LINES, StepHistory, last_record, read_history
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.json_lines import BUFFERED_LINES, StepHistory, last_record, read_history
 
 
 def write(path: Path, resume_step: int, steps: range, note: str) -> None:
@@ -85,7 +85,7 @@ def test_a_thousand_resumes_cost_no_more_than_their_lines(tmp_path: Path) -> Non
     """Counted in the work done, not in seconds: every step is recorded and voided a bounded number of times."""
     path, lines = tmp_path / "history.jsonl", list[str]()
     for attempt in range(1_000):
-        lines += [json.dumps({"resume": 50 * attempt})] if attempt else []
+        lines += [json.dumps({"resume_step": 50 * attempt})] if attempt else []
         lines += [
             json.dumps({"step": step, "note": str(attempt)}) for step in range(50 * attempt + 1, 50 * attempt + 61)
         ]
@@ -110,7 +110,7 @@ def test_a_thousand_resumes_cost_no_more_than_their_lines(tmp_path: Path) -> Non
 def test_steps_whose_marker_is_lost_are_superseded_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     steps = [1, 2, 5, 6, 3, 4]
-    path.write_text("".join(json.dumps({"step": step, "note": "a"}) + "\n" for step in steps) + '{"resume": 4}\n')
+    path.write_text("".join(json.dumps({"step": step, "note": "a"}) + "\n" for step in steps) + '{"resume_step": 4}\n')
     assert list(read_history(path)) == [1, 2, 3, 4]
 
 
@@ -133,3 +133,12 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
             history.flush()
     history.flush()
     assert list(read_history(path)) == list(range(1, BUFFERED_LINES + 10))
+
+
+def test_the_form_of_an_earlier_version_is_refused_with_what_to_run(tmp_path: Path) -> None:
+    path = tmp_path / "a run" / "history.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"note":"a","step":1}\n{"note":"a","step":2}\n{"resume":1}\n')
+    with pytest.raises(DataError, match=r"earlier version.*history\.jsonl:3") as refused:
+        read_history(path, skip_damaged=True)
+    assert refused.value.hint == "train the run again: `vorox train` with its configuration and --resume never"

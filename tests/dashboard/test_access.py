@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,35 @@ def test_the_url_exchanges_the_token_for_a_cookie(root: Path) -> None:
     assert client(root).get("/api/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-@pytest.mark.parametrize("header", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "10.0.0.1", ""])
+@pytest.mark.parametrize("given", ["c", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), TOKEN[1:], "x" * len(TOKEN), ""])
+def test_only_the_whole_token_is_accepted(root: Path, given: str) -> None:
+    browser = client(root)
+    assert browser.get("/api/runs", headers={"Authorization": f"Bearer {given}"}).status_code == 401
+    assert browser.get("/", params={"token": given}).status_code == 401
+    name = Access("127.0.0.1", 7860, TOKEN).cookie
+    assert browser.get("/api/runs", headers={"Cookie": f"{name}={given}"}).status_code == 401
+
+
+def test_the_cookie_reveals_no_token_and_opens_no_other_server(root: Path) -> None:
+    """A browser sends a cookie of 127.0.0.1 to the servers of all its ports."""
+    answer = client(root).get(f"/?token={TOKEN}")
+    value = answer.cookies[Access("127.0.0.1", 7860, TOKEN).cookie]
+    assert TOKEN not in value
+    other = Access("127.0.0.1", 7861, TOKEN)
+    another = TestClient(application(RunIndex(root), other), base_url="http://127.0.0.1:7861")
+    assert another.get("/api/runs", headers={"Cookie": f"{other.cookie}={value}"}).status_code == 401
+    assert another.get("/api/runs", headers={"Authorization": f"Bearer {value}"}).status_code == 401
+
+
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200)])
+def test_an_image_of_another_page_is_not_served_even_without_a_token(root: Path, site: str, status: int) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"}
+    assert client(root, token=None).get("/api/samples", params={"id": "plain"}, headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    "header", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "10.0.0.1", "", "[evil", "[::1"]
+)
 def test_a_rebound_name_is_refused(root: Path, header: str) -> None:
     browser = client(root, token=None)
     assert browser.get("/api/runs", headers={"Host": header}).status_code == 403
@@ -89,7 +118,20 @@ def test_a_public_address_serves_addresses_but_no_foreign_name(root: Path) -> No
     assert browser.get("/api/runs", headers={**headers, "Host": "evil.example"}).status_code == 403
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:9999", "null", "https://localhost:7860"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "http://127.0.0.1:9999",
+        "null",
+        "https://localhost:7860",
+        "http://127.0.0.1:78600",
+        "http://127.0.0.1:7860.evil.example",
+        "http://[",
+        "http://127.0.0.1:7860@evil.example",
+        "http://127.0.0.1",
+    ],
+)
 def test_other_origins_are_refused(root: Path, origin: str) -> None:
     headers = {"Origin": origin, "Authorization": f"Bearer {TOKEN}"}
     assert client(root).get("/api/runs", headers=headers).status_code == 403
@@ -101,6 +143,36 @@ def test_other_origins_are_refused(root: Path, origin: str) -> None:
 def test_a_form_of_another_site_cannot_post(root: Path) -> None:
     answer = client(root, token=None).post("/api/generate", content=b"{}", headers={"Content-Type": "text/plain"})
     assert answer.status_code == 415
+
+
+def test_a_body_is_bounded_while_it_arrives(root: Path) -> None:
+    """A chunked body declares no length."""
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    headers = {"Content-Type": "application/json"}
+    answer = client(root, token=None).post("/api/generate", content=chunks(), headers=headers)
+    assert answer.status_code == 413
+    assert "larger than 128 KiB" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"id": "plain", "step": NaN}', b'{"id": "plain", "step": 1e999}', b'{"id": "plain", "step": -Infinity}',
+        b'{"id": "plain", "step": true}', b'{"id": "plain", "step": "1"}', b'{"id": "plain", "seed": 1e30}',
+        b"[" * 100_000, b'{"id": ' + b"[" * 50_000, b"{", b"\xff", b'"text"', b"5",
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_request_is_refused(root: Path, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = client(root, token=None).post("/api/generate", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
 
 
 def test_the_policy_allows_no_inline_script_and_no_other_host(root: Path) -> None:
@@ -155,6 +227,15 @@ def test_an_export_cannot_leave_its_data_element(root: Path, tmp_path: Path) -> 
     assert HOSTILE not in page
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", page.replace(' href="#', " #"))
     assert not re.search(r"^import\b", page, re.MULTILINE)
+
+
+def test_the_dashboard_takes_its_token_from_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other users see a command line, but not the environment."""
+    monkeypatch.setenv("VOROX_TOKEN", "short")
+    assert main(["dash", str(root)]) == 2
+    assert "fewer than 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

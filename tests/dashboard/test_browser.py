@@ -25,7 +25,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 PATIENCE_MS = 1000 * PATIENCE_SECONDS
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs /usr/bin/chromium"),
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="chromium is not installed"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -142,7 +142,7 @@ def test_every_page(browser: Watched, runs: Path, url: str) -> None:
         assert tab["x"] + tab["width"] <= browser.page.evaluate("innerWidth"), page
     browser.open(f"{base}#/compare?ids={'/'.join(ids)}", "differs at step")
     browser.page.get_by_text("optimizer.lr", exact=True).first.wait_for()
-    browser.page.get_by_text("bit-exact, 12 steps; from step 0 to step 12, 2 checkpoints compared").wait_for()
+    browser.page.get_by_text("bit-exact, 12 steps; from step 0 to step 12, 3 checkpoints compared").wait_for()
     browser.page.get_by_text(f"Not checked: {ids[0]}.").wait_for()
     assert fits(browser)
     assert is_whole(browser)
@@ -309,7 +309,7 @@ def test_a_process_that_trains_updates_every_page(browser: Watched, runs: Path, 
                 assert fits(browser), page
             browser.page.goto(f"{base}#/run/{name}/health")
             training.terminate()
-            browser.page.get_by_text("preempted").first.wait_for()
+            browser.page.get_by_text("stopped").first.wait_for()
         finally:
             killer.cancel()
             training.kill()

@@ -60,7 +60,9 @@ def write_run(root: Path, name: str, outcome: str, values: dict[str, float | str
              {"step": 9, "attempt": 1, "time": at, "values": values}]  # fmt: skip
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     for step in (4, 8):
-        (directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        checkpoint = directory / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "MANIFEST.json").write_text("{}", encoding="utf-8")
 
 
 def test_a_scrape_reads_back_what_the_files_say(tmp_path: Path) -> None:

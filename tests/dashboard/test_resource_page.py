@@ -8,16 +8,20 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.cli.plan import PARTS
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.resource_page import PART_NAMES, plan_and_actual
-from vorox.models.memory_estimate import MemoryEstimate
+from vorox.dashboard.resource_page import plan_and_actual
+from vorox.planning.memory_estimate import PART_NAMES, MemoryEstimate
 
 
 def test_every_part_of_the_estimate_has_a_name() -> None:
-    """The parts of a checkpoint on disk are no memory; vorox plan and the page have the same parts."""
-    assert set(PART_NAMES) == {field.name for field in fields(MemoryEstimate)} - {"saved_moment_bytes"}
-    assert set(PARTS.values()) == set(PART_NAMES) - {"snapshot_bytes"}
+    """The parts of a checkpoint on disk are no memory; those on a device add up to the whole."""
+    names = [field.name for field in fields(MemoryEstimate)]
+    assert set(PART_NAMES) == set(names) - {"saved_moment_bytes"}
+    estimate = MemoryEstimate(**{name: 1 << bit for bit, name in enumerate(names)})
+    for kind, unused in (("cpu", set()), ("cuda", {"checkpoint copy"})):
+        parts = estimate.parts_on(kind)
+        assert set(parts) == set(PART_NAMES.values()) - unused
+        assert sum(parts.values()) == estimate.total_bytes_on(kind)
 
 
 def test_a_plan_of_tensors_has_no_ratio_to_the_memory_of_a_process(

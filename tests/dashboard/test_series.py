@@ -7,17 +7,21 @@ import math
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from vorox.core.json_lines import LineTail
+from vorox.core.errors import DataError
+from vorox.core.files.json_lines import LineTail, last_record, read_history
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard import metric_series
 from vorox.dashboard.downsampling import min_max_indices, moving_average
 from vorox.dashboard.metric_blocks import decode
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.experiments.tracking import read_metrics
+from vorox.experiments.artifacts import eval_losses
+from vorox.experiments.tracking import last_values, read_metrics
+from vorox.records.executed_steps import last_chain_step
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,6 +105,68 @@ def test_incremental_reading_equals_the_reader_of_the_command_line(
         assert series.last_step == max(expected, default=0)
 
 
+def resumed_lines(chooser: random.Random) -> list[dict[str, Any]]:
+    """Records of a run that resumes at earlier steps, with all that any reader of records looks at."""
+    lines: list[dict[str, Any]] = []
+    step, attempt = 0, 1
+    for number in range(chooser.choice((5, 60, 400))):
+        if chooser.random() < 0.1:
+            step, attempt = chooser.randint(0, step), attempt + 1
+            lines.append({"resume_step": step, "attempt": attempt})
+        step += 1
+        loss = float(number)
+        lines.append({"step": step, "attempt": attempt, "time": loss, "loss": loss, "values": {"loss": loss}})
+    return lines
+
+
+def losses_by_replaying(lines: list[dict[str, Any]]) -> dict[int, float]:
+    """Every line in turn: a step has its loss, a resume takes back the later steps."""
+    losses: dict[int, float] = {}
+    for line in lines:
+        if "resume_step" in line:
+            losses = {step: loss for step, loss in losses.items() if step <= line["resume_step"]}
+        else:
+            losses[line["step"]] = line["loss"]
+    return losses
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_reader_voids_the_same_records(seed: int, tmp_path: Path) -> None:
+    lines, layout = resumed_lines(random.Random(seed)), RunLayout(tmp_path)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    for path in (layout.chain, layout.evaluations, layout.metrics):
+        path.write_text(text, encoding="utf-8")
+    expected = losses_by_replaying(lines)
+    assert {step: record["loss"] for step, record in read_history(layout.chain).items()} == expected
+    assert {step: values["loss"] for step, values in read_metrics(tmp_path).items()} == expected
+    assert eval_losses(tmp_path) == expected
+    series = MetricSeries(tmp_path)
+    series.refresh()
+    assert dict(zip(*(column.tolist() for column in series.points("loss")), strict=True)) == expected
+    assert last_chain_step(tmp_path) == max(expected)
+    assert last_values(tmp_path, ["loss"]) == {"loss": (max(expected), expected[max(expected)])}
+    for limit in (0, 1, *expected):
+        known = max((step for step in expected if step <= limit), default=-1)
+        assert (last_record(layout.chain, limit) or {}).get("loss") == expected.get(known), limit
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_damaged_line_is_void_exactly_where_its_step_is(seed: int, tmp_path: Path) -> None:
+    lines, path = resumed_lines(random.Random(seed))[:80], tmp_path / "history.jsonl"
+    for number, line in enumerate(lines):
+        if "resume_step" in line:
+            continue
+        text = [json.dumps(line) for line in lines]
+        text[number] = "damaged"
+        path.write_text("\n".join(text) + "\n", encoding="utf-8")
+        is_void = any(later.get("resume_step", line["step"]) < line["step"] for later in lines[number:])
+        if is_void:
+            assert read_history(path).keys() == losses_by_replaying(lines).keys()
+        else:
+            with pytest.raises(DataError, match=f"history.jsonl:{number + 1}"):
+                read_history(path)
+
+
 PLAIN = '{"step":1,"attempt":1,"time":0.1,"values":{"loss":0.30000000000000004,"rate":null}}'
 UNUSUAL = {
     "a value that is not finite": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":"NaN"}}',
@@ -109,6 +175,9 @@ UNUSUAL = {
     "two records in a line": PLAIN + PLAIN + "\n",
     "a truth value": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":true}}',
     "a nested value": '{"step":2,"attempt":1,"time":0.1,"values":{"loss":{"a":1}}}',
+    "a negative step": '{"step":-2,"attempt":1,"time":0.1,"values":{"loss":1.5}}',
+    "a step that a float rounds": '{"step":9007199254740993,"attempt":1,"time":0.1,"values":{"loss":1.5}}',
+    "a negative attempt": '{"step":2,"attempt":-1,"time":0.1,"values":{"loss":1.5}}',
     "no values": '{"step":2,"attempt":1,"time":0.1,"values":null}',
     "a step that is a float": '{"step":2.0,"attempt":1,"time":0.1,"values":{"loss":1.5}}',
     "no attempt": '{"step":2,"time":0.1,"values":{"loss":1.5}}',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from typer.testing import CliRunner
 
 import tiny_runs
 from vorox.cli import app
-from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import ConfigError, DataError
-from vorox.data import contamination, run_data_index
-from vorox.data.contamination import find_contamination
-from vorox.data.evaluation_records import read_evaluation_records
-from vorox.data.provenance_queries import RunDataIndex, rows_at
+from vorox.data.provenance import contamination, run_data_index
+from vorox.data.provenance.contamination import find_contamination
+from vorox.data.provenance.evaluation_records import read_evaluation_records
+from vorox.data.provenance.queries import RunDataIndex, rows_at
 from vorox.data.tokenizers.loading import load
+from vorox.records.attempts import AttemptRecord
 
 LENGTH = 12
 STEPS = 5
@@ -125,20 +126,19 @@ def test_places_of_frequent_ngrams_are_limited_and_the_share_is_not(
     assert limited.records != whole.records
 
 
-def test_steps_that_were_rolled_back_or_never_run_do_not_count(run_directory: Path, evaluation_file: Path) -> None:
-    attempts = run_directory / "attempts.bin"
-    kept = attempts.read_bytes()
-    attempts.unlink()
-    records = read_evaluation_records([str(evaluation_file)], load(run_directory / "tokenizer"), text_field="question")
-    try:
-        with pytest.raises(ConfigError, match="No step of this run"):
-            find_contamination(RunDataIndex.open(run_directory), records)
-        with AttemptRecord(run_directory, 1, 0, 0) as attempt:
-            attempt.record_started(2)
-            attempt.record_saved(2)
-        found = find_contamination(RunDataIndex.open(run_directory), records, ngram_tokens=LENGTH)
-    finally:
-        attempts.write_bytes(kept)
+def test_steps_that_were_rolled_back_or_never_run_do_not_count(
+    run_directory: Path, evaluation_file: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run_directory, copy)
+    tiny_runs.forget_steps(copy)
+    records = read_evaluation_records([str(evaluation_file)], load(copy / "tokenizer"), text_field="question")
+    with pytest.raises(ConfigError, match="No step of this run"):
+        find_contamination(RunDataIndex.open(copy), records)
+    with AttemptRecord(copy, 1, 0, 0) as attempt:
+        attempt.record_started(2)
+        attempt.record_saved(2)
+    found = find_contamination(RunDataIndex.open(copy), records, ngram_tokens=LENGTH)
     assert found.num_steps == 2
     assert {step for record in found.records for one in record.documents for step in one.steps} == {1, 2}
 

@@ -16,25 +16,26 @@ from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
-from vorox.data import inspection
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.document_tokens import encode
 from vorox.data.cache.format import DOCUMENT, ChunkContent, ChunkOrigin, content_digest, encode_chunk
-from vorox.data.chat_template import BUILT_IN, ChatTemplate, check_syntax, rendered
-from vorox.data.corpus import Corpus, prepare
+from vorox.data.chat.conversations import read_conversation
+from vorox.data.chat.template import BUILT_IN, ChatTemplate, rendered
+from vorox.data.corpus.corpus import Corpus, prepare
 from vorox.data.documents import BadRecord, Document, Message
+from vorox.data.provenance import inspection
 from vorox.data.rows import RowBlock, assemble, interleave, row_digests
-from vorox.data.text.conversations import read_conversation
 from vorox.data.text.format_detection import detect_source
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import read_units
 from vorox.data.text.unit_splitter import split_into_units
 from vorox.data.tokenizers.loading import load
 from vorox.data.transfer.token_export import export_tokens
+from vorox.training.inference.text_generation import answer_stop_strings
 
 
 def document(chat: list[dict[str, str]]) -> Document:
-    return Document(0, 0, 0, 0, "", messages=tuple(Message(**message) for message in chat))
+    return Document(0, 0, 0, 0, "", messages=tuple(Message(message["role"], message["content"]) for message in chat))
 
 
 def mask_of(found: Document, length: int) -> np.ndarray:
@@ -61,6 +62,25 @@ def test_ids_and_mask_are_those_of_transformers(kind: str, template: str, tmp_pa
             assert tokens.tolist() == ids
             assert isinstance(encoded, Document)
             np.testing.assert_array_equal(mask_of(encoded, len(ids)), mask, err_msg=str(chat))
+
+
+def test_a_token_that_ends_the_conversation_takes_none_from_its_turns() -> None:
+    """As in Phi-3, whose template ends turns with one token and conversations with another one."""
+    tokenizer = chats.tokenizer("bpe")
+    source = chats.unmarked(chats.MARKED)
+    ended = source + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    for chat in chats.conversations(40, seed=random.randrange(1 << 30)):
+        masks: list[np.ndarray] = []
+        for template in (source, ended):
+            found = rendered(document(chat), tokenizer.with_chat_template(template).chat_template)
+            assert isinstance(found, Document), found
+            (encoded,), (tokens,) = encode([found], (), tokenizer)
+            assert isinstance(encoded, Document)
+            masks.append(mask_of(encoded, len(tokens)))
+        turns, whole = masks
+        assert len(whole) == len(turns) + 1
+        np.testing.assert_array_equal(whole[: len(turns) - 1], turns[:-1], err_msg=str(chat))
+        assert whole[-1] == (chat[-1]["role"] == "assistant")
 
 
 def test_a_plain_template_trains_on_answers_and_the_end_of_the_text() -> None:
@@ -90,7 +110,7 @@ MISTAKES: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ONE, {"messages": [USER, {"role": "narrator", "content": "x"}]}, "message 2 has the unknown role 'narrator'"),
     (ONE, {"messages": [USER, {"role": "assistant", "content": None}]}, "'content of message 2' is not a string but"),
     (ONE, {"messages": [USER, {"text": "x"}]}, "message 2 has neither 'role' and 'content' nor 'from' and 'value'"),
-    (ONE, {"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "message 2 calls tools"),
+    (ONE, {"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "a tool call of message 2 names no function"),
     (ONE, {"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "half a surrogate pair at character 0"),
     (TWO, {"prompt": "q"}, "no field 'completion'"),
     (TWO, {"prompt": "q", "completion": ""}, "the answer in message 2 is empty"),
@@ -128,7 +148,14 @@ TEMPLATE = ChatTemplate(BUILT_IN["chatml"], "", "<end>", ("<end>", "<|im_end|>")
         (ChatTemplate("{{ raise_exception('no system') }}", "", ""), "a", "the chat template refuses the conversation"),
         (ChatTemplate("{{ messages[1].content | length }}", "", ""), "a", "changes an answer"),
         (ChatTemplate("{{ messages[0].content }}", "", ""), "a", "changes an answer"),
-        (ChatTemplate("{% if false %}{% generation %}{% endgeneration %}{% endif %}x", "", ""), "a", "marks no answer"),
+        (
+            ChatTemplate(
+                "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}", "", ""
+            ),
+            "a",
+            "marks no answer",
+        ),
+        (ChatTemplate("{{ messages[1].content }}", "", ""), "a", "does not write all of message 1, of role 'user'"),
         (ChatTemplate("{{ strftime_now('%Y') }}", "", ""), "a", "'strftime_now' is undefined"),
         (ChatTemplate("{{ ''.__class__.__mro__ }}", "", ""), "a", "access to attribute '__class__'"),
     ],
@@ -141,13 +168,13 @@ def test_templates_that_lose_an_answer_are_noticed(template: ChatTemplate, answe
 
 def test_a_template_must_be_jinja() -> None:
     with pytest.raises(ConfigError, match="error in line 2"):
-        check_syntax(ChatTemplate("x\n{% if %}", "", ""))
+        ChatTemplate("x\n{% if %}", "", "").check_syntax()
 
 
 def test_every_format_and_layout_gives_the_same_messages(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     chat = chats.conversations(20, seed=4)
-    expected = [tuple(Message(**message) for message in one) for one in chat]
+    expected = [tuple(Message(message["role"], message["content"]) for message in one) for one in chat]
     chats.write_jsonl(tmp_path / "a.jsonl", chat)
     table = arrow.table({"messages": chat, "id": list(range(20))})
     parquet.write_table(table, tmp_path / "b.parquet", row_group_size=7)
@@ -169,7 +196,10 @@ def test_every_format_and_layout_gives_the_same_messages(tmp_path: Path) -> None
         assert detect_source([str(tmp_path / name)]).source["chat_fields"] == list(THREE)
         assert [record.messages for record in records(tmp_path / name, THREE)] == [question]
     assert read_conversation({**row, "input": ""}, THREE, ())[0] == Message("user", "add")
-    assert read_conversation({"prompt": [USER], "completion": "a"}, TWO, ()) == (Message(**USER), Message(**ANSWER))
+    assert read_conversation({"prompt": [USER], "completion": "a"}, TWO, ()) == (
+        Message("user", "q"),
+        Message("assistant", "a"),
+    )
 
 
 def test_missing_columns_of_parquet_name_those_present(tmp_path: Path) -> None:
@@ -217,8 +247,8 @@ def test_packed_rows_keep_every_target_once(packing: str, tmp_path: Path) -> Non
             ids, mask = oracle(chat[span.ordinal])
             part = slice(span.document_token_offset, span.document_token_offset + span.length)
             here = slice(at, at + span.length)
-            assert block.tokens_NC[row, here].tolist() == [*ids, corpus.tokenizer.end_of_text_id][part]
-            np.testing.assert_array_equal(block.loss_mask_NC[row, here], np.append(mask, False)[part])
+            assert block.tokens_NC[row, here].tolist() == ids[part]
+            np.testing.assert_array_equal(block.loss_mask_NC[row, here], mask[part])
             new = {(span.ordinal, part.start + i) for i in range(1, span.length) if block.loss_mask_NC[row, at + i]}
             assert not new & trained
             trained |= new
@@ -239,8 +269,42 @@ def test_peek_marks_what_is_trained_on(tmp_path: Path) -> None:
     chats.write_jsonl(tmp_path / "a.jsonl", [[USER, ANSWER]])
     corpus = prepare(configuration(tmp_path))
     (row,) = inspection.peek(corpus, 1)
-    text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n<|endoftext|>"
+    text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n"
     assert row.segments[0].marked_text == text
+
+
+def test_chatml_without_its_tokens_ends_answers_where_completions_stop(tmp_path: Path) -> None:
+    chats.write_jsonl(tmp_path / "a.jsonl", [[USER, ANSWER]])
+    corpus = prepare(configuration(tmp_path, "tokenizer.special_tokens=[]", "data.sequence_length_tokens=96"))
+    (row,) = inspection.peek(corpus, 1)
+    text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|endoftext|>\n"
+    assert row.segments[0].marked_text == text.replace("a<|endoftext|>", "⟦a<|endoftext|>⟧")
+    (note,) = [note.text for note in corpus.notes if note.kind == "conversations"]
+    assert "answers end with <|endoftext|>" in note
+    assert note.endswith("""'tokenizer.special_tokens=["<|im_start|>", "<|im_end|>"]'""")
+    adapted = ("model.kind=huggingface", "model.name_or_path=base", "adapter.kind=lora", "backend=torch")
+    under_adapter = prepare(configuration(tmp_path, "tokenizer.special_tokens=[]", *adapted)).notes
+    (adapted_note,) = [one.text for one in under_adapter if one.kind == "conversations"]
+    assert adapted_note == note.partition("; to add them")[0], "an adapter would not train them"
+    tokenizer = corpus.tokenizer
+    assert set(answer_stop_strings(tokenizer)) == {"<|endoftext|>"}
+    assert tokenizer.stop_ids == (256,)
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved")
+    assert theirs.apply_chat_template([USER, ANSWER], tokenize=False) == text
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id == 256
+
+
+@pytest.mark.parametrize(("end", "warns"), [("{{ '\\n###\\n' }}", True), ("{{ eos_token }}", False), ("", True)])
+def test_a_template_that_ends_answers_without_a_token_is_named(end: str, warns: bool, tmp_path: Path) -> None:
+    chats.write_jsonl(tmp_path / "a.jsonl", [[USER, ANSWER]])
+    template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}" + end + "{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    corpus = prepare(configuration(tmp_path, f"tokenizer.chat_template={tmp_path}/t.jinja"))
+    found = [note.text for note in corpus.notes if note.kind == "turn_end"]
+    assert len(found) == warns, found
+    assert bool(corpus.tokenizer.turn_end_ids) != warns, "an export has no other token to stop at"
 
 
 def test_too_many_bad_conversations_stop_the_build(tmp_path: Path) -> None:
@@ -307,7 +371,7 @@ def content(mask: bool, row_tokens: int = 21, num_rows: int = 10) -> ChunkConten
 
 @pytest.mark.parametrize("codec", ["raw", "lz4", "zstd"])
 def test_a_chunk_keeps_its_mask(codec: str, tmp_path: Path) -> None:
-    written, origin = content(mask=True), ChunkOrigin(0, 0, 1, bytes(32), bytes(32))
+    written, origin = content(mask=True), ChunkOrigin(0, 1, bytes(32), bytes(32))
     data, record = encode_chunk(written, origin, codec=codec, block_rows=3)
     (tmp_path / "a.psc").write_bytes(data)
     read = Chunk.open(tmp_path / "a.psc").verify()
@@ -317,7 +381,7 @@ def test_a_chunk_keeps_its_mask(codec: str, tmp_path: Path) -> None:
     changed = content(mask=True)
     assert changed.loss_mask_RC is not None
     changed.loss_mask_RC[4, 5] ^= True
-    digests = {content_digest(one, 0, 0).hex() for one in (written, changed, content(mask=False))}
+    digests = {content_digest(one, 0).hex() for one in (written, changed, content(mask=False))}
     assert len(digests) == 3
     assert record.content in digests
 
@@ -341,3 +405,50 @@ def test_a_row_without_masked_tokens_is_a_row_without_a_mask() -> None:
     assert mixed.loss_mask_NC[[0, 3, 4, 7]].all()
     np.testing.assert_array_equal(mixed.loss_mask_NC[[1, 2, 5, 6]], mask)
     assert row_digests(mixed)[[0, 3, 4, 7]].tolist() == row_digests(plain).tolist()
+
+
+# How many tokens are trained on
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_tokens_trained_on_are_those_of_the_rows(packing: str, is_chat: bool, tmp_path: Path) -> None:
+    """The oracle is the loss mask of every row, or every token but the first of a segment."""
+    chats.write_jsonl(tmp_path / "a.jsonl", chats.conversations(60, seed=random.randrange(1 << 30)))
+    overrides = [f"data.packing={packing}"]
+    if not is_chat:
+        lines = [json.dumps({"text": "word " * (n % 40)}) for n in range(60)]
+        (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+        overrides.append(f"data.sources=[{{name: chats, format: jsonl, paths: ['{tmp_path}/a.jsonl']}}]")
+    corpus = prepare(configuration(tmp_path, *overrides))
+    reader, expected = corpus.train[0], 0
+    block = reader.read_rows(np.arange(reader.num_rows))
+    for row in range(reader.num_rows):
+        at = 0
+        for length in block.segment_lengths[block.row_ptr[row] : block.row_ptr[row + 1]].tolist():
+            mask = (
+                np.ones(length, np.bool_) if block.loss_mask_NC is None else block.loss_mask_NC[row, at : at + length]
+            )
+            expected += int(mask[1:].sum())
+            at += length
+    (report,) = corpus.reports.values()
+    assert report.targets == expected > 0
+    assert corpus.trained_tokens == f"chats {expected:,} of {report.tokens:,} ({expected / report.tokens:.0%})"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"messages": [USER, {**ANSWER, "weight": 0}]}] * 5,
+        [{"messages": [USER, ANSWER], "label": False}] * 5,
+        [{"text": ""}] * 5,
+    ],
+    ids=["weights", "labels", "empty text"],
+)
+def test_a_source_that_trains_nothing_is_an_error(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = f"name: chats, format: jsonl, paths: ['{tmp_path}/a.jsonl']"
+    if "messages" in records[0]:
+        source += ", chat_fields: [messages]" + (", label_field: label" if "label" in records[0] else "")
+    with pytest.raises(DataError, match=r"No token of the source is trained on|no record to train on"):
+        prepare(configuration(tmp_path, f"data.sources=[{{{source}}}]"))

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.files.atomic import FileOperation, observe
 from vorox.core.schema import RunConfig
-from vorox.data import inspection
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache_location import cache_root
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
+from vorox.data.corpus.cache_location import cache_root
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.provenance import inspection
+from vorox.data.provenance.inspection import peek, stats, verify, xz_bits_per_byte
+from vorox.data.provenance.xz_baseline import compress
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.data.xz_baseline import compress
 
 WORDS = (
     "alpha",
@@ -121,7 +121,7 @@ def contents(corpus: Corpus) -> list[str]:
     return [reader.digest for reader in (*corpus.train, *corpus.validation)]
 
 
-@pytest.mark.parametrize("split", ["file", "document", "tail"])
+@pytest.mark.parametrize("split", ["file", "document", "span"])
 @pytest.mark.parametrize("kind", ["bpe", "byte", "char"])
 def test_every_byte_of_text_arrives_exactly_once(tmp_path: Path, split: str, kind: str) -> None:
     write_texts(tmp_path / "texts", 25)
@@ -165,8 +165,8 @@ def test_corpora_are_the_same_wherever_they_are_built(tmp_path: Path) -> None:
         write_texts(tmp_path / place / "texts")
         corpora.append(prepare(configuration(tmp_path / place, texts_source(tmp_path / place))))
     assert contents(corpora[0]) == contents(corpora[1])
-    names = [[reader.directory.name for reader in corpus.train] for corpus in corpora]
-    assert names[0] == names[1]
+    recipes = [[reader.directory.name.rpartition("-")[0] for reader in corpus.train] for corpus in corpora]
+    assert recipes[0] == recipes[1]
 
 
 def test_directories_are_named_by_source_split_and_recipe(texts: RunConfig) -> None:
@@ -185,7 +185,7 @@ def test_directories_are_named_by_source_split_and_recipe(texts: RunConfig) -> N
         {"data": {"sequence_length_tokens": 33}},
         {"data": {"packing": "concat"}},
         {"data": {"validation": {"split": "document", "held_out_fraction": 0.21}}},
-        {"data": {"validation": {"split": "tail", "held_out_fraction": 0.2}}},
+        {"data": {"validation": {"split": "span", "held_out_fraction": 0.2}}},
     ],
 )
 def test_what_changes_rows_changes_the_cache(tmp_path: Path, texts: RunConfig, change: dict[str, Any]) -> None:
@@ -234,14 +234,17 @@ class TestChangedText:
         assert after.train[0].directory != before.train[0].directory
         assert contents(after) != contents(before)
 
-    def test_moved_folder_keeps_its_cache_and_its_documents_their_new_names(self, tmp_path: Path) -> None:
+    def test_moved_folder_keeps_its_rows_and_its_documents_their_new_names(self, tmp_path: Path) -> None:
         write_texts(tmp_path / "texts")
         before = prepare(configuration(tmp_path, texts_source(tmp_path)))
         (tmp_path / "texts").rename(tmp_path / "moved")
         moved = texts_source(tmp_path, paths=[str(tmp_path / "moved")])
         after = prepare(configuration(tmp_path, moved))
-        assert after.train[0].directory == before.train[0].directory
+        assert [report.units_built for report in after.reports.values()] == [0, 0]
         assert contents(after) == contents(before)
+        assert {span.uri for span in before.train[0].documents_of(0)} <= {
+            str(tmp_path / "texts" / path.name) for path in (tmp_path / "moved").iterdir()
+        }
         assert {span.uri for span in after.train[0].documents_of(0)} <= {
             str(path) for path in (tmp_path / "moved").iterdir()
         }
@@ -317,7 +320,7 @@ class TestWeights:
 
     def test_names_are_unique(self, tmp_path: Path) -> None:
         write_texts(tmp_path / "texts", 3)
-        with pytest.raises(ConfigError, match="Two sources are named 'texts'"):
+        with pytest.raises(ConfigError, match=r"name=texts is also the name of data\.sources\.0"):
             prepare(configuration(tmp_path, texts_source(tmp_path), texts_source(tmp_path)))
 
 
@@ -472,7 +475,7 @@ def test_tokenizer_is_trained_on_the_training_split_only(tmp_path: Path) -> None
     text = "".join(sentence(n) for n in range(300))
     (folder / "a.txt").write_text(text + "ZQZQZQZQ\n" * (len(text) // 20))
     config = configuration(
-        tmp_path, texts_source(tmp_path), data={"validation": {"split": "tail", "held_out_fraction": 0.4}},
+        tmp_path, texts_source(tmp_path), data={"validation": {"split": "span", "held_out_fraction": 0.4}},
         tokenizer={"train_bytes": 1 << 20},
     )  # fmt: skip
     tokenizer = prepare(config).tokenizer
@@ -588,7 +591,7 @@ def _version(corpus: Corpus, uri: str) -> str:
 PROGRAM = """
 import sys
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 def report(name, *_):
     if sys.argv[2:]:
         print(name, flush=True)

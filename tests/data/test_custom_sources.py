@@ -16,7 +16,7 @@ import vorox
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 
 FUNCTIONS = """
 import re
@@ -179,8 +179,8 @@ def test_what_is_no_text_is_put_aside(mine: Path) -> None:
 
 
 def test_other_words_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"mds, bin or package.module:function; did you mean jsonl\?"):
-        load_config("quickstart", ["data.sources=[{name: a, format: json, paths: [a]}]"])
+    with pytest.raises(ConfigError, match=r"mds, bin or package.module:function; did you mean jsonl"):
+        load_config("quickstart", ["data.sources=[{name: a, format: jsonll, paths: [a]}]"])
     with pytest.raises(ConfigError, match=r"tiktoken, none or package.module:function"):
         load_config("quickstart", ["tokenizer.kind=sentencepiece"])
     with pytest.raises(ConfigError, match=r"text_field"):

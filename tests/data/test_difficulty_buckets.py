@@ -14,9 +14,9 @@ from cache_corpus import build_corpus, corpus_of
 from vorox.core.errors import ConfigError
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.difficulty_buckets import BucketReader, measure_buckets, reader_of, readers_of
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.order.difficulty_buckets import BucketReader, measure_buckets, reader_of, readers_of
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 
 
 def long_and_short(seed: int = 3) -> list[list[str]]:
@@ -127,7 +127,7 @@ def test_a_plan_draws_from_the_parts_by_weight(tmp_path: Path, cache: CacheReade
 
 def test_bytes_per_token_is_that_of_the_unit(cache: CacheReader) -> None:
     """With a token a byte and one for each end of text, text of short documents has the fewest bytes per token."""
-    by_unit = {unit: int(text) / int(tokens) for unit, _, text, tokens, _ in cache.manifest.units.tolist()}
+    by_unit = {unit: int(text) / int(tokens) for unit, _, text, tokens, *_ in cache.manifest.units.tolist()}
     low, high = (part for part, _ in measure_buckets(cache, "web", "bytes_per_token", (0.4,)))
     units = [
         {int(unit) for unit in np.flatnonzero(np.diff(BucketReader(cache, p).unit_row_starts))} for p in (low, high)

@@ -16,9 +16,9 @@ import zstandard
 
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
-from vorox.data import inspection
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.shard_format import write_shard
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.provenance import inspection
+from vorox.data.text.shard_format import write_shard
 
 END = 256
 
@@ -35,16 +35,16 @@ FROZEN_PARQUET = (
 """Ten rows in three row groups, one of them null; what pyarrow writes differs from version to version."""
 
 FROZEN_DIGESTS = {
-    "zst train": "77ec686ac4914098294cc6e8c0deaa70373036744d67fb4023b78031be8554a4",
-    "zst validation": "e5aeb0dee8725a95f5363a310fa5df03b57987d155a51482ac915f9118e05496",
-    "csv train": "2b87e417435ef50a38cf8bc279610d1c52e6c61bbc8d51127796c29353a294ec",
-    "csv validation": "66ee2d79ee10ddca8493cf2adcb4ee94b81c3ac932d126ca61c3761cc6c2c030",
-    "parquet train": "0e2c86e735e9bc47744d3271aee35e88a417a9f31a4074ecdf180372d9346573",
-    "parquet validation": "498edd980d7edeeac24a2c84c79d5512809c3b700df0c10656c62f5e01c4bc26",
-    "txt train": "89be843828cf966d8100c6d93531836ac075b9ddba71ee69960d919948cc0d35",
-    "txt validation": "3737d07c219bd5d9af6751ef6a00eb38d035c23d8b013c644c8c6d4cd20b3c6d",
-    "bin train": "976aa4f0638c09c11183a1521ab4a72961081217af458cdebd948f2d08a0369b",
-    "bin validation": "77f049bb98e8e8e816426b062760f0a5d0a9e617736873eb2c14711f5e907ed6",
+    "zst train": "6b3997303331f94fe2f89299d8b6e94e32e0f9d99f69713f0d996ed77873529a",
+    "zst validation": "197b22fd1d8f5d194ec889d15055e0b3dc0b697b355a4353709415e231f5e747",
+    "csv train": "b504f73537849db6dde1decb23be7b82a0178bdb2c6d67b865f544a19ae1720e",
+    "csv validation": "5bd7abddcbd33101b0b8ef5e3d07073de7df003cf666ed09697a755855c99112",
+    "parquet train": "596155f88c5de539252422d66e2a96c37899855b20e26fbd8d76afdbf897c1ee",
+    "parquet validation": "42e5c4604ec70041b7f7754dddc2f84b0d36e7c812bd262722881622a6b8581b",
+    "txt train": "4405df5886dfca0d11db4fd3537e490c00ca6e7755944c2611f875745530e390",
+    "txt validation": "814f3004ee53a1d76c5ec81289e737f477275165b070ec471dad1c20dd5739c6",
+    "bin train": "4eb7f27a8b14df20b2d6612d8fb99e5a1b9be5cf02e7bd35c1a0ae67c80f286a",
+    "bin validation": "0cb854a148f84f0b7d946abb1fb01644c198eb115a5cf5012ab6e3e295721292",
 }
 
 
@@ -72,7 +72,7 @@ tokenizer: {{kind: byte}}
 data:
   sequence_length_tokens: 64
   cache: {{directory: {folder}/cache, unit_bytes: 2000}}
-  validation: {{split: tail, held_out_fraction: 0.2}}
+  validation: {{split: span, held_out_fraction: 0.2}}
   sources:
     - {{name: zst, format: jsonl, paths: [{folder}/a.jsonl.zst], text_field: deep.text}}
     - {{name: csv, format: csv, paths: [{folder}/b.csv.gz], text_field: body, delimiter: ;}}
@@ -90,7 +90,7 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 def test_digests_are_frozen(tmp_path: Path) -> None:
-    """Caches of earlier versions can only be extended and repaired while these values stay."""
+    """Existing caches can only be extended and repaired while these values stay."""
     write_everything(tmp_path)
     (tmp_path / "c.parquet").write_bytes(base64.b64decode(FROZEN_PARQUET))
     corpus = prepare(load_config(yaml(tmp_path), ["data.sources.2.bad_record_fraction=0.5"]))

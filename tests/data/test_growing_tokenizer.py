@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
-from vorox.data.cache.build import BuildOptions
-from vorox.data.corpus import Corpus, prepare
+from vorox.data.corpus.corpus import Corpus, prepare
 
 
 def write(folder: Path, *names: str, salt: int = 0) -> None:
@@ -41,20 +39,20 @@ def growth_notes(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize("change", ["has changed", "is missing"])
-def test_changed_files_stop_growth_and_no_tokenizer_is_trained(tmp_path: Path, change: str) -> None:
+def test_changed_files_begin_another_view_with_a_tokenizer_of_its_own(tmp_path: Path, change: str) -> None:
     write(tmp_path / "text", "a", "b")
     first = prepare(configuration(tmp_path))
     if change == "has changed":
         write(tmp_path / "text", "a", salt=7)
     else:
         (tmp_path / "text" / "a.jsonl").unlink()
-    before = sorted((tmp_path / "cache").glob("text-*"))
-    with pytest.raises(DataError, match=rf"cannot be extended: .*a\.jsonl, .* {change}"):
-        prepare(configuration(tmp_path))
-    assert sorted((tmp_path / "cache").glob("text-*")) == before
-    assert len(tokenizers(tmp_path)) == 1
-    rebuilt = prepare(configuration(tmp_path), options=BuildOptions(force_rebuild=True))
-    assert rebuilt.tokenizer.fingerprint != first.tokenizer.fingerprint
+    digests = [reader.digest for reader in (*first.train, *first.validation)]
+    second = prepare(configuration(tmp_path))
+    assert second.tokenizer.fingerprint != first.tokenizer.fingerprint
+    assert len(tokenizers(tmp_path)) == 2
+    assert [reader.digest for reader in (*first.train, *first.validation)] == digests
+    for reader in (*first.train, *first.validation):
+        reader.verify()
 
 
 def test_the_kept_tokenizer_is_named(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from eventually import PATIENCE_SECONDS, wait_until
 from fake_rows import FakeRows, GrowingRows
 from vorox.core.batch import DataShard
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.core.files.chained_log import HashChainedLog
 from vorox.core.schema.data import GrowthConfig
-from vorox.data.growth import DataNotReady, PlanGrower, await_planned_units
-from vorox.data.loader import first_cursor, open_batches
-from vorox.data.plan import DataPlan
-from vorox.data.plan_changes import make_segment
-from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart
+from vorox.data.order.growth import DataNotReady, PlanGrower, await_planned_units
+from vorox.data.order.loader import first_cursor, open_batches
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_changes import make_segment
+from vorox.data.order.plan_events import GrowthRule, PlanSource, PlanStart
 from vorox.data.storage.stalls import waiting_for_data
 
 BATCH = 4
@@ -317,7 +317,7 @@ def test_repeated_passes_end_at_the_limit(tmp_path: Path) -> None:
     grower.cover(2)
     built.add(2)
     grower.cover(14)
-    with pytest.raises(DataError, match="exhausted at step 14: max_epochs is 2 and an epoch has 7 rows"):
+    with pytest.raises(DataError, match="exhausted at step 15: max_epochs is 2 and an epoch has 7 rows"):
         grower.cover(15)
 
 
@@ -370,7 +370,7 @@ def test_a_source_that_is_used_up(tmp_path: Path, policy: str) -> None:
     said: list[str] = []
     grower = grower_of(plan, list(complete), report=lambda kind, text: said.append(f"{kind}: {text}"))
     if policy == "error":
-        with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 12: max_epochs is 2 .* 17 rows"):
+        with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 13: max_epochs is 2 .* 17 rows"):
             grower.cover(120)
         return
     if policy == "repeat":
@@ -379,7 +379,9 @@ def test_a_source_that_is_used_up(tmp_path: Path, policy: str) -> None:
         return
     with pytest.raises(DataError, match="All sources are exhausted"):
         grower.cover(120)
-    assert any("mixture: source 'text' is used up after 2 passes" in text for text in said)
+    first_without = 48 // BATCH + 1  # steps count from 1
+    used_up = f"mixture: source 'text' is used up after 2 passes and no longer drawn from step {first_without} on"
+    assert any(used_up in text for text in said)
     sources = [source for source, *_ in places(plan, complete, plan.num_positions)]
     assert sources[48:] == [0] * (plan.num_positions - 48)  # 48 draws hold 32 of the 34 rows of two passes
     assert plan.num_positions - 48 + 16 == 42 // BATCH * BATCH

@@ -19,15 +19,14 @@ from pictures import VISION, caption, picture, picture_configuration, write_pict
 from vorox.core.batch import IGNORED_LABEL, BatchImages, DataShard
 from vorox.core.errors import DataError
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.documents import Document, PlacedImage, SourceFile, UnreadableRecord
-from vorox.data.image_decoding import ImageInput, decode_image
-from vorox.data.image_layout import ImageLayout
-from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images, image_ids, one_id_per_image
-from vorox.data.images import load_images, place_images, read_images
-from vorox.data.inspection import verify
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.documents import BadRecord, Document, PlacedImage, UnreadableRecord
+from vorox.data.images.decoding import ImageInput, decode_image
+from vorox.data.images.reading import ImageFolder, place_images, placed, read_images
+from vorox.data.images.tokens import FIRST_IMAGE_ID, find_images, image_ids, one_id_per_image
+from vorox.data.provenance.inspection import verify
 from vorox.data.rows import assemble
-from vorox.training.dataloading import image_input, preview_batches, validation_set
+from vorox.training.steps.dataloading import image_input, preview_batches, validation_set
 
 IMAGE_TOKENS, SIZE = 4, VISION["image_size_pixels"]
 
@@ -93,8 +92,9 @@ class TestRecords:
     @pytest.mark.parametrize("path", ["https://example.com/a.png", "s3://bucket/a.png", "ftp://host/a.png"])
     def test_a_path_leads_to_no_other_store(self, path: str) -> None:
         document = Document(0, 0, 0, 0, "", images=(PlacedImage(path),))
-        with pytest.raises(UnreadableRecord, match="another store"):
-            load_images(document, [SourceFile("/data/captions.jsonl", 1, "v")], ImageLayout(4))
+        found = placed(document, ImageFolder.of("/data/captions.jsonl", "captions.jsonl"))
+        assert isinstance(found, BadRecord)
+        assert "another store" in found.reason
 
 
 class TestRows:
@@ -208,7 +208,7 @@ class TestBadImages:
         files = sorted(path for path in (reader.directory / "quarantine").rglob("*") if path.is_file())
         text = "".join(path.read_text() for path in files)
         for reason in (
-            "no format that Pillow reads", "cannot be decoded", "does not exist beside", "increase", "2 times <image>",
+            "it is no PNG, JPEG", "cannot be decoded", "cannot be read: No such file", "increase", "2 times <image>",
         ):  # fmt: skip
             assert reason in text
         assert text.count('"reason"') == 5
@@ -228,7 +228,7 @@ class TestBadImages:
     def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vorox.data.image_decoding.MAX_PIXELS", 100)
+        monkeypatch.setattr("vorox.data.images.decoding.MAX_PIXELS", 100)
         with pytest.raises(ValueError, match="20 x 12 pixels"):
             decode_image(picture("red", 1), 4)
 

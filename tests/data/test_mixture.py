@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
-from vorox.data.mixture import NEVER, Mixture, MixtureStages, Stage
+from vorox.data.order.mixture import NEVER, Mixture, MixtureStages, Stage
 
 weights_strategy = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=50, max_denominator=1000), min_size=1, max_size=9

@@ -6,6 +6,7 @@ import hashlib
 import time
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 
 from crash_enumeration import crash_states, record
 from fake_rows import FakeRows
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.core.files.chained_log import HashChainedLog
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 
 
 def source(reader: FakeRows, weight: str = "1", max_epochs: int | None = None) -> PlanSource:
@@ -218,7 +219,7 @@ def test_max_epochs_names_source_and_step_and_writes_nothing(tmp_path: Path) -> 
     plan.extend_to(70, readers)
     assert plan.num_positions == 70  # 7 steps take 21 of the 22 rows that two epochs of source "text" have
     content = plan.path.read_bytes()
-    with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 7: max_epochs is 2 .* 11 rows") as caught:
+    with pytest.raises(DataError, match=r"Source 'text' is exhausted at step 8: max_epochs is 2 .* 11 rows") as caught:
         plan.extend_to(80, readers)
     assert caught.value.where == "data.sources.1.max_epochs"
     assert plan.path.read_bytes() == content
@@ -264,7 +265,7 @@ def test_other_settings_are_refused_on_a_begun_plan(tmp_path: Path) -> None:
 
 def test_sources_of_one_name_are_refused(tmp_path: Path) -> None:
     reader = FakeRows("code", [5])
-    with pytest.raises(ConfigError, match="same name"):
+    with pytest.raises(ConfigError, match=r"is also the name of data\.sources\.0"):
         DataPlan.create(
             tmp_path / "plan.jsonl", PlanStart(1, True, 4, (source(reader), source(reader))), [reader, reader]
         )
@@ -313,6 +314,19 @@ def test_unknown_events_are_refused(tmp_path: Path, event: dict[str, object], me
     with pytest.raises(DataError, match=message) as caught:
         DataPlan.open(path)
     assert caught.value.where == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("units", "is_refused"), [([4, 6], False), ([3, 5], True), ([0, 4], True), ([1, 2], True), ([2, 9], True)]
+)
+def test_a_pass_that_grows_reads_no_unit_twice(tmp_path: Path, units: list[int], is_refused: bool) -> None:
+    """Units 0 to 3 are read; more of the same pass may follow, but none of these again."""
+    start, readers = two_sources()
+    path = DataPlan.create(tmp_path / "plan.jsonl", start, readers).path
+    HashChainedLog(path).append([SEGMENT, {**SEGMENT, "start_draw": 17, "units": units, "num_rows": 5}])
+    refused = pytest.raises(DataError, match="does not continue") if is_refused else nullcontext()
+    with refused:
+        assert DataPlan.open(path).num_events == 3
 
 
 @pytest.mark.parametrize("field", ["format", "order", "mixture"])

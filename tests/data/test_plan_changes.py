@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from fake_rows import FakeRows, GrowingRows
 from vorox.core.batch import DataShard
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.loader import first_cursor, open_batches
-from vorox.data.permutation import permutation_key, permute
-from vorox.data.plan import DataPlan
-from vorox.data.plan_changes import (
+from vorox.data.order.loader import first_cursor, open_batches
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_changes import (
     RequestedStage,
     cache_growth_events,
     horizon_update_events,
     make_segment,
     mixture_update_events,
 )
-from vorox.data.plan_events import (
+from vorox.data.order.plan_events import (
     Bucket,
     CutEvent,
     Extension,
@@ -39,6 +38,7 @@ from vorox.data.plan_events import (
     StageEvent,
     UnitRange,
 )
+from vorox.data.permutation import permutation_key, permute
 
 Address = tuple[int, int, int, int]
 """Source, pass, first unit of the range, row in the range."""
@@ -346,7 +346,7 @@ def test_everything_used_up_is_an_error_and_writes_nothing(tmp_path: Path) -> No
     limited = tuple(replace(source, max_epochs=1, on_exhausted="drop") for source in start.sources)
     plan = DataPlan.create(tmp_path / "plan.jsonl", replace(start, sources=limited), readers)
     content = plan.path.read_bytes()
-    with pytest.raises(DataError, match="All sources are exhausted at step 13: 'code' was the last"):
+    with pytest.raises(DataError, match="All sources are exhausted at step 14: 'code' was the last"):
         plan.extend_to(200, readers)
     assert plan.path.read_bytes() == content
 

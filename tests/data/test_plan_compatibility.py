@@ -19,15 +19,15 @@ import pytest
 
 from fake_rows import FakeRows, GrowingRows
 from vorox.core.schema.data import GrowthConfig
-from vorox.data.growth import PlanGrower
-from vorox.data.plan import DataPlan
-from vorox.data.plan_changes import (
+from vorox.data.order.growth import PlanGrower
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_changes import (
     RequestedStage,
     cache_growth_events,
     horizon_update_events,
     mixture_update_events,
 )
-from vorox.data.plan_events import Bucket, Extension, GrowthRule, PlanSource, PlanStart
+from vorox.data.order.plan_events import Bucket, Extension, GrowthRule, PlanSource, PlanStart
 
 FIXTURES = Path(__file__).parent / "plans"
 BATCH = 10

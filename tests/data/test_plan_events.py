@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from processor_cost import cost
 from vorox.core.errors import DataError
-from vorox.data.plan_events import (
+from vorox.data.order.plan_events import (
     Bucket,
     CutEvent,
     Extension,
@@ -28,6 +30,7 @@ from vorox.data.plan_events import (
     decode_event,
     encode_event,
 )
+from vorox.data.order.plan_state import PlanState
 
 HARD = PlanSource(
     "web.hard", Fraction(1, 3), "ab", 9, 3, "drop", Bucket("web", "bytes_per_token", None, Fraction(7, 2))
@@ -143,3 +146,18 @@ def test_the_digest_of_several_ranges_is_of_all_of_them() -> None:
     assert (
         combined_digest(["aa", "bb"]) == "80c0d5c7137871baa75af2038f350bf60a4d45a131a653d0eb93f3cda3d28609"
     )  # recorded by runs
+
+
+def test_skips_in_any_order_are_what_a_set_of_them_is() -> None:
+    """Against a set, also withdrawn and skipped again. A step asks once; the number of skips hardly matters."""
+    start, chooser = PlanState.initial(PlanStart(7, True, 10, (CODE,))), random.Random()
+    state, skipped = start, set[int]()
+    for _ in range(300):
+        position, withdrawn = 10 * chooser.randrange(40), chooser.random() < 0.4
+        state = state.apply(SkipEvent(position, "withdrawn" if withdrawn else "loss_spike", 1.0, None))
+        (skipped.discard if withdrawn else skipped.add)(position)
+        assert state.skipped_positions().tolist() == sorted(skipped)
+        assert [at for at in range(0, 400, 10) if state.is_skipped(at)] == sorted(skipped)
+    assert state.covered_positions == (0,) * 301
+    many = start.apply_all([SkipEvent(10 * step, "loss_spike", 1.0, None) for step in range(2000)])
+    assert cost(lambda: [many.is_skipped(19_995) for _ in range(1000)]) < 5, "by a scan, 25 times as much"

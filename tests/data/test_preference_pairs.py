@@ -15,11 +15,11 @@ from vorox.core.config import load_config
 from vorox.core.config.config_for_text import config_for_text
 from vorox.core.errors import ConfigError
 from vorox.core.preference_pairs import find_pairs
+from vorox.data.cache.packing import pack, split_pairs
+from vorox.data.chat.conversations import read_pair
 from vorox.data.documents import Message, PreferencePair, UnreadableRecord
-from vorox.data.packing import pack, split_pairs
-from vorox.data.text.conversations import read_pair
 from vorox.data.text.format_detection import detect_source
-from vorox.training.checkpoints.weights_source import check_weights
+from vorox.training.origin.origin_checks import check_origin
 
 THREE, TWO = ("prompt", "chosen", "rejected"), ("chosen", "rejected")
 
@@ -49,6 +49,19 @@ def test_texts_start_with_their_prompt_as_in_trl(record: dict[str, str], expecte
     assert pair.is_text
 
 
+def extract_anthropic_prompt(text: str) -> str:
+    """As in the DPO example of TRL for HH-RLHF."""
+    return text[: text.rfind("\n\nAssistant:") + len("\n\nAssistant:")]
+
+
+@pytest.mark.parametrize("answers", [(" Yes.", " Yes. And more."), (" Yes. And more.", " Yes."), (" Yes.", " No.")])
+def test_dialogues_are_split_at_the_turn_of_the_answer_as_in_trl(answers: tuple[str, str]) -> None:
+    before = "\n\nHuman: Is it?\n\nAssistant: It is.\n\nHuman: Sure?\n\nAssistant:"
+    pair = read_pair({name: before + answer for name, answer in zip(TWO, answers, strict=True)}, TWO)
+    assert pair.prompt[0].content == extract_anthropic_prompt(before + answers[0])
+    assert (pair.chosen[0].content, pair.rejected[0].content) == answers
+
+
 def test_conversations_start_with_their_prompt() -> None:
     whole = {"chosen": talk("q", "a", "r", "good"), "rejected": talk("q", "a", "r", "bad")}
     named = {"prompt": talk("q", "a", "r"), "chosen": talk("", "good")[1:], "rejected": talk("", "bad")[1:]}
@@ -63,6 +76,10 @@ def test_conversations_start_with_their_prompt() -> None:
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal"),
         ({"prompt": "q", "chosen": "a", "rejected": " "}, "is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
+        ({"chosen": "p a", "rejected": "p a b"}, "write the prompt as a column of its own"),
+        ({"chosen": "p a", "rejected": "p a"}, "are equal"),
+        ({name: json.dumps(talk("q", name)) for name in TWO}, "'chosen' and 'rejected' hold messages written as texts"),
+        ({name: str(talk("q", name)) for name in TWO}, "hold messages written as texts"),
         ({"chosen": talk("q", "a"), "rejected": talk("q")}, "no message has the role assistant"),
     ],
 )
@@ -124,24 +141,82 @@ def test_data_detects_pairs_and_sets_the_loss(tmp_path: Path) -> None:
         assert values["model"]["dropout_fraction"] == 0
 
 
+GOOD, BAD = talk("", "good")[1:], talk("", "bad")[1:]
+WHOLE = {"chosen": talk("q", "good"), "rejected": talk("q", "bad")}
+TEXTS = {"chosen": "good", "rejected": "bad"}
+
+
+def read_detected(tmp_path: Path, record: dict[str, Any]) -> PreferencePair:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(f"{json.dumps(record)}\n" * 3)
+    found = detect_source([str(file)]).source
+    assert found["preference_pairs"]
+    return read_pair(record, found["chat_fields"])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": talk("q"), "chosen": GOOD, "rejected": BAD},  # LLaMA-Factory
+        {"context": talk("q"), "chosen": GOOD, "rejected": BAD},
+        {"prompt": talk("q"), **WHOLE},
+        {"prompt": talk("q"), "messages": talk("q", "good"), "chosen": GOOD, "rejected": BAD},
+        {"messages": talk("q"), **WHOLE},
+        {"messages": talk("q", "good"), **WHOLE},  # ultrafeedback_binarized
+    ],
+)
+def test_the_prompt_of_a_pair_is_read_once(tmp_path: Path, record: dict[str, Any]) -> None:
+    expected = PreferencePair(messages("q"), messages("", "good")[1:], messages("", "bad")[1:])
+    assert read_detected(tmp_path, record) == expected
+
+
+def test_the_prompt_of_a_pair_of_texts_is_read_beside_messages_that_repeat_it(tmp_path: Path) -> None:
+    pair = read_detected(tmp_path, {"prompt": "q", "messages": talk("q", "good"), **TEXTS})
+    assert [one.content for one in (*pair.prompt, *pair.chosen, *pair.rejected)] == ["q", "good", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("record", "what", "remedy"),
+    [
+        ({"messages": talk("q", "a", "r"), **TEXTS}, "'messages' may", "'messages' is their prompt"),
+        ({"context": talk("q", "a", "r"), **TEXTS}, "'context' may", "'context' is their prompt"),
+        ({"prompt": talk("q"), **TEXTS}, "'prompt' may", "'prompt' is their prompt"),
+        ({"messages": talk("r", "a", "q"), **WHOLE}, "'messages' may", "chat_fields=[chosen,rejected] to leave it out"),
+        ({"messages": talk("q", "other"), "chosen": GOOD, "rejected": BAD}, "'messages' may", "to leave it out"),
+        ({"prompt": "q", "messages": talk("r", "good"), **TEXTS}, "'messages' may", "[prompt,chosen,rejected]"),
+        ({"prompt": talk("r"), **WHOLE}, "may repeat the prompt 'prompt'", "chat_fields=[chosen,rejected] to read it"),
+        ({"prompt": talk("q"), "chosen": talk("q", "good"), "rejected": BAD}, "may repeat", "[chosen,rejected]"),
+        ({"prompt": "q", "chosen": "q good", "rejected": "q bad"}, "may repeat the prompt",
+         "chat_fields=[prompt,chosen,rejected] to write it before both"),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_neither_lost_nor_written_twice(
+    tmp_path: Path, record: dict[str, Any], what: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_detected(tmp_path, record)
+    assert what in caught.value.what
+    assert remedy in caught.value.hint
+
+
 def test_settings_that_contradict_pairs_are_refused(tmp_path: Path) -> None:
     tiny_runs.configuration(tmp_path)
     file = tmp_path / "tiny.yaml"
     fields = ["data.sources.0.chat_fields=[prompt,chosen,rejected]", "data.sources.0.preference_pairs=true"]
     dpo = [*fields, "loss.name=dpo", "backend=torch"]
     with pytest.raises(ConfigError, match="trained weights to start from"):
-        check_weights(load_config(file, dpo))
+        check_origin(load_config(file, dpo))
     stage = '[{"start_tokens": 0, "sequence_length_tokens": 8}]'
     for overrides, words in (
         (fields, "set loss.name=dpo"),
         (["loss.name=dpo", "backend=torch"], "trains on preference pairs"),
         ([*dpo, "data.sources.0.chat_fields=[chosen]"], "is one column"),
-        ([*dpo, "data.packing=concat"], "needs data.packing=best_fit"),
-        ([*dpo, "data.document_mask=false"], "needs data.document_mask=true"),
-        ([*dpo, f"data.stages={stage}"], "shorter ones would cut pairs"),
-        ([*dpo, "parallel.fsdp_size=2", "train.micro_batch_sequences=2"], "needs parallel.fsdp_size=1"),
-        (["loss.dpo_beta=0.2"], "it needs loss dpo"),
-        ([*dpo, "loss.label_smoothing_fraction=0.1"], "it needs loss cross_entropy"),
+        ([*dpo, "data.packing=concat"], "set data.packing=best_fit"),
+        ([*dpo, "data.document_mask=false"], "set data.document_mask=true"),
+        ([*dpo, f"data.stages={stage}"], "both answers of a pair stay in one row"),
+        ([*dpo, "parallel.fsdp_size=2", "train.micro_batch_sequences=2"], "is not supported with parallel.fsdp_size=2"),
+        (["loss.dpo_beta=0.2"], "it needs loss.name=dpo"),
+        ([*dpo, "loss.label_smoothing_fraction=0.1"], "it needs loss.name=cross_entropy"),
     ):
         with pytest.raises(ConfigError, match=words):
             load_config(file, overrides)

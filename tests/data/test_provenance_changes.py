@@ -16,9 +16,9 @@ import tiny_runs
 from numpy_engine import NumpyEngine
 from vorox.core.schema import RunConfig
 from vorox.data.cache.disk_budget import resident_units
-from vorox.data.original_text import TextFinder
-from vorox.data.provenance_queries import RunDataIndex, rows_at, when, where
-from vorox.data.training_content import training_content
+from vorox.data.provenance.original_text import TextFinder
+from vorox.data.provenance.queries import RunDataIndex, rows_at, when, where
+from vorox.data.provenance.training_content import training_content
 from vorox.experiments.metadata import MetadataCache
 
 END_OF_TEXT = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,11 @@ import pytest
 import tiny_runs
 from numpy_engine import NumpyEngine
 from processor_cost import cost
-from vorox.core.attempts import AttemptRecord
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
-from vorox.data.original_text import TextFinder
-from vorox.data.provenance_queries import DocumentOrigin, Occurrence, RunDataIndex, rows_at, when, where
+from vorox.data.provenance.original_text import TextFinder
+from vorox.data.provenance.queries import DocumentOrigin, Occurrence, RunDataIndex, rows_at, when, where
+from vorox.records.attempts import AttemptRecord
 
 END_OF_TEXT = 256
 STEPS = 150
@@ -186,7 +187,7 @@ def test_what_a_crash_rolled_back_is_said(run_data: RunDataIndex) -> None:
 def test_a_run_that_stands_still_says_what_is_open_and_planned(run_directory: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run_directory, copy)
-    (copy / "attempts.bin").unlink()
+    tiny_runs.forget_steps(copy)
     with AttemptRecord(copy, 1, 0, 0) as attempt:
         attempt.record_started(9)
         attempt.record_saved(8)
@@ -370,7 +371,7 @@ def test_a_byte_of_a_long_text_is_found_in_the_rows_that_hold_it(tmp_path: Path,
         (folder / f"{number}.txt").write_bytes("".join(letters).encode())
     (folder / "mark.txt").write_bytes(b"\xef\xbb\xbf" + "".join(generator.choices("xyz ", k=200)).encode())
     sources = json.dumps([{"name": "long", "format": "txt", "paths": [str(folder)]}])
-    overrides = [f"data.sources={sources}", "train.num_steps=30", "eval.every_steps=null"]
+    overrides = [f"data.sources={sources}", "train.num_steps=30"]
     config = tiny_runs.configuration(tmp_path, [*overrides, "data.validation.held_out_fraction=0"])
     run_data = RunDataIndex.open(tiny_runs.run(config).run_directory)
     rows = [row for step in range(1, run_data.num_steps + 1) for row in where(run_data, step)]
@@ -390,6 +391,31 @@ def test_a_byte_of_a_long_text_is_found_in_the_rows_that_hold_it(tmp_path: Path,
             assert {one.granularity for one in found} == {"byte"}
             narrowed += expected < of_record
     assert narrowed > 10
+
+
+def test_a_byte_of_a_long_text_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than two bytes of memory per byte of the document; decoding all of it at once took 35 to 100."""
+    tiny_runs.use_numpy_engine(monkeypatch)
+    long_bytes = 3_000_000
+    (tmp_path / "corpora").mkdir()
+    letters = "".join(random.Random(5).choices("abcdef \n", k=1_000_000))
+    (tmp_path / "corpora" / "long.txt").write_text(letters * (long_bytes // len(letters)))
+    (tmp_path / "corpora" / "short.txt").write_text(letters[:9000])
+    sources = json.dumps([{"name": "long", "format": "txt", "paths": [str(tmp_path / "corpora")]}])
+    overrides = [f"data.sources={sources}", "data.sequence_length_tokens=2048", "data.cache.unit_bytes=67108864"]
+    config = tiny_runs.configuration(tmp_path, [*overrides, "data.validation.held_out_fraction=0"])
+    run_data = RunDataIndex.open(tiny_runs.run(config).run_directory)
+    peaks: list[int] = []
+    trained = [document for row in where(run_data, 1) for document in row.documents if "long" in document.uri]
+    for name, byte in (("short.txt", 5000), ("long.txt", trained[0].first_token + 5)):
+        uri = str(tmp_path / "corpora" / name)
+        when(run_data, uri, byte)
+        tracemalloc.start()
+        found = when(run_data, uri, byte)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert {one.granularity for one in found} == {"byte"}
+    assert peaks[1] - peaks[0] < 2 * long_bytes
 
 
 def test_where_a_record_wraps_its_text_the_answer_is_for_the_record(run_data: RunDataIndex) -> None:

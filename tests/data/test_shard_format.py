@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, TokenDocument
-from vorox.data.shard_format import read_header, read_shard, write_shard
+from vorox.data.text.shard_format import read_header, read_shard, write_shard
 from vorox.data.text.sources import list_source, with_tokenizer
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units

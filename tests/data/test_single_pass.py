@@ -12,9 +12,9 @@ import pytest
 from servers.web import WebServer, http_server
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
-from vorox.data.cache_opener import CacheOpener
-from vorox.data.corpus import prepare
-from vorox.data.source_listing import list_sources
+from vorox.data.corpus.cache_opener import CacheOpener
+from vorox.data.corpus.corpus import prepare
+from vorox.data.corpus.source_listing import list_sources
 
 
 def write_jsonl(path: Path, size_bytes: int) -> int:
@@ -49,11 +49,11 @@ def content_bytes(server: WebServer) -> int:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """Everything that a cache consists of, but for locks."""
+    """Everything that a cache consists of, but for locks, and for the units that it shares with others."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.name not in {"LOCK", "USED.json"} and "versions" not in path.parts
+        if path.is_file() and path.name not in {"LOCK", "USED.json"} and not {"versions", "units"} & set(path.parts)
     }
 
 

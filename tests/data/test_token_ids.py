@@ -15,11 +15,11 @@ from vorox.core.config import load_config
 from vorox.core.config.config_for_text import expected_ids
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.inspection import peek, stats, verify, xz_bits_per_byte
-from vorox.data.original_text import TextFinder
-from vorox.data.provenance_queries import RunDataIndex, where
-from vorox.data.shard_format import write_shard
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.provenance.inspection import peek, stats, verify, xz_bits_per_byte
+from vorox.data.provenance.original_text import TextFinder
+from vorox.data.provenance.queries import RunDataIndex, where
+from vorox.data.text.shard_format import write_shard
 from vorox.data.tokenizers.loading import load
 
 VOCAB_SIZE, END = 300, 299

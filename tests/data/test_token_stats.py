@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.loading import train
+from vorox.data.tokenizers.token_stats import TokenStats, token_stats, warnings_of
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
 BYTES = train(TokenizerConfig(kind="byte"), ())

@@ -12,8 +12,8 @@ import pytest
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.inspection import verify
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.provenance.inspection import verify
 from vorox.experiments.metrics import metric
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

@@ -12,18 +12,18 @@ import tiny_runs
 import vorox.run
 from vorox.cli import main
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.log import RunLog
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.reader import CacheReader
-from vorox.data.corpus import prepare
-from vorox.data.inspection import peek, stats, verify
-from vorox.data.provenance_queries import RunDataIndex, when, where
-from vorox.data.shard_format import write_shard
+from vorox.data.corpus.corpus import prepare
+from vorox.data.provenance.inspection import peek, stats, verify
+from vorox.data.provenance.queries import RunDataIndex, when, where
+from vorox.data.text.shard_format import write_shard
 from vorox.data.transfer.token_export import export_tokens
 from vorox.experiments.tracking import read_metrics
+from vorox.records.log import RunLog
 from vorox.training.replay import replay
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data import xz_baseline as baseline
+from vorox.data.provenance import xz_baseline as baseline
+from vorox.data.provenance.xz_baseline import compress, xz_baseline
 from vorox.data.storage import local_path
 from vorox.data.text.holdout import file_split
 from vorox.data.text.sources import Source, list_source
-from vorox.data.xz_baseline import compress, xz_baseline
 
 RULE = ValidationConfig(split="file", held_out_fraction=0.3)
 

@@ -60,8 +60,9 @@ SHOWN_BY = {
     r"vorox serve": "tests/serving/test_server.py",
     r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
     r"vorox data download": "tests/data/transfer/test_download.py",
-    r"vorox train \S+ --from-weights hf://": "tests/training/test_weights_source.py",
+    r"vorox train \S+ --from-weights hf://": "tests/training/test_model_origin.py",
     r"vorox .*--nproc \d": "tests/ranks",
+    r"vorox checkpoints restore RUN": "tests/training/test_mirror_resume.py",
     r"vorox .*(gs|s3)://|vorox (train CONFIG|checkpoints list RUN|runs remove RUN) ": "tests/training/test_mirror.py",
     r"vorox train\s*(#|$)": "tests/cli/test_menu.py::test_a_new_run_and_its_command",
     r"vorox train quickstart backend=jax parallel": "tests/backends/jax_engine/test_sharding.py",
@@ -160,7 +161,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 ],
                 "sequence_length_tokens": 96,
                 "cache": {"chunk_rows": 16, "unit_bytes": 2000},
-                "validation": {"held_out_fraction": 0.1, "split": "tail"},
+                "validation": {"held_out_fraction": 0.1, "split": "span"},
             },
             "tokenizer": {"kind": "byte"},
             "train": {"num_steps": 160, "global_batch_sequences": 6, "micro_batch_sequences": 6},
@@ -268,6 +269,7 @@ def test_settings_of_the_docs_load(block: Block, tmp_path: Path, monkeypatch: py
         (tmp_path / "my_package" / "my_module.py").write_text(snippet.text, encoding="utf-8")
     text = "data:\n  sources:\n" + block.text if block.text.lstrip().startswith("- ") else block.text
     (tmp_path / "block.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "base.yaml").write_text("preset: quickstart\n", encoding="utf-8")  # what a block may be based on
     is_whole = re.search(r"^preset:", text, re.MULTILINE)
     load_config(
         tmp_path / "block.yaml", [] if is_whole else [NEEDED[word] for word in NEEDED if f"{word}:" not in text]
@@ -376,16 +378,38 @@ def test_training_uses_every_function_of_the_pages_on_extending(place: Path, mon
     assert vorox.open_run(stored.run_directory).where(2)[0].documents[0].uri == "lake.py:depot://books/one.notes"
 
 
+def defined_names(module: Path) -> set[str]:
+    """The classes, functions and variables of a module, and those of its classes as ``Class.member`` too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        for child in node.body:
+            targets = getattr(child, "targets", [getattr(child, "target", child)])
+            names = {getattr(target, "id", getattr(target, "name", "")) for target in targets} - {""}
+            found |= names | ({f"{node.name}.{name}" for name in names} if isinstance(node, ast.ClassDef) else set())
+    return found
+
+
+def test_a_member_is_known_by_its_class() -> None:
+    names = defined_names(ROOT / "src" / "vorox" / "core" / "run_layout.py")
+    assert {"RunLayout", "RunLayout.checkpoint", "RunLayout.chain", "RUN_FILES", "checkpoint"} <= names
+    assert not {"RunFile.checkpoint", "RunLayout.loop", "loop", ""} & names
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_files_and_names_in_the_prose_exist(page: Path) -> None:
-    """`training/loop.py` and `experiments/sinks.py: Sink` are looked up below src/vorox, the package and the root."""
+    """`training/loop/loop.py` and `experiments/sinks.py: Sink` are looked up below src/vorox, the package and the root.
+
+    Several names are separated by commas, and a member may be named with its class: `StepSync.start, finish`.
+    """
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for path, _, name in re.findall(r"`([\w./]+\.py)(: (\w+))?`", prose):
+    for path, names in re.findall(r"`([\w./]+\.py)(?:: ([^`]+))?`", prose):
         places = [root / path for root in (ROOT, page.parent, ROOT / "benchmarks", ROOT / "src" / "vorox")]
         found = next((place for place in places if place.is_file()), None)
         assert found is not None, f"{page.name} names {path}"
-        defined = {getattr(node, "name", "") for node in ast.walk(ast.parse(found.read_text(encoding="utf-8")))}
-        assert not name or name in defined, f"{page.name} names {path}: {name}"
+        missing = set(filter(None, re.split(r",\s+", names))) - defined_names(found)
+        assert not missing, f"{page.name} names {path}: {', '.join(sorted(missing))}"
     for path in re.findall(r"`((?:tests|configs|docs|benchmarks|examples)/[\w./]*\w)`", prose):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for target in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", prose):
@@ -393,12 +417,12 @@ def test_files_and_names_in_the_prose_exist(page: Path) -> None:
 
 
 def test_pictures_of_the_call_paths_name_modules_that_exist() -> None:
-    """The first word of each line and every path; data and training are where they are looked up."""
+    """The first word of each line and every path; core, data and training are where they are looked up."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     pictures = page.partition("## Document to chunk")[2].partition("## A run directory")[0]
     lines = [line for picture in re.findall(r"```\n(.*?)```", pictures, re.DOTALL) for line in picture.splitlines()]
     words = {line.split()[0].removesuffix(",") for line in lines} | set(re.findall(r"\w+/[\w/]+", "\n".join(lines)))
-    folders = [ROOT / "src" / "vorox" / folder for folder in (".", "data", "training")]
+    folders = [ROOT / "src" / "vorox" / folder for folder in (".", "core", "data", "training")]
     assert len(words) > 20
     for word in words:
         path = word.removesuffix(".py")

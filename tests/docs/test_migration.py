@@ -71,6 +71,17 @@ def test_settings_are_accepted(setting: str) -> None:
             assert flat_values(config)[key] == read_value(value, "value")
 
 
+def test_a_warm_up_by_ratio_has_the_steps_of_transformers() -> None:
+    """transformers takes the ratio of all steps of the run, not of an epoch."""
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    rows = [(match[1], row[1], row[2]) for row in ROWS if (match := re.match(r"`warmup_ratio\W+([0-9.]+)`", row[0]))]
+    assert len(rows) == 2
+    for ratio, setting, note in rows:
+        steps = int(note.partition("here of ")[2].partition(";")[0].replace(",", ""))
+        expected = arguments(output_dir=".", warmup_steps=float(ratio), report_to=[]).get_warmup_steps(steps)
+        assert setting == f"`schedule.warmup_steps={expected}`"
+
+
 @pytest.mark.parametrize(("option", "setting"), OPTIONS)
 def test_an_option_means_the_setting_beside_it(option: str, setting: str) -> None:
     assert flat_values(load_config("gpt2-shards", [option])) == flat_values(load_config("gpt2-shards", [setting]))

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
+from processor_cost import cost
 from vorox.core.config import load_config
 from vorox.core.errors import CheckpointError, ConfigError, DataError, Preempted
-from vorox.core.file_holder import FileLock
-from vorox.core.log import RunLog
-from vorox.core.run_context import RunContext
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import FileLock
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.core.schema import LogConfig, RunConfig
-from vorox.core.staged_directory import StagedDirectory
 from vorox.experiments.artifacts import inspect_run, list_checkpoints, list_runs, remove_checkpoints, remove_run
 from vorox.experiments.tracking import Tracker
+from vorox.records.log import RunLog
+from vorox.records.run_context import RunContext
+from vorox.records.run_lookup import has_checkpoint, saved_state
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_a_checkpoint_that_is_removed_meanwhile(config: RunConfig, monkeypatch: 
 @pytest.mark.parametrize(
     ("error", "state"),
     [
-        (Preempted("SIGTERM"), "preempted"),
+        (Preempted("SIGTERM"), "stopped"),
         (DataError("the cache is gone", where="x"), "failed"),
         (KeyboardInterrupt(), "interrupted"),
         (ZeroDivisionError("bug"), "failed"),
@@ -125,7 +127,9 @@ def test_a_run_that_only_began(config: RunConfig, tmp_path: Path) -> None:
         run.note(total_steps=77)
     assert inspect_run(run.directory).total_steps == 77, "a length in tokens is known once the run began"
     (run.directory / "run.json").write_text("{")
-    assert inspect_run(run.directory).state == "unknown"
+    summary = inspect_run(run.directory)
+    assert summary.state == "unreadable"
+    assert summary.problem.startswith("run.json: The file cannot be read: Expecting property name")
 
 
 def test_the_chain_knows_steps_that_were_not_logged(config: RunConfig) -> None:
@@ -142,14 +146,15 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
         add_checkpoint(run.directory, 5, name="step-00000005.corrupt-1")
         add_checkpoint(run.directory, 10, name="step-00000040")
         (run.directory / "checkpoints" / "step-00000050").mkdir()
-        atomic.append(run.directory / "evaluations.jsonl", b'{"step":30,"loss":5.0}\n{"resume":20}\n', sync=False)
+        atomic.append(run.directory / "evaluations.jsonl", b'{"step":30,"loss":5.0}\n{"resume_step":20}\n', sync=False)
         (run.directory / "checkpoints" / "notes.txt").write_text("mine")
     broken = run.directory / "checkpoints" / "step-00000030" / "model.safetensors"
     broken.write_bytes(bytes(999) + b"\x01")
     quick = {summary.name: summary for summary in list_checkpoints(run.directory)}
     assert [summary.state for summary in quick.values()] == [
-        "quarantined", "unverified", "unverified", "unverified", "unverified", "corrupt",
+        "quarantined", "unverified", "unverified", "unverified", "unverified", "quarantined",
     ]  # fmt: skip
+    assert inspect_run(run.directory).num_checkpoints == 4, "without those that the list calls quarantined"
     assert quick["step-00000020"].eval_loss == 6.0
     assert quick["step-00000010"].eval_loss is None
     assert quick["step-00000030"].eval_loss is None, "that validation is of an abandoned attempt"
@@ -160,8 +165,20 @@ def test_checkpoints_are_listed_and_verified(config: RunConfig) -> None:
     assert states[10][0] == states[20][0] == "valid"
     assert states[30][0] == "corrupt"
     assert "model.safetensors" in states[30][1]
-    assert states[40] == ("corrupt", "its manifest is of step 10")
-    assert "manifest" in states[50][1]
+    assert states[40][0] == "corrupt"
+    assert states[40][1].startswith("Directory holds the checkpoint of step 10 [")
+    assert states[50] == ("quarantined", "has no manifest: its copy or its removal was interrupted")
+
+
+def test_a_folder_that_cannot_be_listed_is_not_called_empty(config: RunConfig) -> None:
+    with open_run(config) as run:
+        (run.directory / "checkpoints").write_text("somebody's")
+    assert has_checkpoint(run.directory)
+    assert saved_state(run.layout) == "unknown: Cannot read a checkpoint: Not a directory; its content may be intact"
+    (summary,) = list_runs(Path(config.run.directory))
+    assert (summary.state, summary.problem) == (
+        "unreadable", "Cannot read a checkpoint: Not a directory; its content may be intact",
+    )  # fmt: skip
 
 
 def test_removing_checkpoints(config: RunConfig) -> None:
@@ -193,7 +210,7 @@ def test_the_last_valid_checkpoint_is_kept_when_the_others_are_corrupt(config: R
     with pytest.raises(CheckpointError, match="No valid checkpoint would remain"):
         remove_checkpoints(run.directory, ["10"])
     (run.directory / "checkpoints" / "step-00000020" / atomic.MANIFEST_NAME).unlink()
-    assert [summary.step for summary in remove_checkpoints(run.directory, ["20"])] == [20], "a corrupt one may go"
+    assert [summary.step for summary in remove_checkpoints(run.directory, ["20"])] == [20], "an incomplete one may go"
 
 
 def test_removing_a_run(config: RunConfig, tmp_path: Path) -> None:
@@ -259,3 +276,17 @@ def test_an_interrupted_removal_leaves_no_run(config: RunConfig, monkeypatch: py
     assert list_runs(run.directory.parent) == []
     with FileLock(run.directory.parent / "probe", blocking=False):
         pass
+
+
+@pytest.mark.slow
+def test_the_size_of_a_run_of_many_files_costs_linear_time(tmp_path: Path) -> None:
+    """A folder of 20,000 files; the square of that would be a minute."""
+    folder = tmp_path / "run" / "nonfinite"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text('{"attempts": []}')
+    (folder / "a").write_bytes(b"x" * 1000)
+    before = cost(lambda: inspect_run(tmp_path / "run"), repeats=1)
+    for number in range(20_000):
+        (folder / str(number)).touch()
+    assert cost(lambda: inspect_run(tmp_path / "run"), repeats=1) < before + 400
+    assert inspect_run(tmp_path / "run").size_bytes == 1000 + len('{"attempts": []}')

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from vorox.core.errors import ConfigError
-from vorox.experiments.metrics import metric, registry
+from vorox.experiments.metrics import MetricFunctions, metric, registry
+from vorox.records.log import RunLog
 
 NEEDED = [
     "loss",
@@ -99,3 +101,15 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_the_nearest_name_is_given() -> None:
     with pytest.raises(ConfigError, match="did you mean grad_norm"):
         metric("gradnorm")
+
+
+def test_a_metric_that_asks_for_an_unknown_value_is_told_their_names(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def rate(step, values): return values['lr']\n", encoding="utf-8")
+    shown: list[str] = []
+    log = RunLog(None, echo=lambda text, _: shown.append(text))
+    path = f"{tmp_path}/mine.py:rate"
+    functions = MetricFunctions([path], kind="metric", key="log.metrics", prefix="custom/", log=log)
+    assert functions(1, {"learning_rate": 0.1, "loss": 2.0}) == {}
+    assert len(shown) == 1
+    assert "KeyError: 'lr'" in shown[0]
+    assert "the values are learning_rate, loss" in shown[0]

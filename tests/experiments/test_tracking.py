@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
-from vorox.core.json_lines import read_lines
-from vorox.core.log import RunLog
+from vorox.core.files import atomic
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import LogConfig
 from vorox.experiments.sinks import TensorBoardSink
 from vorox.experiments.tracking import Tracker, last_values, read_metrics, reduce
+from vorox.records.log import RunLog
 
 
 def open_tracker(directory: Path, attempt: int = 1, resume_step: int = 0) -> Tracker:

@@ -14,10 +14,10 @@ import pytest
 
 from eventually import PATIENCE_SECONDS, wait_until, wait_until_blocked
 from vorox.core.errors import ConfigError
-from vorox.core.log import RunLog
 from vorox.core.schema import LogConfig
 from vorox.experiments.tracking import Tracker
 from vorox.experiments.wandb_sink import WandbSink
+from vorox.records.log import RunLog
 
 STEPS = 200
 

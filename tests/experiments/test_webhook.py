@@ -20,10 +20,10 @@ from numpy_engine import NumpyEngine
 from vorox.core import redaction
 from vorox.core.config import dump_yaml, resolve_config
 from vorox.core.errors import ConfigError, NumericalError
-from vorox.core.log import RunLog
 from vorox.core.redaction import redact
 from vorox.experiments import webhook
 from vorox.experiments.webhook import Webhook
+from vorox.records.log import RunLog
 
 SECRET = "T0123/B4567/q8Zr1vXw"
 
@@ -226,10 +226,9 @@ def test_a_recorded_webhook_without_its_variable_is_a_warning(
     assert webhook.find_url(config, log) is None
     monkeypatch.setenv("MY_HOOK", "file:///etc/passwd")
     assert webhook.find_url(config, log) is None
-    assert shown == [
-        "No events are posted: MY_HOOK (log.webhook) is not set",
-        "No events are posted: MY_HOOK (log.webhook) is not an http(s) URL",
-    ]
+    for text, what in zip(shown, ("is not set", "is not an http(s) URL"), strict=True):
+        assert text.startswith(f"No events are posted: MY_HOOK (log.webhook) {what}.")
+        assert text.endswith("export MY_HOOK=URL, or set log.webhook=null")
     monkeypatch.setenv("MY_HOOK", receiver.url)
     assert webhook.find_url(config, log) == receiver.url
     assert SECRET not in redact(receiver.url)

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration, run, use_numpy_engine
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
-from vorox.training.replay_chain import read_chain
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.records.replay_chain import read_chain
 
 Place = tuple[str, int]
 """An operation: its name, and how often that name came before it."""

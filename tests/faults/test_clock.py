@@ -15,8 +15,8 @@ import pytest
 from cache_corpus import build_corpus, small_corpus, work_of
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli.progress import LiveDisplay
-from vorox.core import atomic
-from vorox.core.run_lookup import find_run
+from vorox.core.files import atomic
+from vorox.core.run_layout import step_directories
 from vorox.data.cache import retention
 from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.gc import find_caches, find_garbage, remove_unused
@@ -25,12 +25,12 @@ from vorox.data.cache.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.retention import mark_used
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.display import StepView
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
+from vorox.records.run_lookup import find_run
+from vorox.training.loop.display import StepView
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -116,7 +116,7 @@ def test_garbage_collection_removes_nothing_in_use_when_the_clock_jumps(
 def test_temporaries_of_another_host_are_swept_by_the_clock_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_seconds: float, is_swept: bool
 ) -> None:
-    left = tmp_path / ".tmp-a-container-1-s0123abcd-0123abcd-a.json"
+    left = tmp_path / ".tmp-a-container-1-89abcdef-0123abcd-0123abcd-a.json"
     left.touch()
     then = left.stat().st_mtime - age_seconds
     os.utime(left, (then, then))

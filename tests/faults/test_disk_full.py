@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration
-from vorox.training.checkpoints.store import latest_valid, step_directories
-from vorox.training.replay_chain import read_chain
+from vorox.core.run_layout import step_directories
+from vorox.records.replay_chain import read_chain
+from vorox.training.checkpoints.store import latest_valid
 
 pytestmark = [
     pytest.mark.torch,

@@ -15,14 +15,14 @@ from eventually import wait_until
 from numpy_engine import NumpyEngine
 from tiny_runs import at_step, configuration, run, use_numpy_engine
 from vorox.cli import app
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, DataError, UnreadableCheckpointError
-from vorox.core.file_holder import FileLock
-from vorox.core.run_context import recorded_config
-from vorox.core.run_layout import RunLayout
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.file_holder import FileLock
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.experiments.artifacts import list_checkpoints
-from vorox.training.checkpoints.store import latest_valid, quarantine_corrupt, restore_quarantined, step_directories
+from vorox.records.run_context import recorded_config
+from vorox.training.checkpoints.store import latest_valid, quarantine_corrupt, restore_quarantined
 
 
 @pytest.fixture(autouse=True)

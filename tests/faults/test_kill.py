@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 from tiny_runs import configuration, write_text
-from vorox.core.json_lines import read_history
+from vorox.core.files.json_lines import read_history
+from vorox.core.files.staged_directory import read_manifest
 from vorox.core.run_layout import RunLayout
-from vorox.core.staged_directory import read_manifest
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
 from warm_children import WarmChild, WarmChildren
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

@@ -18,8 +18,8 @@ from servers import Request
 from servers.shelves import shelf
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.config import dump_yaml
+from vorox.records.replay_chain import read_chain
 from vorox.training.mirror import list_mirror
-from vorox.training.replay_chain import read_chain
 
 SCRIPT = Path(__file__).with_name("mirrored_run.py")
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,11 @@ def start(directory: Path, text: Path, mirror: str) -> subprocess.Popen[bytes]:
     file = directory / "mirrored.yaml"
     file.write_text(dump_yaml(config))
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(file)], env={**os.environ, "PYTHONPATH": path})
+    with (directory / "stderr.txt").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", str(SCRIPT), str(file)],
+            env={**os.environ, "PYTHONPATH": path}, stderr=said,
+        )  # fmt: skip
 
 
 def chain(directory: Path) -> list[tuple[str, str]]:
@@ -83,7 +87,7 @@ def test_killed_in_the_middle_of_an_upload(
         whole = [entry.step for entry in list_mirror(f"{mirror}/{name}").lineage()]
         assert max(whole) == goes_on_from
         second = start(tmp_path / "second", text, mirror)
-        assert second.wait(300) == 0
+        assert second.wait(300) == 0, (tmp_path / "second" / "stderr.txt").read_text()
     directory = tmp_path / "second" / "runs" / name
     assert chain(directory) == straight
     events: list[dict[str, Any]] = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration, run, use_numpy_engine
-from vorox.core import atomic
+from vorox.cli import main
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.file_holder import FileLock
-from vorox.core.run_context import recorded_config
-from vorox.core.run_layout import RunLayout
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import FileLock
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.cache.gc import find_caches, find_garbage, remove_cache
 from vorox.experiments.artifacts import list_checkpoints, remove_checkpoints, remove_run
-from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
+from vorox.records.run_context import recorded_config
+from vorox.training.checkpoints.store import latest_valid, request_save
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege, modes do not exist")
 
@@ -158,3 +159,14 @@ def test_no_file_of_a_run_is_writable_for_others(tmp_path: Path) -> None:
     assert lax == []
     assert stat.S_IMODE((directory / "failure.json").stat().st_mode) == 0o600
     assert latest_valid(directory) is not None
+
+
+@pytest.mark.usefixtures("lax_umask")
+def test_what_other_libraries_write_under_a_command_is_not_writable_for_others(tmp_path: Path) -> None:
+    """As TensorBoard does; a stricter umask stays."""
+    for umask, mode in ((0, 0o644), (0o002, 0o644), (0o077, 0o600)):
+        os.umask(umask)
+        assert main(["--version"]) == 0
+        file = tmp_path / f"{umask}"
+        file.write_bytes(b"")
+        assert stat.S_IMODE(file.stat().st_mode) == mode

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration
-from vorox.core.run_lookup import run_directories
-from vorox.training.checkpoints.store import step_directories
+from vorox.core.run_layout import step_directories
+from vorox.records.run_lookup import run_directories
 
 pytestmark = [
     pytest.mark.torch,

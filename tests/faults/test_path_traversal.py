@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.staged_directory import StagedDirectory, hash_file
+from vorox.core.files import atomic
+from vorox.core.files.atomic import MANIFEST_NAME, FileOperation
+from vorox.core.files.staged_directory import StagedDirectory, hash_file
 from vorox.data.storage import StoredFile, list_files
 from vorox.training.mirror import restore
 from vorox.training.mirror.contents import SNAPSHOT_MANIFEST, Contents, MirroredCheckpoint, encode_snapshot

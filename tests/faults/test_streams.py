@@ -14,14 +14,14 @@ import pytest
 
 import tiny_runs
 from vorox.cli import main
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
-from vorox.core.attempts import AttemptRecord
-from vorox.core.log import RunLog
-from vorox.core.run_context import RunContext
-from vorox.core.run_lookup import run_attempts, run_directories
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.experiments.artifacts import inspect_run
+from vorox.records.attempts import AttemptRecord
+from vorox.records.log import RunLog
+from vorox.records.run_context import RunContext
+from vorox.records.run_lookup import run_attempts, run_directories
 
 CHILD = Path(__file__).with_name("streams_child.py")
 SECONDS = 120

@@ -74,7 +74,7 @@ BAD = {
     "a small vocabulary": Bad(
         lambda directory: None, 2, "embedding", ("tokenizer.kind=bpe", "tokenizer.vocab_size=999")
     ),
-    "a wrong column": Bad(lambda directory: None, 4, "nothing", ("data.sources.0.text_field=nothing",)),
+    "a wrong column": Bad(lambda directory: None, 2, "nothing", ("data.sources.0.text_field=nothing",)),
     "an unknown task": Bad(lambda directory: None, 2, "Unknown task not_a_task", ("eval.tasks=[not_a_task]",)),
 }
 
@@ -124,3 +124,36 @@ def test_a_model_that_the_hub_does_not_give(
     assert f"owner/{name}" in said
     assert "HF_TOKEN" in said
     assert_nothing_is_left(tmp_path)
+
+
+KERNEL = "kernels-community/flash-attn"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+                                 "experts_implementation", "_experts_implementation"])  # fmt: skip
+def test_a_kernel_that_the_configuration_names_is_never_fetched(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a stand-in for the package that downloads kernels; the control shows that transformers would use it."""
+    transformers = pytest.importorskip("transformers")
+    hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+    from transformers import modeling_utils
+
+    from vorox.backends.torch_engine.huggingface_model import build
+    from vorox.models.huggingface.spec import without_kernels
+
+    fetched: list[object] = []
+
+    def get_kernel(name: str, *arguments: object, **options: object) -> None:
+        fetched.append((name, arguments, options))
+        raise RuntimeError("fetched a kernel")
+
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda *_, **__: True, raising=False)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel, raising=False)
+    build({**LLAMA, key: KERNEL})
+    assert fetched == []
+    values = {**LLAMA, key: KERNEL, "text_config": {key: KERNEL, "a": [{key: KERNEL}]}}
+    assert KERNEL not in json.dumps(without_kernels(values))
+    if key == "attn_implementation":
+        with pytest.raises(Exception):  # noqa: B017 - of any version of transformers
+            transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, attn_implementation=KERNEL))
+        assert fetched, "transformers fetches it where nobody removes the key"

@@ -16,15 +16,15 @@ import pytest
 from reference_decoder import numpy_logits
 from training_device import DEVICE
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import DataConfig, RunConfig, RuntimeConfig, SourceConfig, TokenizerConfig, TrainConfig
-from vorox.core.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_config import huggingface_files, spec_from_huggingface
-from vorox.models.huggingface_weights import from_huggingface
-from vorox.models.weights_file import open_directory
+from vorox.models.arrays.weights_file import open_directory
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.config import huggingface_files, spec_from_huggingface
+from vorox.models.huggingface.weights import from_huggingface
 from vorox.training.checkpoints.store import write_state
 from vorox.training.export.checkpoint import export
 

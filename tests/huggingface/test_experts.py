@@ -13,12 +13,12 @@ import pytest
 from huggingface.small_cases import CASES
 from training_device import DEVICE
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_config import spec_from_huggingface
-from vorox.models.huggingface_weights import from_huggingface
-from vorox.models.weights_file import open_directory
+from vorox.models.arrays.weights_file import open_directory
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.huggingface.config import spec_from_huggingface
+from vorox.models.huggingface.weights import from_huggingface
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 TOLERANCE = 1e-5

@@ -27,9 +27,9 @@ from training_device import DEVICE
 from vorox.cli import main
 from vorox.core.batch import DataShard
 from vorox.core.config import load_config
-from vorox.data.corpus import prepare
-from vorox.training.dataloading import preview_batches
-from vorox.training.replay_chain import number, read_chain
+from vorox.data.corpus.corpus import prepare
+from vorox.records.replay_chain import number, read_chain
+from vorox.training.steps.dataloading import preview_batches
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.hf, pytest.mark.torch]

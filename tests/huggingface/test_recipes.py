@@ -16,7 +16,7 @@ import pytest
 from servers import hub_server
 from training_device import DEVICE
 from vorox.cli import main
-from vorox.training.checkpoints.store import step_directories
+from vorox.core.run_layout import step_directories
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 ROOT = Path(__file__).parents[2]

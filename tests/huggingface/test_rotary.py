@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_config import huggingface_config, spec_from_huggingface
-from vorox.models.rotary import scale_frequencies
+from vorox.models.decoder.rotary import scale_frequencies
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.config import huggingface_config, spec_from_huggingface
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 LLAMA_32 = {

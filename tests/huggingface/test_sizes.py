@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_config import huggingface_config, spec_from_huggingface
-from vorox.models.huggingface_weights import huggingface_entries
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.huggingface.config import huggingface_config, spec_from_huggingface
+from vorox.models.huggingface.weights import huggingface_entries
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from reference_decoder import numpy_logits
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_config import generation_config, huggingface_config, spec_from_huggingface
-from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
-from vorox.models.weights_file import open_directory, write_weights
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.arrays.weights_file import open_directory, write_weights
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.huggingface.config import huggingface_config, spec_from_huggingface
+from vorox.models.huggingface.families import ARCHITECTURES, huggingface_family
+from vorox.models.huggingface.weights import from_huggingface, huggingface_entries, to_huggingface
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 TOLERANCE = 1e-4
@@ -75,7 +75,7 @@ def test_our_model_goes_out(case: dict[str, Any], tmp_path: Path, request: pytes
             write_weights(writer, huggingface_entries(spec), to_huggingface(spec, weights.items()))
         config = huggingface_config(spec, end_of_text_id=1)
         directory.write("config.json", json.dumps(config).encode())
-        directory.write("generation_config.json", json.dumps(generation_config(end_of_text_id=1)).encode())
+        directory.write("generation_config.json", b'{"eos_token_id": 1}')
         directory.commit({})
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()), report

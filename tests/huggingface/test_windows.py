@@ -18,8 +18,8 @@ from huggingface.small_cases import CASES
 from huggingface.test_engine import BACKENDS, engine_of, transformers_logits
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import Engine
-from vorox.models.huggingface_weights import from_huggingface
-from vorox.models.weights_file import open_directory
+from vorox.models.arrays.weights_file import open_directory
+from vorox.models.huggingface.weights import from_huggingface
 
 pytestmark = [pytest.mark.hf, pytest.mark.torch]
 LENGTHS = (24, 5, 17, 14)

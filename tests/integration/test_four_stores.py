@@ -18,10 +18,10 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.batch import Batch
 from vorox.core.config import load_config
 from vorox.core.schema import RunConfig
-from vorox.data.provenance_queries import RunDataIndex, when, where
+from vorox.data.provenance.queries import RunDataIndex, when, where
 from vorox.data.storage import waiting_for_data
+from vorox.records.replay_chain import read_chain
 from vorox.run import Outcome
-from vorox.training.replay_chain import read_chain
 
 STEPS = 150
 ROWS = 8

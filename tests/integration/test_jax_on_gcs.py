@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ from servers import GcsServer, gcs_server
 from servers.four_stores import texts_of
 from tiny_runs import run
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import Preempted
-from vorox.core.log import RunLog
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.provenance_queries import RunDataIndex, where
-from vorox.data.shard_format import write_shard
+from vorox.data.provenance.queries import RunDataIndex, where
+from vorox.data.text.shard_format import write_shard
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import read_chain
 from vorox.training.mirror import list_mirror
-from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
 from vorox.training.replay import replay
-from vorox.training.replay_chain import read_chain
-from vorox.training.workload import Workload
+from vorox.training.steps.pending_steps import InFlightStep, PendingSteps, SettledStep
+from vorox.training.steps.workload import Workload
 
 pytestmark = pytest.mark.jax
 END = 256
@@ -72,7 +74,7 @@ def on_machine(directory: Path, arrays: str, *, mirrored: bool = True) -> RunCon
         },
         "tokenizer": {"kind": "byte"},
         "train": {"num_steps": 8, "global_batch_sequences": 4, "micro_batch_sequences": 2},
-        "checkpoint": {"every_steps": 2, "arrays": arrays, **({"mirror": "gs://runs/mirror"} if mirrored else {})},
+        "checkpoint": {"every_steps": 2, "format": arrays, **({"mirror": "gs://runs/mirror"} if mirrored else {})},
         "eval": {"every_steps": 4, "num_sequences": 4},
         "log": {"matmul_peak": False},
         "run": {"directory": str(directory / "runs"), "name": "tiny"},
@@ -108,7 +110,8 @@ def test_trains_resumes_and_mirrors(
     assert outcome.eval_losses == straight.eval_losses
     line = list_mirror(f"gs://runs/mirror/{directory.name}").lineage()
     assert [entry.step for entry in line] == [8, 6]
-    assert replay(outcome.run_directory, make_workload).is_exact
+    kept = RunLayout(outcome.run_directory).tokenizer  # with the views that the run has recorded, as vorox replay
+    assert replay(outcome.run_directory, partial(make_workload, kept)).is_exact
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
@@ -123,5 +126,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(PendingSteps, "submit", submit)
 
 
-def make_workload(config: RunConfig) -> Workload:
-    return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
+def make_workload(tokenizer: Path, config: RunConfig) -> Workload:
+    return vorox.run.make_workload(
+        config, DistributedContext(), RunLog(None), None, build=False, tokenizer_directory=tokenizer
+    )

@@ -70,7 +70,7 @@ def test_what_stops_a_build_in_its_middle(
     file = configuration(tmp_path, stores.sources[:1])
     with stores.behind() as proxies:
         proxies["s3"].only = is_read
-        proxies["s3"].script(answer, answer)
+        proxies["s3"].script(*[answer] * 9)  # also to those that look at the first records
         assert main(["data", "build", file]) == 4
         said = "".join(capsys.readouterr())
         for word in [*words, "s3://corpora/crawl/0"]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from vorox.models.fingerprint import ElementSum, array_fingerprint, element_fingerprint, is_elementwise
+from vorox.models.arrays.fingerprint import ElementSum, array_fingerprint, element_fingerprint, is_elementwise
 
 MASK = (1 << 64) - 1
 BLOCK = 8192

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_config import generation_config, huggingface_config, spec_from_huggingface
-from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.config import huggingface_config, spec_from_huggingface
+from vorox.models.huggingface.families import ARCHITECTURES, huggingface_family
 
 GPT2_HUB: dict[str, Any] = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -129,8 +129,9 @@ def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None
     assert config["architectures"] == hub["architectures"]
     assert (config["bos_token_id"], config["eos_token_id"]) == (7, 7)
     assert huggingface_config(spec, end_of_text_id=None)["eos_token_id"] is None
-    assert generation_config(end_of_text_id=7) == {"bos_token_id": 7, "eos_token_id": 7, "pad_token_id": 7}
-    assert generation_config(end_of_text_id=None) == {}
+    ids = {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": 6}
+    written = huggingface_config(spec, special_ids=ids)
+    assert {name: written[name] for name in ids} == ids
 
 
 def test_the_rotary_base_is_written_for_old_and_new_readers() -> None:

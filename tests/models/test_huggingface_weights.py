@@ -12,9 +12,9 @@ import pytest
 
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_families import huggingface_family, require_family
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, huggingface_tensors, to_huggingface
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.families import huggingface_family, require_family
+from vorox.models.huggingface.weights import from_huggingface, huggingface_entries, huggingface_tensors, to_huggingface
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "vocab_size": 11, "intermediate_size": 20}
 GPT2 = SMALL | {

@@ -7,7 +7,7 @@ import pytest
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, Group, optimizer_groups
 
 MODEL = ModelConfig(

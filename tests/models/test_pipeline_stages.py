@@ -10,13 +10,13 @@ import pytest
 from small_configurations import POSITIONS, VOCAB, configuration
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.divisibility import check_divisible
-from vorox.models.huggingface_spec import HuggingFaceSpec
-from vorox.models.memory_estimate import estimate_memory, memory_per_device
+from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.module_spec import Row
 from vorox.models.pipeline_stages import parameters_of, stages_of_device, tied_embedding
 from vorox.models.spec import Kind
+from vorox.planning.memory_estimate import memory_per_device
 
 
 def config_of(schedule: str = "1f1b", size: int = 2, **settings: Any) -> tuple[RunConfig, DecoderSpec]:
@@ -100,7 +100,7 @@ def test_a_model_of_transformers_that_a_pipeline_cannot_divide_is_refused(spec: 
 def test_memory_is_that_of_the_device_that_needs_most() -> None:
     """Four micro-batches: the first of two devices has three of five blocks and keeps two micro-batches."""
     (config, spec), (one, _) = config_of(), config_of(size=1)
-    found, whole = estimate_memory(spec, config), estimate_memory(spec, one)
+    found, whole = memory_per_device(spec, config), memory_per_device(spec, one)
     here = [row for row in spec.parameters if row.name.startswith(("embedding", "blocks.0.", "blocks.1.", "blocks.2."))]
     assert found.parameter_bytes == pytest.approx(4 * sum(row.num_elements for row in here), abs=2)
     assert found.optimizer_bytes == pytest.approx(2 * found.parameter_bytes, abs=4)
@@ -114,7 +114,7 @@ def test_memory_is_that_of_the_device_that_needs_most() -> None:
     interleaved, spec = config_of("interleaved")
     kept = (2 - 1) * 2 + 2 * (2 - 0 - 1) + 1  # passes through a stage of at most two blocks
     received = 3 * 4 * row.block_input_bytes  # an input and two gradients
-    assert estimate_memory(spec, interleaved).activation_bytes == pytest.approx(
+    assert memory_per_device(spec, interleaved).activation_bytes == pytest.approx(
         2 * (kept * 2 * row.largest_block_bytes + 2 * row.block_input_bytes + received), abs=2
     )
 

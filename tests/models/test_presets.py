@@ -11,8 +11,8 @@ import yaml
 
 from vorox.core.config.presets import model_presets
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_families import ARCHITECTURES, huggingface_family
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.families import ARCHITECTURES, huggingface_family
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
     files("vorox").joinpath("presets/models.yaml").read_text(encoding="utf-8")
@@ -51,9 +51,9 @@ LEFT_TO_WEIGHTS = {"mlp", "rope_scaling", "vision", "mup_base_hidden_size"}
 
 def test_families_fill_every_knob_that_a_size_leaves_open() -> None:
     assert set(PRESETS) == {"families", "sizes"}
-    assert (
-        set(PRESETS["families"]) == set(ARCHITECTURES) == set(get_args(ModelConfig.model_fields["family"].annotation))
-    )
+    named = set(get_args(ModelConfig.model_fields["family"].annotation))
+    assert set(ARCHITECTURES) == named, "a family is named in core/schema/model.py, with a row in families.py"
+    assert set(PRESETS["families"]) == named, "each family has defaults in presets/models.yaml"
     for family, knobs in model_presets().families.items():
         assert set(knobs) == set(ModelConfig.model_fields) - NOT_ARCHITECTURE - SHAPE - LEFT_TO_WEIGHTS, family
         config = ModelConfig.model_validate_json(json.dumps({"family": family, **knobs}), strict=True)

@@ -7,7 +7,7 @@ import pytest
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.pruning import Pruning, check_pruning, prune, zero_fraction
 from vorox.models.weight_init import initial_weights
 

@@ -16,15 +16,15 @@ from safetensors.numpy import load_file
 
 from rank_threads import together
 from small_configurations import GPT2, VOCAB
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import CheckpointError
+from vorox.core.files.staged_directory import FileEntry, StagedDirectory, StagedPart, verify_directory
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema.model import ModelConfig
-from vorox.core.staged_directory import FileEntry, StagedDirectory, StagedPart, verify_directory
-from vorox.models import engine_state
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.engine_state import EngineState
-from vorox.models.sharded_arrays import ShardedArrays
-from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
+from vorox.models.arrays.sharded_arrays import ShardedArrays
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.stored import engine_state
+from vorox.models.stored.engine_state import EngineState
+from vorox.models.stored.sharded_snapshot import ShardedSnapshot, ShardRows
 from vorox.training.checkpoints.store import write_shards, write_state
 
 Arrays = dict[str, np.ndarray]

@@ -10,7 +10,7 @@ import pytest
 
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 
 GPT2: dict[str, Any] = {
     "num_layers": 12, "hidden_size": 768, "num_heads": 12, "positions": "learned", "norm": "layer_norm",

@@ -10,7 +10,7 @@ import pytest
 
 from vorox.core.schema.model import ModelConfig
 from vorox.models import weight_init
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.weight_init import initial_weights
 
 

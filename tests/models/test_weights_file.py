@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, load_file, save_file
 
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory, verify_directory
-from vorox.models import weights_file
-from vorox.models.weights_file import (
+from vorox.core.files.staged_directory import StagedDirectory, verify_directory
+from vorox.models.arrays import weights_file
+from vorox.models.arrays.weights_file import (
     TensorEntry,
     WeightsFile,
     bfloat16_bits,
@@ -215,7 +217,9 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": GOOD, "b": GOOD}, "starts at 0"),
         ({"a": {**GOOD, "shape": [1], "data_offsets": [0, 4]}}, "the file has"),
         ({"a": {**GOOD, "shape": [4], "data_offsets": [0, 16]}}, "the file has"),
-        ({"a": {**GOOD, "shape": [2**62, 2**62]}}, "needs"),
+        ({"a": {**GOOD, "shape": [2**62, 2**62]}}, "no array can have"),
+        ({"a": {**GOOD, "shape": [0, 2**62], "data_offsets": [0, 0]}}, "no array can have"),
+        ({"a": {**GOOD, "shape": [1] * 1000}}, "no array can have"),
         ({"__metadata__": {"epoch": 1}, "a": GOOD}, "__metadata__"),
         ({"__metadata__": ["x"], "a": GOOD}, "__metadata__"),
         ({"a": [1, 2]}, "not described"),
@@ -232,6 +236,22 @@ def test_a_broken_header_is_refused(tmp_path: Path, header: dict[str, Any] | byt
         broken(tmp_path, header)
     assert "broken.safetensors" in caught.value.where
     assert caught.value.exit_code == 5
+
+
+def test_many_names_with_a_duplicate_are_refused_at_once(tmp_path: Path) -> None:
+    empty = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    names = [f'"t{index}":{empty}' for index in range(200_000)]
+    started = time.perf_counter()
+    with pytest.raises(CheckpointError, match="'t7' appears twice"):
+        broken(tmp_path, ("{" + ",".join([*names, names[7]]) + "}").encode())
+    assert time.perf_counter() - started < 20.0, "quadratic in the names, it took minutes"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs of POSIX")
+def test_a_fifo_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_directory(tmp_path)
 
 
 def test_header_bounds(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration, run
-from vorox.core.run_context import recorded_config
-from vorox.training.replay_chain import ChainEntry, number, read_chain
+from vorox.records.replay_chain import ChainEntry, number, read_chain
+from vorox.records.run_context import recorded_config
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 SETTINGS = [

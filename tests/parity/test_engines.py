@@ -20,10 +20,10 @@ import pytest
 from small_configurations import MODELS, PATTERNS, POSITIONS, VOCAB, configuration, random_rows
 from vorox import backends
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.models.decoder_spec import decoder_spec
-from vorox.training.engine_parity import QUANTITIES, Tolerances, compare
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
+from vorox.training.reports.engine_parity import QUANTITIES, Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 NUM_STEPS = 50

@@ -16,10 +16,10 @@ from parity.test_engines import engine, packed
 from small_configurations import GPT2, LR, MODELS
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.weights_file import WeightsFile
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.arrays.weights_file import WeightsFile
 from vorox.training.checkpoints.store import write_state
-from vorox.training.engine_parity import Tolerances, compare
+from vorox.training.reports.engine_parity import Tolerances, compare
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 GROUPS = [

@@ -18,12 +18,13 @@ from small_configurations import MODELS
 from vorox.core.config import config_digest
 from vorox.core.engine import Engine, exchange_average
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
-from vorox.models.engine_state import AVERAGE, read_average, read_weights
-from vorox.models.stored_spec import spec_from_json
+from vorox.models.arrays.weights_file import WeightsFile
+from vorox.models.stored.engine_state import AVERAGE, read_average, read_weights
+from vorox.models.stored.spec import spec_from_json
 from vorox.models.weight_init import initial_weights
-from vorox.models.weights_file import WeightsFile
-from vorox.training.checkpoints.store import step_directories, verify
+from vorox.training.checkpoints.store import verify
 from vorox.training.export.checkpoint import export
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]

@@ -71,7 +71,7 @@ def test_at_the_base_width_nothing_changes(framework: str) -> None:
         ([], "tie_embeddings=false"),
         (["model.tie_embeddings=false", "optimizer.name=muon"], "optimizer.name=adamw"),
         (["model.tie_embeddings=false", "model.scale_embeddings=true"], "scale_embeddings=false"),
-        (["model.tie_embeddings=false", "model.vision.num_layers=1"], "needs text alone"),
+        (["model.tie_embeddings=false", "model.vision.num_layers=1"], "vision.num_layers=0"),
     ],
 )
 def test_what_has_no_rule_is_refused(overrides: list[str], message: str) -> None:

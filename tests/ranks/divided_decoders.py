@@ -35,11 +35,11 @@ from small_configurations import (
 )
 from vorox import backends
 from vorox.core.batch import Batch, DataShard
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.files.staged_directory import read_manifest
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import read_manifest
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.huggingface.spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS
 from vorox.models.pipeline_stages import tied_embedding
 from vorox.models.spec import ModelSpec
 
@@ -265,7 +265,8 @@ def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda bat
 
 def replicated_bits(engine: Any) -> str:
     """A hash of the parameters that several ranks of a replica have: with context parallelism all; with tensor
-    parallelism those that are not divided, of all stages; of a pipeline a tied embedding."""
+    parallelism those that are not divided, of all stages; with expert parallelism all but experts; of a pipeline a
+    tied embedding."""
     found, ranks = hashlib.sha256(), engine._ranks
     if ranks.pipeline_parallel_size > 1:
         if (name := tied_embedding(engine._spec)) is not None:
@@ -273,10 +274,11 @@ def replicated_bits(engine: Any) -> str:
             found.update(tied.detach().numpy().tobytes())
         if ranks.tensor_parallel_size == 1:
             return found.hexdigest()
-    shapes = {parameter.name: parameter.shape for parameter in engine._spec.parameters}
+    divides_experts = ranks.expert_parallel_size > 1
+    shapes = {one.name: one.shape for one in engine._spec.parameters if not (divides_experts and one.is_routed)}
     inner = getattr(engine.parameters, "_inner", engine.parameters)
     for name, view in inner.whole(engine.parameters.values):
-        if tuple(view.shape) == shapes[name]:
+        if tuple(view.shape) == shapes.get(name):
             found.update(name.encode() + view.detach().numpy().tobytes())
     return found.hexdigest()
 

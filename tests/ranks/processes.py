@@ -26,14 +26,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from eventually import wait_until
+from small_configurations import SMOOTH_EPS
 from tiny_runs import configuration
 from vorox.cli.rank_launcher import environments_of
-from vorox.core.distributed_context import Node
-from vorox.core.staged_directory import read_manifest
-from vorox.models.engine_state import read_weights
-from vorox.models.stored_spec import spec_from_json
-from vorox.training.replay_chain import ChainEntry, number, read_chain
-from warm_children import WarmChild, WarmChildren
+from vorox.core.files.staged_directory import read_manifest
+from vorox.core.ranks.distributed_context import Node
+from vorox.models.stored.engine_state import read_weights
+from vorox.models.stored.spec import spec_from_json
+from vorox.records.replay_chain import ChainEntry, number, read_chain
+from warm_children import FreshChild, WarmChild, WarmChildren
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_SECONDS = 600
@@ -47,7 +48,7 @@ TRANSFORMERS = ("transformers.modeling_utils",)
 
 def environment() -> dict[str, str]:
     """The variables of every command: those of this test, but for the devices of JAX."""
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | FIXED
+    return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"} | FIXED
 
 
 @functools.cache
@@ -73,7 +74,7 @@ class Runs:
         variables = environment()
         if hold is not None:
             hold.touch()
-            variables |= {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": " ".join(self.model)}
+            variables |= {"TESTS_HOLD": str(hold), "TESTS_SETTINGS": " ".join(self.model)}
             variables["PYTHONPATH"] = str(Path(__file__).with_name("held"))
         return subprocess.Popen(
             self.command(name, overrides), env=variables, cwd=self.directory, text=True, stdout=subprocess.PIPE,
@@ -141,7 +142,7 @@ class Runs:
         return found[0] if found else self.directory / "runs" / name
 
 
-def _wait_for(ranks: Sequence[WarmChild | subprocess.Popen[bytes]]) -> list[int | None]:
+def _wait_for(ranks: Sequence[WarmChild | FreshChild]) -> list[int | None]:
     """Wait until all ranks have ended or one has failed; return their exit codes, ``None`` of one that runs."""
     wait_until(
         lambda: any(rank.poll() for rank in ranks) or None not in [rank.poll() for rank in ranks], PATIENCE_SECONDS
@@ -166,8 +167,8 @@ def train_with_kills(
     for kill in kills:
         (orders / kill).touch()
     variables = {
-        "VOROX_TESTS_KILLS": str(orders),
-        "VOROX_TESTS_BACKEND": backend,
+        "TESTS_KILLS": str(orders),
+        "TESTS_BACKEND": backend,
         "PYTHONPATH": str(Path(__file__).with_name("killed")),
     }
     errors = runs.train_with_variables(
@@ -239,14 +240,46 @@ def on_ranks(program: str, count: int, *words: object) -> str:
         return _text(outputs[0])
 
 
-def transformers_runs(folder: Path, name: str) -> Runs:
-    """Runs of a small transformers model with random weights, on masked documents."""
+def transformers_runs(folder: Path, name: str, **values: Any) -> Runs:
+    """Runs of a small transformers model with random weights, on masked documents; ``values`` of its configuration."""
     from backends.torch_engine.transformers_models import write_model  # imports torch
 
-    model = write_model(folder / "model", name, vocab_size=301)
+    model = write_model(folder / "model", name, vocab_size=301, **values)
     settings = ["backend=torch", "model.kind=huggingface", f"model.name_or_path={model}", "log.matmul_peak=false"]
     settings += ["train.global_batch_sequences=8", "train.micro_batch_sequences=2", "data.document_mask=true"]
     return Runs(folder, [*settings, "schedule.name=constant"])
+
+
+def pretrained_runs(folder: Path, name: str, **values: Any) -> Runs:
+    """Runs of 20 steps of ``transformers_runs``, with other values in ``config.json``."""
+    runs = transformers_runs(folder, name, **values)
+    return Runs(folder, [*runs.model, "train.num_steps=20", "log.parameter_norms=true", f"optimizer.eps={SMOOTH_EPS}"])
+
+
+def assert_same_numbers(run: Path, alone: Path) -> None:
+    """The same rows, losses within 1e-5 (relative), and the same state, up to the order of sums, after 20 steps."""
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    norms = [
+        [line["values"]["grad_norm"] for line in lines(path, "metrics") if "grad_norm" in line.get("values", {})]
+        for path in (run, alone)
+    ]
+    assert norms[0]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    mine, theirs = (stored_arrays(path / "checkpoints" / "step-00000020") for path in (run, alone))
+    assert mine.keys() == theirs.keys()
+    for key, array in theirs.items():
+        np.testing.assert_allclose(mine[key], array, rtol=1e-3, atol=1e-4, err_msg=key)
+
+
+def check_continuation(runs: Runs, run: Path, kind: str) -> None:
+    """Continue a run that two ranks divide on one process, and divided again: the rows and losses of one process."""
+    for size, steps in ((1, 22), (2, 24)):
+        words = [f"parallel.{kind}_size={size}", f"train.num_steps={steps}", "--nproc", str(size)]
+        runs.vorox(["train", "--resume", str(run), *words])
+    longer, _ = runs.train("longer", ["train.num_steps=24"])
+    assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(longer)]
+    assert losses(run) == pytest.approx(losses(longer), rel=1e-4)
 
 
 def check_killed_run(runs: Runs, kind: str, hold: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 from conformance.engines import POSITIONS, VOCAB, torch_config
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
+from vorox.core.files.staged_directory import StagedDirectory, read_manifest
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import StagedDirectory, read_manifest
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 from vorox.training.checkpoints.store import write_shards, write_state
 
 LARGE: dict[str, Any] = {"num_layers": 8, "hidden_size": 320, "num_heads": 4}

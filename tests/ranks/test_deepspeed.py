@@ -64,8 +64,8 @@ from conformance.engines import POSITIONS, VOCAB, torch_config
 from vorox import backends
 from vorox.backends.torch_engine import checkpoint
 from vorox.backends.torch_engine.parallel import zero_parameters
-from vorox.core.distributed_context import DistributedContext
-from vorox.models.decoder_spec import decoder_spec
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
 
 copied = dict.fromkeys((checkpoint, zero_parameters), 0)
 
@@ -97,8 +97,8 @@ import os
 import numpy as np
 from conformance.engines import POSITIONS, VOCAB, batch, torch_config
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
-from vorox.models.decoder_spec import decoder_spec
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
 
 before = dict(os.environ)
 config = torch_config(parallel={"kind": "deepspeed", "zero_stage": 3})

@@ -1,6 +1,8 @@
 """Runs of a mixture of experts on several processes are the run of one process.
 
-The oracle is the same command with one process, as in ``test_torch_ranks.py``, whose tolerances apply.
+The oracle is the same command with one process, as in ``test_torch_ranks.py``, whose tolerances apply, or that of
+``layouts.py``. The models of transformers have stacked experts with and without biases, a shared expert, and documents
+as rows of their own (gpt-oss), of which the ranks have different numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from ranks.divided_decoders import state_case
 from ranks.layouts import EXPERTS_SEED, check_layouts, save_one_device
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, lines, losses, second_process
+from ranks.processes import (
+    PATIENCE_SECONDS,
+    Runs,
+    assert_same_numbers,
+    check_continuation,
+    entries,
+    lines,
+    losses,
+    pretrained_runs,
+    second_process,
+)
 from ranks.test_torch_ranks import MODEL, assert_same_run
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -27,6 +40,8 @@ PLACEMENTS = {
     "divided experts": (2, ["parallel.expert_parallel_size=2", "train.activation_checkpointing=block"]),
     "divided experts of two replicas": (4, ["parallel.expert_parallel_size=2"]),
 }
+
+TRANSFORMERS_MODELS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +100,39 @@ def test_several_ranks_are_one(placement: str, runs: Runs, alone: Path) -> None:
         assert here == pytest.approx(there, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["2,1,1,1,1,0,2", "4,1,1,1,1,0,2"])
-def test_divided_experts_compute_what_one_process_computes(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(
+    "name", ["native", *(pytest.param(name, marks=pytest.mark.hf) for name in TRANSFORMERS_MODELS)]
+)
+def test_divided_experts_compute_what_one_process_computes(name: str, count: int, tmp_path: Path) -> None:
     """20 steps on every rank; parameters and optimizer state move to divided experts and back without a change."""
-    alone = save_one_device(tmp_path, "experts, muon")
-    check_layouts(alone, [layout], int(layout[0]), tmp_path, EXPERTS_SEED)
+    layout = f"{count},1,1,1,1,0,2" + ("" if name == "native" else f":transformers {name}")
+    check_layouts(save_one_device(tmp_path, state_case(layout)), [layout], count, tmp_path, EXPERTS_SEED)
+
+
+@pytest.mark.hf
+def test_runs_of_two_processes_equal_one(tmp_path: Path) -> None:
+    """Pretrained weights; the run continues on one process, and divided again."""
+    runs = pretrained_runs(tmp_path, "mixtral")
+    alone, _ = runs.train("alone", [])
+    pair, _ = runs.train("pair", ["parallel.expert_parallel_size=2", "--nproc", "2"])
+    assert_same_numbers(pair, alone)
+    check_continuation(runs, pair, "expert_parallel")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(
+    ("name", "size", "what"),
+    [
+        ("llama", 2, "Expert parallelism does not support the llama model"),
+        ("mixtral", 3, "4 experts of the mixtral model are not divisible by expert_parallel_size = 3"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_step_1(name: str, size: int, what: str, tmp_path: Path) -> None:
+    runs = pretrained_runs(tmp_path, name)
+    sizes = [f"parallel.expert_parallel_size={size}", "--nproc", str(size), "train.global_batch_sequences=6"]
+    _, errors = runs.train("refused", sizes, code=2)
+    assert what in errors
 
 
 def test_muon_and_bf16_with_divided_experts(runs: Runs) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from ranks.processes import PATIENCE_SECONDS, Runs, environment
 from vorox.core.config import load_config
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.memory_estimate import estimate_memory
+from vorox.models.decoder.spec import decoder_spec
+from vorox.planning.memory_estimate import memory_per_device
 
 pytestmark = [pytest.mark.slow]
 
@@ -31,11 +31,11 @@ def test_two_ranks_of_a_host_share_its_memory(backend: str, tmp_path: Path) -> N
     config = load_config(tmp_path / "tiny.yaml", runs.model)
     length = config.data.sequence_length_tokens
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=length)
-    host_bytes = estimate_memory(spec, config, "cpu").total_bytes_on("cpu") * 3 // 2
+    host_bytes = memory_per_device(spec, config, "cpu").total_bytes_on("cpu") * 3 // 2
 
     def train(name: str, *words: str, **variables: str) -> tuple[int, str]:
         path = f"{Path(__file__).with_name('small_host')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        given = environment() | {"PYTHONPATH": path, "VOROX_TESTS_HOST_BYTES": str(host_bytes)} | variables
+        given = environment() | {"PYTHONPATH": path, "TESTS_HOST_BYTES": str(host_bytes)} | variables
         done = subprocess.run(
             runs.command(name, words), env=given, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, timeout=PATIENCE_SECONDS, check=False,
@@ -47,5 +47,5 @@ def test_two_ranks_of_a_host_share_its_memory(backend: str, tmp_path: Path) -> N
     code, said = train("pair", *PAIR)
     assert code == 3, said
     assert "on each of 2 devices" in said
-    code, said = train("apart", *PAIR, VOROX_TESTS_HOSTS="1")
+    code, said = train("apart", *PAIR, TESTS_HOSTS="1")
     assert code == 0, said

@@ -13,8 +13,8 @@ import pytest
 
 from ranks.processes import Runs, entries, losses, stored_arrays
 from ranks.test_torch_ranks import MODEL
-from vorox.core.staged_directory import read_manifest
-from vorox.training.replay_chain import number
+from vorox.core.files.staged_directory import read_manifest
+from vorox.records.replay_chain import number
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

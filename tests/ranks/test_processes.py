@@ -133,7 +133,7 @@ def test_torchrun_starts_the_same_run(runs: Runs, pair: Path) -> None:
     """Its agent serves a store on MASTER_PORT, so JAX takes another port."""
     command = runs.command("torchrun", MESHES["fsdp 4"])
     launcher = [command[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", *command[1:]]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
     found = subprocess.run(
         launcher, env=environment, cwd=runs.directory, text=True, capture_output=True, timeout=PATIENCE_SECONDS
     )

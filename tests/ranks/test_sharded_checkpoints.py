@@ -19,11 +19,12 @@ from ranks.resharding import config_of
 from ranks.test_torch_ranks import MODEL
 from servers.shelves import shelf
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.staged_directory import StagedDirectory, read_manifest, verify_directory
-from vorox.models.decoder_spec import decoder_spec
-from vorox.training.checkpoints.store import step_directories, write_state
+from vorox.core.files.staged_directory import StagedDirectory, read_manifest, verify_directory
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import step_directories
+from vorox.models.decoder.spec import decoder_spec
+from vorox.training.checkpoints.store import write_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

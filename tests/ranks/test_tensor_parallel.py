@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism with PyTorch: on every rank the numbers of one process, for rows of a fresh seed.
 
-Tolerances are those of ``layouts.py``. The vocabulary (61, 265) divides unequally.
+The native decoder is divided by its own plan, models of transformers by theirs; tolerances are those of ``layouts.py``.
+The vocabularies (61, 265, 301) divide unequally; embeddings are tied and untied.
 """
 
 from __future__ import annotations
@@ -8,38 +9,81 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ranks.divided_decoders import state_case
 from ranks.layouts import check_layouts, save_one_device
-from ranks.processes import PATIENCE_SECONDS, Runs, entries, lines, losses, second_process
+from ranks.processes import (
+    PATIENCE_SECONDS,
+    Runs,
+    assert_same_numbers,
+    check_continuation,
+    entries,
+    lines,
+    losses,
+    pretrained_runs,
+    second_process,
+)
 from ranks.test_torch_ranks import MODEL
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_one_device(tmp_path_factory.mktemp("one"))
+TENSOR = ["parallel.tensor_parallel_size=2", "--nproc", "2"]
+LAYOUTS = {
+    "alone": ["1,1,2"],
+    "sequence parallel": ["1,1,2,1,1,1"],
+    "with replicas, and with FSDP2": ["2,1,2", "1,2,2", "1,2,2,1,1,1"],
+}
+TRANSFORMERS_LAYOUTS = {
+    "transformers, alone": ["1,1,2:transformers qwen3+transformers llama"],
+    "Gemma 3, alone": ["1,1,2:transformers gemma3_text"],
+    "transformers, with replicas, and with FSDP2": ["2,1,2:transformers qwen3", "1,2,2:transformers qwen3"],
+    "Gemma 3, with replicas, and with FSDP2": ["2,1,2:transformers gemma3_text", "1,2,2:transformers gemma3_text"],
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False, "pad_token_id": 3, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False},
+    "mistral": {"tie_word_embeddings": False},
+    "gemma3_text": {"tie_word_embeddings": True},
+    "olmo2": {"tie_word_embeddings": False},
+}
 
 
 @pytest.mark.parametrize(
-    ("layouts", "count"),
-    [(["1,1,2"], 2), (["1,1,2,1,1,1"], 2), (["2,1,2", "1,2,2", "1,2,2,1,1,1"], 4)],
-    ids=["alone", "sequence parallel", "with replicas, and with FSDP2"],
+    "layouts",
+    [
+        *(pytest.param(layouts, id=name) for name, layouts in LAYOUTS.items()),
+        *(pytest.param(layouts, id=name, marks=pytest.mark.hf) for name, layouts in TRANSFORMERS_LAYOUTS.items()),
+    ],
 )
-def test_every_rank_computes_what_one_process_computes(
-    alone: Path, layouts: list[str], count: int, tmp_path: Path
-) -> None:
-    check_layouts(alone, layouts, count, tmp_path)
+def test_every_rank_computes_what_one_process_computes(layouts: list[str], tmp_path: Path) -> None:
+    """The state of one process also goes through every layout and back to one process unchanged."""
+    count = 2 if len(layouts) == 1 else 4
+    check_layouts(save_one_device(tmp_path, state_case(layouts[0])), layouts, count, tmp_path)
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("name", MODELS)
+def test_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+    runs = pretrained_runs(tmp_path, name, **MODELS[name])
+    alone, _ = runs.train("alone", [])
+    pair, _ = runs.train("pair", TENSOR)
+    assert_same_numbers(pair, alone)
+    if name != "qwen3":
+        return
+    mixed, _ = runs.train("mixed", ["parallel.tensor_parallel_size=2", "parallel.fsdp_size=2", "--nproc", "4"])
+    assert_same_numbers(mixed, alone)
+    check_continuation(runs, pair, "tensor_parallel")
 
 
 def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
     """Two ranks that are killed, then one, then two again: the rows and losses of one uninterrupted process."""
     runs = Runs(tmp_path, [*MODEL, "schedule.name=constant"])  # another train.num_steps changes no learning rate
     alone, _ = runs.train("alone", [])
-    tensor = "parallel.tensor_parallel_size=2"
-    process = runs.start("killed", [tensor, "--nproc", "2"], tmp_path / "hold")
+    process = runs.start("killed", TENSOR, tmp_path / "hold")
     os.kill(second_process(process, runs, "killed"), signal.SIGKILL)
     (tmp_path / "hold").unlink()
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
@@ -51,3 +95,9 @@ def test_a_killed_run_continues_on_other_layouts(tmp_path: Path) -> None:
         runs.vorox(["train", "--resume", str(run), *sizes])
     assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+
+
+@pytest.mark.hf
+def test_a_model_without_a_plan_is_refused_before_step_1(tmp_path: Path) -> None:
+    _, errors = pretrained_runs(tmp_path, "gpt2").train("refused", TENSOR, code=2)
+    assert "GPT2LMHeadModel has no tensor-parallel plan" in errors

@@ -28,6 +28,7 @@ from ranks.processes import (
     stored_arrays,
     train_with_kills,
 )
+from small_configurations import SMOOTH_EPS
 from vorox.api.model import load_model
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -36,6 +37,7 @@ MODEL = [
     "backend=torch", "model.num_layers=2", "model.num_heads=4", "model.hidden_size=40", "model.vocab_size=265",
     "train.global_batch_sequences=8", "train.micro_batch_sequences=1", "eval.prompts=[the]", "eval.sample_tokens=4",
     "log.matmul_peak=false", "log.accuracy=true", "log.parameter_norms=true", "log.activation_statistics=true",
+    f"optimizer.eps={SMOOTH_EPS}",
 ]  # fmt: skip
 PLACEMENTS = {
     "replicas": (2, ["parallel.data_parallel_size=2"]),
@@ -65,14 +67,21 @@ def pair(runs: Runs, alone: Path) -> Path:
     return runs.train("pair", ["parallel.fsdp_size=2", "--nproc", "2"])[0]
 
 
-def assert_same_run(run: Path, oracle: Path) -> None:
-    """The same rows, and the same numbers up to the order of sums."""
+def assert_same_run(run: Path, oracle: Path, *, activations_rel: float = 1e-4) -> None:
+    """The same rows, and the same numbers up to the order of sums.
+
+    Activation statistics count padding. In micro-batches whose rows hold one document each, padding attends to it, and
+    nowhere else: runs with micro-batches of other sizes agree up to that.
+    """
     assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(oracle)]
     assert losses(run) == pytest.approx(losses(oracle), rel=1e-5)
     for here, there in zip(lines(run, "evaluations"), lines(oracle, "evaluations"), strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
     for here, there in zip(metrics(run), metrics(oracle), strict=True):
-        assert here == pytest.approx(there, rel=1e-4, abs=1e-6)
+        assert here.keys() == there.keys()
+        for key, value in there.items():
+            rel = activations_rel if key.startswith("activation/") else 1e-4
+            assert here[key] == pytest.approx(value, rel=rel, abs=1e-6), key
     mine, theirs = (stored_arrays(path / "checkpoints" / "step-00000012") for path in (run, oracle))
     assert mine.keys() == theirs.keys()
     for key, array in theirs.items():
@@ -171,7 +180,7 @@ def test_modules_of_the_user_train_as_in_one_process(runs: Runs, part: str, tmp_
     """One of two ranks holds the rows of an uneven shard: the width is 40 and the vocabulary 265."""
     (tmp_path / "own.py").write_text(OWN_PARTS, encoding="utf-8")
     name = part.partition("=")[0].replace(".", "-")
-    settings = [part.format(file=tmp_path / "own.py"), "log.activation_statistics=false"]
+    settings = [part.format(file=tmp_path / "own.py"), "log.activation_statistics=false", "data.document_mask=false"]
     alone, _ = runs.train(f"{name}-alone", settings)
     pair, _ = runs.train(f"{name}-pair", [*settings, "parallel.fsdp_size=2", "--nproc", "2"])
     assert_same_run(pair, alone)
@@ -221,7 +230,7 @@ def test_replicas_of_shards_in_host_memory_change_no_bit_on_a_cpu(runs: Runs) ->
 def test_auto_uses_all_ranks(runs: Runs, alone: Path) -> None:
     """As many replicas as ranks, with micro-batches that divide a rank's rows; the same run as of one process."""
     run, _ = runs.train("auto", ["train.micro_batch_sequences=8", "--nproc", "3"])
-    assert_same_run(run, alone)
+    assert_same_run(run, alone, activations_rel=0.01)
 
 
 EXACT = [
@@ -247,6 +256,7 @@ def assert_identical(run: Path, oracle: Path) -> None:
 
 SPIKES = [
     "train.spike_policy=skip", "train.spike_window_steps=4", "train.spike_deviations=0.01", "optimizer.lr=0.5",
+    "optimizer.eps=1e-8",
 ]  # fmt: skip
 ROLLBACKS = [
     *SPIKES, "train.spike_policy=rollback", "train.spike_rollback_steps=1", "train.max_spike_rollbacks=12",

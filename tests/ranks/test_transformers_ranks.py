@@ -17,7 +17,7 @@ from ranks.processes import (
     stored_arrays,
     train_with_kills,
 )
-from vorox.core.staged_directory import read_manifest
+from vorox.core.files.staged_directory import read_manifest
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.slow]
 

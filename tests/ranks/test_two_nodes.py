@@ -23,7 +23,7 @@ import pytest
 from eventually import wait_until
 from ranks.processes import Runs, entries, environment, losses
 from ranks.two_nodes import TwoNodes, reason_against
-from vorox.core.json_lines import read_lines
+from vorox.core.files.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.tracking import read_metrics
 from vorox.runtime.heartbeat import read_beat
@@ -108,10 +108,10 @@ class Held:
         self.commands, self.run, self._hold = commands, run, hold
 
     def rank(self, number: int) -> int:
-        """The process id of a rank."""
+        """The process id of a rank, the only one of its machine."""
         beat = read_beat(RunLayout(self.run).heartbeat(number))
         assert beat is not None
-        return beat.process.process_id
+        return TwoNodes.process_here(self.commands[number], beat.process.process_id)
 
     def release(self, *, but: str = "") -> None:
         """Let the ranks go on, all but the named one."""
@@ -144,7 +144,7 @@ def held(runs: Runs, nodes: TwoNodes, name: str) -> Iterator[Held]:
     """A run of the two machines up to step 9."""
     hold = runs.directory / f"hold-{name}"
     hold.touch()
-    variables = {"VOROX_TESTS_HOLD": str(hold), "VOROX_TESTS_SETTINGS": " ".join(runs.model)}
+    variables = {"TESTS_HOLD": str(hold), "TESTS_SETTINGS": " ".join(runs.model)}
     with started(runs, nodes, name, "held", **variables) as commands:
         wait_for_step_9(runs, name, commands)
         wait_until((runs.find(name) / "checkpoints/step-00000008/MANIFEST.json").exists, TRAIN_SECONDS)

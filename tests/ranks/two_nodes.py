@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with a cable between them, each with a host name of its own.
+"""Two machines on one: network namespaces with a cable between them, each with a host name and processes of its own.
 
 Needs root and the right to make namespaces (``ip`` of iproute2, ``unshare`` of util-linux).
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 NETWORK = "10.213.77"
 ETC = Path("/etc/netns")
@@ -50,7 +53,8 @@ class TwoNodes:
 
     def command(self, index: int, words: Sequence[str]) -> list[str]:
         """The command on one of the machines, whose host name is ``node-INDEX``."""
-        there = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"node-{index}"]
+        own = ["--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        there = ["unshare", *own, "sh", "-c", 'hostname "$0" && exec "$@"', f"node-{index}"]
         return ["ip", "netns", "exec", self.names[index], *there, *words]
 
     @staticmethod
@@ -60,6 +64,15 @@ class TwoNodes:
             "VOROX_COORDINATOR": f"{NETWORK}.1:{PORT}", "VOROX_NODE_COUNT": "2", "VOROX_NODE_INDEX": str(index),
             "GLOO_SOCKET_IFNAME": CABLE,
         }  # fmt: skip
+
+    @staticmethod
+    def process_here(command: subprocess.Popen[str], number: int) -> int:
+        """The id here of the process that has an id on the machine of a command."""
+        for process in psutil.Process(command.pid).children(recursive=True):
+            ids = re.search(r"^NSpid:(.*)", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+            if ids is not None and ids[1].split()[-1] == str(number) and len(ids[1].split()) > 1:
+                return process.pid
+        raise ProcessLookupError(number)
 
     def cut(self) -> None:
         """Pull the cable."""
@@ -73,7 +86,7 @@ def ip(*words: str) -> None:
 def reason_against() -> str:
     """Why two machines cannot be made here; empty where they can."""
     if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "needs ip (iproute2) and unshare (util-linux)"
+        return "ip (iproute2) or unshare (util-linux) is not installed"
     try:
         with TwoNodes():
             return ""

@@ -21,10 +21,10 @@ from conformance.engines import POSITIONS, VOCAB, batch, torch_config
 from small_configurations import SMOOTH_EPS
 from vorox import backends
 from vorox.core.batch import Batch
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.staged_directory import StagedDirectory, read_manifest
-from vorox.models.decoder_spec import decoder_spec
+from vorox.core.files.staged_directory import StagedDirectory, read_manifest
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
 from vorox.training.checkpoints.store import write_shards, write_state
 
 STEPS, ROWS, HALF = 20, 8, 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rank_threads import together
-from vorox.core.distributed_context import Membership
+from vorox.core.ranks.distributed_context import Membership
 from vorox.runtime import node_checks
 from vorox.runtime.collective_timing import bus_bytes_per_second, neighbours
 from vorox.runtime.node_exchange import ClockOffset, clock_offsets, gather, publish

@@ -236,6 +236,21 @@ def test_an_impossible_speed_is_not_shown() -> None:
     assert reading.step_seconds == 1.0, "what is no claim about the hardware stays"
 
 
+def test_a_higher_peak_makes_the_last_reading_possible() -> None:
+    """What a busy machine measured too low is measured again; the speed of these steps is shown all the same."""
+    clock = Clock()
+    meter = throughput(clock, Limits(matmul_peak_flops_per_second=1e9))
+    done = work(100, 3e7)
+    meter.count(done)
+    clock.now += 1.0
+    meter.count(done)
+    assert meter.read().tokens_per_second is None
+    meter.raise_matmul_peak(2.9e9)
+    again = meter.rated_again()
+    assert (again.tokens_per_second, again.num_steps, again.impossible) == (100, 1, "")
+    assert again.matmul_peak_fraction == 1.0, "the steps are the highest rate seen"
+
+
 def test_a_convention_that_counts_masked_attention_hides_mfu_but_not_the_speed() -> None:
     reading = read_once(work(100, 10e9, 6e9), Limits(peak_flops_per_second=0.9e12))
     assert reading.tokens_per_second == 100

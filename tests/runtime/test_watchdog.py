@@ -14,15 +14,16 @@ import pytest
 
 from eventually import wait_until
 from vorox.core.errors import LostRankError, NumericalError, VoroxError
-from vorox.core.failure_record import failure_record
-from vorox.core.file_holder import ProcessIdentity
+from vorox.core.files.file_holder import ProcessIdentity
 from vorox.core.run_layout import RunLayout
+from vorox.records.failure_record import failure_record
+from vorox.runtime import watchdog as module
 from vorox.runtime.heartbeat import Beat, Heartbeat, Phase, read_beat, request_end, request_stacks
-from vorox.runtime.watchdog import Condition, Watchdog
+from vorox.runtime.watchdog import Condition, Watchdog, Watched
 
 TIMEOUT_SECONDS = 2.0
 PATIENCE_SECONDS = 90.0
-HERE = ProcessIdentity("b", 7, "1")
+HERE = ProcessIdentity("b", 7, "b", "1")
 
 
 def beat(rank: int, phase: Phase, step: int = 812, count: int = 1, **values: int) -> Beat:
@@ -30,10 +31,14 @@ def beat(rank: int, phase: Phase, step: int = 812, count: int = 1, **values: int
 
 
 def verdict(
-    tmp_path: Path, beats: list[Beat], conditions: list[Condition] | None = None, looks: int = 4
+    tmp_path: Path,
+    beats: list[Beat],
+    conditions: list[Condition] | None = None,
+    looks: int = 4,
+    long_seconds: float | None = None,
 ) -> tuple[list[int], str]:
     """The stalled ranks and the sentence after looks one second apart, under a limit of three."""
-    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, host="b")
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, long_seconds, namespace="b")
     found = {one.rank: (one, state) for one, state in zip(beats, conditions or ["running"] * len(beats), strict=True)}
     for _ in range(looks):
         watchdog.update(found, 1.0)
@@ -69,7 +74,7 @@ def test_failure_json_keeps_the_likeliest_cause_of_all_machines(tmp_path: Path, 
     layout.watchdog.mkdir()
     for name in sorted(found, key=lambda name: name == last):
         host, one, condition = found[name]
-        watchdog = Watchdog(layout, 1, 3.0, host=host)
+        watchdog = Watchdog(layout, 1, 3.0, namespace=host)
         looked: dict[int, tuple[Beat, Condition]] = {one.rank: (one, condition)}
         watchdog.update(looked, 1.0)
         watchdog.update(looked, 3.0)
@@ -89,7 +94,7 @@ def test_an_error_before_the_stall_stays_but_not_that_of_a_lost_rank(
 ) -> None:
     layout = RunLayout(tmp_path)
     layout.failure.write_text(json.dumps(failure_record(error) | {"attempt": 1}))
-    watchdog = Watchdog(layout, 1, 3.0, host="b")
+    watchdog = Watchdog(layout, 1, 3.0, namespace="b")
     for _ in range(4):
         watchdog.update({0: (beat(0, "sync"), "running")}, 1.0)
     watchdog.record(watchdog.stalled())
@@ -103,15 +108,53 @@ def test_of_equal_causes_the_first_stays_with_its_stacks(tmp_path: Path) -> None
     """A cut network is a stall on both sides."""
     layout = RunLayout(tmp_path)
     layout.watchdog.mkdir()
-    watchdogs = [Watchdog(layout, 1, 3.0, host=host) for host in ("b", "c")]
+    watchdogs = [Watchdog(layout, 1, 3.0, namespace=host) for host in ("b", "c")]
     for watchdog in watchdogs:
         for _ in range(4):
             watchdog.update({0: (beat(0, "step"), "running")}, 1.0)
     for stacks in ("", "stacks"):
         for watchdog in watchdogs:
-            watchdog.record(watchdog.stalled(), stacks and f"{stacks} of {watchdog.host}")
+            watchdog.record(watchdog.stalled(), stacks and f"{stacks} of {watchdog.namespace}")
     for path in (layout.failure, layout.stall(1)):
         assert json.loads(path.read_bytes())["traceback"] == "stacks of b"
+
+
+@pytest.mark.parametrize(
+    ("phase", "sentence"),
+    [
+        ("start", "has not finished the start of the run for 9 s"),
+        ("compile", "has not finished step 812, which may compile, for 9 s"),
+        ("save", "has not finished the save after step 812 for 9 s"),
+        ("validation", "has made no progress in the validation after step 812 for 9 s"),
+    ],
+)
+def test_a_rank_that_hangs_alive_in_a_long_phase_is_named_after_the_long_limit(
+    tmp_path: Path, phase: Phase, sentence: str
+) -> None:
+    """Alone, while another waits for it in the exchange, and inside a collective of the same phase."""
+    for others in ([], [beat(0, "sync")], [beat(0, "data", 813)]):
+        beats = [*others, beat(len(others), phase)]
+        assert verdict(tmp_path, beats, looks=9, long_seconds=9.0) == ([], ""), "the first look starts the clock"
+        ranks, text = verdict(tmp_path, beats, looks=10, long_seconds=9.0)
+        assert ranks == [len(others)]
+        assert sentence in text
+    assert verdict(tmp_path, [beat(0, phase), beat(1, phase)], looks=10, long_seconds=9.0)[0] == [0, 1]
+    assert verdict(tmp_path, [beat(0, phase, is_waiting=1)], looks=10, long_seconds=9.0) == ([], ""), "a store"
+    assert verdict(tmp_path, [beat(0, phase)], looks=10, long_seconds=None) == ([], "")
+    assert verdict(tmp_path, [beat(0, "end")], looks=10, long_seconds=9.0) == ([], "")
+
+
+def test_a_rank_that_makes_progress_in_a_long_phase_excuses_the_others(tmp_path: Path) -> None:
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, 9.0, namespace="b")
+    for look in range(40):
+        validating = beat(1, "validation", count=look // 8)  # a batch of the validation takes 8 s
+        watchdog.update({0: (beat(0, "sync"), "running"), 1: (validating, "running")}, 1.0)
+        assert watchdog.stalled() == []
+    for _ in range(9):  # the last batch hangs
+        watchdog.update({0: (beat(0, "sync"), "running"), 1: (beat(1, "validation", count=4), "running")}, 1.0)
+    stalled = watchdog.stalled()
+    assert [rank.beat.rank for rank in stalled] == [1]
+    assert "runtime.long_stall_timeout_seconds=null" in watchdog.stalled_error(stalled).hint
 
 
 @pytest.mark.parametrize("phase", ["start", "compile", "save", "validation", "end"])
@@ -126,7 +169,7 @@ def test_no_early_alarm(tmp_path: Path) -> None:
     assert verdict(tmp_path, [beat(0, "step")], looks=3) == ([], ""), "the first look starts the clock"
     assert verdict(tmp_path, [beat(0, "data", is_waiting=1)]) == ([], ""), "a store does not answer"
     assert verdict(tmp_path, [beat(0, "step")], ["dead"]) == ([], ""), "nothing is left to end"
-    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, host="b")
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, namespace="b")
     for count in range(9):
         watchdog.update({0: (beat(0, "step", count=count), "running")}, 2.0)
         assert watchdog.stalled() == []
@@ -284,3 +327,52 @@ def test_stacks_of_threads_that_run_are_written_without_a_crash(tmp_path: Path) 
             assert process.wait(PATIENCE_SECONDS) == 6
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("phase", ["validation", "save", "start", "compile", "end"])
+def test_no_phase_of_another_rank_excuses_one_that_is_stopped_or_dead(tmp_path: Path, phase: Phase) -> None:
+    """Rank 0 may take any time, but it will wait for rank 1 in vain."""
+    for condition in ("stopped", "dead"):
+        beats = [beat(0, phase), beat(1, "data", 813)]
+        assert verdict(tmp_path, beats, ["running", condition])[0] == [1]
+        assert verdict(tmp_path, beats, ["running", condition], looks=3)[0] == []
+        assert verdict(tmp_path, [beat(0, "step", is_waiting=1), beats[1]], ["running", condition])[0] == [1]
+    assert verdict(tmp_path, [beat(0, phase), beat(1, phase)], ["stopped", "running"])[0] == [0]
+    if phase != "end":
+        assert verdict(tmp_path, [beat(0, phase), beat(1, "sync")])[0] == [], "it works"
+
+
+def test_a_rank_that_was_stopped_for_a_moment_is_no_stall(tmp_path: Path) -> None:
+    watchdog = Watchdog(RunLayout(tmp_path), 1, 3.0, namespace="b")
+    for look in range(12):
+        condition: Condition = "stopped" if look % 3 else "running"
+        watchdog.update({0: (beat(0, "validation"), "running"), 1: (beat(1, "step", count=look // 3), condition)}, 1.0)
+        assert watchdog.stalled() == []
+
+
+def test_time_in_which_the_watchdog_did_not_run_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that sleeps for an hour in the middle of a step; by its clock that is an hour, for the rank nothing."""
+    now, added = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += 3600.0 if len(added) == 2 else seconds
+
+    def update(watchdog: Watchdog, found: object, elapsed_seconds: float) -> None:
+        added.append(elapsed_seconds)
+        if len(added) < 5:
+            watchdog.ranks = {0: Watched(beat(0, "step"))}
+        else:
+            watchdog.ranks.clear()
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Watchdog, "update", update)
+    Watchdog(RunLayout(tmp_path), 1, 4.0).run()
+    assert added == pytest.approx([0.5, 0.5, 1.0, 0.5, 0.5])
+
+
+def test_a_dead_rank_is_a_likelier_cause_than_a_stopped_one_and_that_than_a_slow_one(tmp_path: Path) -> None:
+    beats = [beat(0, "data", 1), beat(1, "step"), beat(2, "sync", 900)]
+    assert verdict(tmp_path, beats, ["running", "stopped", "dead"])[0] == [2]
+    assert verdict(tmp_path, beats, ["running", "dead", "stopped"])[0] == [1]
+    assert verdict(tmp_path, beats, ["running", "running", "stopped"])[0] == [2]

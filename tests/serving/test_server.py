@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
 import socket
 import time
@@ -23,6 +25,7 @@ import httpx
 
 from model_server import NAME, TOKEN, model_server
 from vorox.web.listener import listen
+from vorox.web.running import server_of
 
 
 @pytest.fixture(scope="module")
@@ -128,12 +131,32 @@ def test_conversations_use_the_chat_template(client: Any) -> None:
         ("completions", {"prompt": [[]]}, 400, "prompt", "no token"),
         ("completions", {"prompt": [999_999]}, 400, "prompt", "outside the vocabulary"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
+        ("completions", {"prompt": "a", "stop": ["b", "\ud83d"]}, 400, "stop", "surrogate"),
+        ("completions", {"prompt": "a", "user": "\ud83d"}, 400, "user", "surrogate"),
+        ("completions", {"prompt": "a", "\ud83d": 1}, 400, "?", "surrogate"),
+        ("completions", {"prompt": "a", "model": "\ud83d"}, 400, "model", "surrogate"),
+        ("completions", {"prompt": "a", "min_p": 2}, 400, "min_p", "less than or equal to 1"),
+        ("completions", {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "cut \ud83d"}]}, 400, "messages", "surrogate"),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, 400,
+            "messages", "surrogate",
+        ),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a", "name": "b"}]}, 400, "messages",
+            "messages.0.name is not supported",
+        ),
         ("completions", {"prompt": "a", "n": 1000}, 400, "n", "less than or equal to 64"),
         ("completions", {"prompt": ["a"] * 65}, 400, "prompt", "at most 64"),
         ("completions", {"prompt": "a", "stop": ["a"] * 5}, 400, "stop", "at most 4"),
         ("completions", {"prompt": "a", "logprobs": 5}, 400, "logprobs", "not supported"),
+        ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs", "not supported"),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, 400, "logprobs",
+            "not supported",
+        ),
         ("completions", {"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
-        ("completions", {"prompt": "a", "colour": "red"}, 400, "colour", "not permitted"),
+        ("completions", {"prompt": "a", "colour": "red"}, 400, "colour", "not supported"),
         ("completions", {"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream: true"),
         ("completions", {}, 400, "prompt", "required"),
         ("completions", {"prompt": "a", "model": "gpt-5"}, 404, "model", "does not exist"),
@@ -221,7 +244,7 @@ def test_a_client_that_leaves_frees_the_model(client: Any, monkeypatch: pytest.M
         return feed(self, tokens)
 
     monkeypatch.setattr(NumpyDecoder, "feed", slow_feed)
-    body = {"model": NAME, "prompt": "a", "max_tokens": 250}
+    body = {"model": NAME, "prompt": "a", "max_tokens": 250, "temperature": 0}  # greedy: it never ends by itself
     with client.stream("POST", "/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
@@ -267,3 +290,14 @@ def test_a_client_can_connect_before_the_server_has_started() -> None:
     listener, access = listen("127.0.0.1", 0, "a-long-token", False, command="vorox serve", has_pages=False)
     with listener, socket.create_connection(("127.0.0.1", access.port), timeout=10) as client:
         assert client.getpeername() == listener.getsockname()
+
+
+def test_a_server_closes_no_handler_of_another_library() -> None:
+    """absl closes the stream that it logs to, which may be standard error."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.close = stream.close  # type: ignore[method-assign]
+    logging.getLogger("of.another.library").addHandler(handler)
+    server_of(lambda scope, receive, send: None, stop_seconds=1)
+    assert not stream.closed
+    logging.getLogger("of.another.library").removeHandler(handler)

@@ -16,8 +16,8 @@ import tiny_runs
 import vorox
 from vorox.cli import main
 from vorox.core.config import load_config
-from vorox.core.run_context import recorded_config
 from vorox.experiments.artifacts import eval_losses
+from vorox.records.run_context import recorded_config
 
 
 @pytest.fixture

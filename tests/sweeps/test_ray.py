@@ -68,7 +68,7 @@ def test_a_killed_sweep_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert trials[1].loss == eval_losses(plain)[NUM_STEPS]
     assert eval_losses(Path(trials[1].run)) == eval_losses(plain)
     stopped = inspect_run(Path(trials[2].run))
-    assert stopped.state == "preempted"
+    assert stopped.state == "stopped"
     assert stopped.step < NUM_STEPS
     assert trials[2].loss == eval_losses(Path(trials[2].run))[trials[2].step or 0]
     assert (log.parent / "results.png").is_file()

@@ -17,9 +17,9 @@ import tiny_runs
 from vorox.cli import main
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
-from vorox.core.run_context import recorded_config
 from vorox.core.schema import RunConfig
 from vorox.experiments.artifacts import eval_losses, list_runs
+from vorox.records.run_context import recorded_config
 from vorox.sweeps.search_space import Parameter, overrides_of
 from vorox.sweeps.sweep import Asha, Sweep
 from vorox.sweeps.trial_log import Trial

@@ -15,7 +15,7 @@ import tiny_runs
 from vorox.api.model import load_model
 from vorox.cli import main
 from vorox.core.batch import Batch
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
 
 pytestmark = [
     pytest.mark.torch,

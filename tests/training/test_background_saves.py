@@ -23,16 +23,16 @@ import pytest
 from numpy_engine import NumpyEngine
 from tiny_runs import at_step, configuration, run, use_numpy_engine
 from training.test_checkpointing import Run, loaded, progress_at
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
 from vorox.core.errors import CheckpointError, Preempted
-from vorox.core.run_layout import RunLayout
-from vorox.core.staged_directory import read_manifest
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.staged_directory import read_manifest
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.experiments.tracking import read_metrics
+from vorox.records.replay_chain import read_chain
 from vorox.run import make_workload
-from vorox.training.checkpoints.store import latest_valid, request_save, step_directories, verify
+from vorox.training.checkpoints.store import latest_valid, request_save, verify
 from vorox.training.replay import replay
-from vorox.training.replay_chain import read_chain
 
 WAIT_SECONDS = 60.0
 
@@ -216,7 +216,7 @@ def test_a_failed_write_is_raised_once_with_the_words_of_a_waiting_save(
     where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = type("Usage", (), {"free": 7})
-    monkeypatch.setattr("vorox.core.disk_errors.shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
     run = Run(tmp_path / "background" / "run")
     run.save(10)
     with pytest.raises(CheckpointError) as refused, run.checkpointer:
@@ -312,8 +312,8 @@ def test_on_and_off_leave_the_same_bytes_and_both_replay(tmp_path: Path) -> None
         assert any(values.get("time/save_fraction", 0.0) > 0 for values in metrics.values())
 
         def setting_of(config: Any) -> Any:
-            from vorox.core.distributed_context import DistributedContext
-            from vorox.core.log import RunLog
+            from vorox.core.ranks.distributed_context import DistributedContext
+            from vorox.records.log import RunLog
 
             return make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 

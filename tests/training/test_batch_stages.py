@@ -16,17 +16,17 @@ import vorox
 import vorox.run
 from tiny_runs import configuration, result, run
 from vorox.cli.dry_run import RunPreview
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
-from vorox.core.log import RunLog
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.dashboard.chart_marks import chart_marks
 from vorox.data.permutation import permutation_key, permute
-from vorox.data.run_data_index import RunDataIndex
+from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import read_chain
 from vorox.training.replay import replay
-from vorox.training.replay_chain import read_chain
-from vorox.training.workload import Workload
+from vorox.training.steps.workload import Workload
 
 STAGES = [{"start_step": 5, "global_batch_sequences": 8}, {"start_tokens": 1000, "global_batch_sequences": 6}]
 SIZES = [4] * 4 + [8] * 6 + [6] * 2

@@ -9,30 +9,30 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+import yaml
 
 import vorox.run
-from numpy_engine import NumpyEngine
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.config import load_config
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.json_lines import read_lines
-from vorox.core.log import RunLog
-from vorox.core.run_context import RunContext, recorded_config
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_attempts
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import prepare
-from vorox.data.plan import DataPlan
+from vorox.core.user_code import trusted_code
+from vorox.data.corpus.corpus import prepare
+from vorox.data.order.plan import DataPlan
 from vorox.experiments.artifacts import inspect_run
-from vorox.training import resume, resume_settings, session
-from vorox.training.checkpoints.store import step_directories
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import read_chain
+from vorox.records.run_context import RunContext, recorded_config
+from vorox.records.run_lookup import run_attempts
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.replay_chain import read_chain
-from vorox.training.workload import Workload
+from vorox.training.resume import resume, resume_settings
+from vorox.training.steps.workload import Workload
 
 KEEP = "checkpoint.keep_last=20"
 
@@ -171,68 +171,6 @@ def test_caches_that_grew_do_not_bend_the_length_of_steps_that_were_done(tmp_pat
     (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
     prepare(configuration(tmp_path, length))
     assert replayed(directory, 0, 12).is_exact
-
-
-def in_earlier_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """A configuration as versions recorded it that called the bitwise level D2."""
-    settings["runtime"]["determinism"] = {"bitwise": "D2"}[settings["runtime"]["determinism"]]
-    settings["checkpoint"]["arrays"] = settings["checkpoint"].pop("format")
-    settings["log"]["matmul_ceiling"] = settings["log"].pop("matmul_peak")
-    return settings
-
-
-@pytest.mark.parametrize("level", ["D2", "bitwise"])
-def test_a_run_of_a_version_with_other_names_resumes(tmp_path: Path, level: str) -> None:
-    """Its config.yaml, its checkpoints and their environment say D2: it is the same run, and nothing has changed."""
-    today, environment = resume_settings.settings_for_manifest, NumpyEngine.environment
-    with pytest.MonkeyPatch.context() as earlier:
-        earlier.setattr(resume_settings, "settings_for_manifest", lambda config: in_earlier_names(today(config)))
-        earlier.setattr(NumpyEngine, "environment", lambda self: environment(self) | {"determinism": "D2"})
-        earlier.setitem(session.DETERMINISM, "D2", session.DETERMINISM["bitwise"])
-        killed_at(configuration(tmp_path, [KEEP, "runtime.determinism=D2"]), 6)
-    (directory,) = (tmp_path / "runs").iterdir()
-    layout = RunLayout(directory)
-    names = {"arrays": "format", "matmul_ceiling": "matmul_peak", "determinism: D2": "determinism: bitwise"}
-    for old, new in names.items():
-        text = layout.config.read_text()
-        assert text.count(f"\n  {new}") == 1
-        layout.config.write_text(text.replace(f"\n  {new}", f"\n  {old}"))
-    manifest = json.loads((layout.checkpoint(4) / "MANIFEST.json").read_text())
-    assert '"determinism": "D2"' in json.dumps(manifest)
-    run(configuration(tmp_path, [KEEP, f"runtime.determinism={level}"]))
-    assert list((tmp_path / "runs").iterdir()) == [directory]
-    assert not layout.configs.exists(), "no setting has changed"
-    assert events(directory, "environment_changed") == []
-    assert replayed(directory, 0, 12).is_exact
-    assert recorded_config(directory).runtime.determinism == "bitwise"
-    layout.config.write_text(layout.config.read_text().replace("lr: 0.01", "lr: 0.02"))
-    with pytest.raises(ConfigError, match=r"config.yaml was edited after the checkpoint"):
-        run(recorded_config(directory), resume_from=layout.checkpoint(4))
-
-
-@pytest.mark.parametrize("in_epochs", [False, True])
-def test_a_run_whose_plan_is_of_an_earlier_version(tmp_path: Path, in_epochs: bool) -> None:
-    """Without recorded lengths: a checkpoint of the same configuration says it, or the configuration alone does."""
-    length = ["train.num_steps=null", "train.num_epochs=0.25"] if in_epochs else []
-    directory = run(configuration(tmp_path, length)).run_directory
-    without_horizons(directory)
-    for path in step_directories(directory).values():
-        shutil.rmtree(path)  # their cursors are of the plan that has the event
-    if not in_epochs:
-        assert replayed(directory).is_exact
-        return
-    with pytest.raises(DataError, match="is not recorded") as refused:
-        replayed(directory)
-    assert f"vorox checkpoints list {directory}" in refused.value.hint
-
-
-def without_horizons(directory: Path) -> None:
-    from vorox.core.chained_log import HashChainedLog
-
-    path = directory / "plan.jsonl"
-    bodies = [body for body in HashChainedLog(path).read()[0] if body["kind"] != "horizon"]
-    path.unlink()
-    HashChainedLog(path).append(bodies)
 
 
 # A run that is finished
@@ -403,11 +341,78 @@ def test_an_edit_of_what_cannot_change_offers_no_command_that_fails(tmp_path: Pa
     run(recorded_config(directory, ["data.validation.held_out_fraction=0.1"]), resume_from=directory)
 
 
-def test_what_decides_no_bit_may_be_edited(tmp_path: Path) -> None:
+OUTSIDE = {
+    "log.sinks": ["part.py:f"], "log.metrics": ["part.py:f"], "eval.functions": ["part.py:f"],
+    "checkpoint.mirror": "s3://bucket/x", "log.webhook": "env:HOME", "run.directory": "elsewhere",
+    "data.cache.directory": "elsewhere", "log.wandb": True, "log.tensorboard": True, "log.mlflow": True,
+    "checkpoint.keep_last": 1, "eval.every_steps": 1, "log.every_steps": 7, "checkpoint.every_steps": 1,
+    "checkpoint.keep_best": 1, "runtime.num_threads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_an_edit_of_any_key_is_refused_until_it_is_said(
+    key: str, killed_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What acts outside of the run decides no bit, and most of all must not change by a file of the run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part.py").write_text("open('RAN', 'w')\ndef f(*a, **k): return {}\n")
+    directory = tmp_path / "runs" / killed_run.name
+    shutil.copytree(killed_run, directory)
+    values = yaml.safe_load((directory / "config.yaml").read_text())
+    *above, last = key.split(".")
+    place = values
+    for name in above:
+        place = place[name]
+    if last not in place:
+        pytest.skip("this version has no such key")
+    earlier, place[last] = place[last], OUTSIDE[key]
+    (directory / "config.yaml").write_text(yaml.safe_dump(values))
+    before = everything(directory)
+    trusted_code.state(values)  # the question here is the edit, not the code
+    monkeypatch.setattr(vorox.run, "open_mirror", None)  # nothing outside is reached before the check
+    with pytest.raises(ConfigError, match="was edited") as refused:
+        run(recorded_config(directory), resume_from=directory)
+    assert refused.value.exit_code == 2
+    assert f"  {key}: " in refused.value.what
+    assert f"{key}=" in refused.value.hint
+    assert everything(directory) == before
+    assert not (tmp_path / "RAN").exists()
+    recorded = load_config(directory / "config.yaml")
+    with pytest.raises(TypeError, match="not callable"):  # it comes as far as the mirror
+        run(recorded, resume_from=directory, named_keys=[key])
+    assert earlier != OUTSIDE[key]
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("killed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_numpy_engine(monkeypatch)
+        killed_at(configuration(place), 6)
+    (directory,) = (place / "runs").iterdir()
+    return directory
+
+
+def test_an_edit_before_the_first_checkpoint_is_refused(tmp_path: Path) -> None:
+    killed_at(configuration(tmp_path), 2)
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not list(directory.glob("checkpoints/step-*"))
+    edit_config(directory, "keep_last: 2", "keep_last: 7")
+    with pytest.raises(ConfigError, match="was edited after the run wrote it"):
+        run(recorded_config(directory), resume_from=directory)
+    edit_config(directory, "keep_last: 7", "keep_last: 2")
+    assert run(recorded_config(directory), resume_from=directory).progress.step == 12
+
+
+def test_a_change_of_what_decides_no_bit_at_a_resume_is_no_edit(tmp_path: Path) -> None:
+    """The change is recorded, and the resume killed before its first checkpoint has it."""
     killed_at(configuration(tmp_path), 6)
     (directory,) = (tmp_path / "runs").iterdir()
-    edit_config(directory, "keep_last: 2", "keep_last: 7")
+    killed_at(recorded_config(directory, ["checkpoint.keep_last=7"]), 6, directory)
+    killed_at(recorded_config(directory), 10, directory)
     assert run(recorded_config(directory), resume_from=directory).progress.step == 12
+    assert recorded_config(directory).checkpoint.keep_last == 7
 
 
 def test_a_change_at_a_resume_is_no_edit(tmp_path: Path) -> None:

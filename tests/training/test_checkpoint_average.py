@@ -12,7 +12,9 @@ import tiny_runs
 import vorox
 from vorox.cli import main
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.training.checkpoints.average import average_checkpoints
+from vorox.training.checkpoints.store import Checkpoint
+from vorox.training.export.average import average_checkpoints
+from vorox.training.export.derived import recorded_run
 
 pytestmark = pytest.mark.torch
 PROMPT = np.arange(5)
@@ -81,3 +83,14 @@ def test_what_cannot_be_averaged_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         average_checkpoints(paths, tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize("recorded", [None, "", 5, "/nowhere"])
+def test_weights_without_a_run_take_no_other_directory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: object
+) -> None:
+    """Not even the working directory, where a configuration may have the name of a run's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("preset: quickstart\n")
+    assert recorded_run(Checkpoint(tmp_path, {"run": recorded})) is None
+    assert recorded_run(Checkpoint(tmp_path, {"run": str(tmp_path)})) == tmp_path

@@ -19,22 +19,23 @@ import pytest
 
 from crash_enumeration import crash_states, record
 from reference_decoder import numpy_logits
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.staged_directory import StagedDirectory, verify_directory
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.core.staged_directory import StagedDirectory, verify_directory
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_config import huggingface_config, huggingface_files
-from vorox.models.huggingface_families import huggingface_family
-from vorox.models.huggingface_weights import from_huggingface, huggingface_entries, to_huggingface
-from vorox.models.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
+from vorox.models.arrays.weights_file import TensorEntry, WeightsFile, bfloat16_bits, bfloat16_values, write_weights
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.config import huggingface_config, huggingface_files
+from vorox.models.huggingface.families import huggingface_family
+from vorox.models.huggingface.weights import from_huggingface, huggingface_entries, to_huggingface
 from vorox.training.export import gguf as gguf_export
 from vorox.training.export.checkpoint import export
+from vorox.training.origin import transformers_ids
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 300}
 LLAMA = SIZES | {"num_kv_heads": 2, "tie_embeddings": False}
@@ -250,7 +251,7 @@ def test_the_check_agrees(tmp_path: Path, fields: dict[str, Any], dtype: Any, mo
         assert result.comparison is not None
         assert result.comparison.max_difference <= result.comparison.tolerance <= 3e-4
         assert (result.comparison.rounding_difference > 1e-4) == (dtype != "fp32")
-        assert result.comparison.num_texts == 3
+        assert result.comparison.num_texts == len(transformers_ids.TEXTS)
         assert result.comparison.num_tokens > 100
 
 

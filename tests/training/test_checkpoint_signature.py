@@ -7,6 +7,8 @@ import hashlib
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ import pytest
 
 import tiny_runs
 from vorox.cli import main
-from vorox.core import atomic
+from vorox.core.errors import CheckpointError
+from vorox.core.files import atomic
+from vorox.core.files.staged_directory import hash_file
 from vorox.core.run_layout import RunLayout
-from vorox.core.staged_directory import hash_file
+from vorox.records.replay_chain import link
+from vorox.training.checkpoints.signature import load_private_key, load_public_key, sign_checkpoint, verify_signature
 
 pytest.importorskip("cryptography")
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
 
 def openssl(*words: str | Path) -> str:
@@ -82,17 +87,14 @@ def test_openssl_verifies_a_signature_and_its_digests(kind: str, place: Path, tm
 def forge_weights(run: Path) -> None:
     """Change a file together with the manifest and its hash, as a forger would."""
     checkpoint = RunLayout(run).checkpoint(12)
-    manifest = checkpoint / "MANIFEST.json"
-    body = json.loads(manifest.read_text())
+    body = json.loads((checkpoint / "MANIFEST.json").read_text())
     files = body["files"]
     name = max(files, key=lambda name: files[name]["size_bytes"])
     data = bytearray((checkpoint / name).read_bytes())
     data[-1] ^= 1
     (checkpoint / name).write_bytes(data)
     files[name]["xxh3_128"] = hash_file(checkpoint / name).xxh3_128
-    del body["sha256"]
-    body["sha256"] = hashlib.sha256(atomic.canonical_json(body)).hexdigest()
-    manifest.write_bytes(atomic.pretty_json(body))
+    rehash(checkpoint, body)
 
 
 def change_signature(run: Path) -> None:
@@ -104,25 +106,187 @@ def change_signature(run: Path) -> None:
     path.write_text(json.dumps(envelope))
 
 
-def change_chain(run: Path) -> None:
+def edit_chain(run: Path, edit: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Edit the lines of the chain; ``None`` removes one."""
     path = RunLayout(run).chain
-    lines = path.read_text().splitlines(keepends=True)
-    number = next(number for number, line in enumerate(lines) if json.loads(line).get("step") == 5)
-    entry = json.loads(lines[number])
-    lines[number] = json.dumps(entry | {"loss": "4000000000000000"}) + "\n"
-    path.write_text("".join(lines))
+    edited = [edit(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_bytes(b"".join(atomic.canonical_json(line) + b"\n" for line in edited if line is not None))
+
+
+def forge_behind_gaps(line: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove the line before each signed step, and write any loss and batch into the signed step's line."""
+    if line["step"] % 4 == 3:
+        return None
+    return line | {"loss": "3f1a36e2eb1c432d", "batch": "0" * 64} if line["step"] % 4 == 0 else line
+
+
+def forge_everything_behind_a_gap(line: dict[str, Any]) -> dict[str, Any] | None:
+    return {1: None}.get(line["step"] % 4, line | {"loss": "3f1a36e2eb1c432d"} if line["step"] % 4 else line)
+
+
+def add_file(run: Path) -> None:
+    """Add a file together with its line in the manifest."""
+    checkpoint = RunLayout(run).checkpoint(12)
+    (checkpoint / "part.py").write_text("x = 1\n")
+    body = json.loads((checkpoint / "MANIFEST.json").read_text())
+    body["files"]["part.py"] = asdict(hash_file(checkpoint / "part.py"))
+    rehash(checkpoint, body)
+
+
+def rehash(checkpoint: Path, body: dict[str, Any]) -> None:
+    body.pop("sha256", None)
+    body["sha256"] = hashlib.sha256(atomic.canonical_json(body)).hexdigest()
+    (checkpoint / "MANIFEST.json").write_bytes(atomic.pretty_json(body))
+
+
+CHAIN_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any] | None], str]] = {
+    "a changed loss": (
+        lambda line: line | {"loss": "4" + "0" * 15} if line["step"] == 5 else line,
+        "step 5 is changed",
+    ),
+    "losses behind gaps": (forge_behind_gaps, "step 3 is not recorded"),
+    "everything behind gaps": (forge_everything_behind_a_gap, "step 1 is not recorded"),
+    "missing steps": (lambda line: None if line["step"] in (6, 7) else line, "steps 6 to 7 are not recorded"),
+    "signed steps alone": (lambda line: line if line["step"] % 4 == 0 else None, "steps 1 to 3 are not recorded"),
+    "no first step": (lambda line: None if line["step"] == 1 else line, "step 1 is not recorded"),
+    "an end before the signed step": (lambda line: None if line["step"] > 10 else line, "11 to 12 are not recorded"),
+    "nothing": (lambda _: None, "steps 1 to 12 are not recorded"),
+}
+"""Forgeries of the replay chain, and the report of the first damage."""
+
+
+@pytest.mark.parametrize("forgery", CHAIN_FORGERIES)
+def test_a_chain_with_changed_or_missing_links_is_neither_verified_nor_signed(
+    forgery: str, signed: Path, tmp_path: Path
+) -> None:
+    from vorox.training.checkpoints.signature import (
+        load_private_key,
+        load_public_key,
+        sign_checkpoint,
+        verify_signature,
+    )
+
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    key = load_private_key(signed / "ed25519.pem")
+    sign_checkpoint(run, 12, key)
+    verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+    edit, said = CHAIN_FORGERIES[forgery]
+    edit_chain(run, edit)
+    with pytest.raises(CheckpointError, match=said):
+        verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+    with pytest.raises(CheckpointError, match=said):
+        sign_checkpoint(run, 12, key)
+
+
+def test_an_intact_chain_of_other_numbers_does_not_verify(signed: Path, tmp_path: Path) -> None:
+    """Every link follows from the one before it, but the head is not the signed one."""
+    from vorox.training.checkpoints.signature import (
+        load_private_key,
+        load_public_key,
+        sign_checkpoint,
+        verify_signature,
+    )
+
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    sign_checkpoint(run, 12, load_private_key(signed / "ed25519.pem"))
+    head = ""
+
+    def relink(line: dict[str, Any]) -> dict[str, Any]:
+        nonlocal head
+        loss = "3f1a36e2eb1c432d" if line["step"] == 5 else line["loss"]
+        head = link(head, line["step"], line["batch"], loss, line["grad_norm"])
+        return line | {"loss": loss, "chain": head}
+
+    edit_chain(run, relink)
+    with pytest.raises(CheckpointError, match="differs from the checkpoint at step 12"):
+        verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+def test_a_signature_belongs_to_its_run(signed: Path, tmp_path: Path) -> None:
+    from vorox.training.checkpoints.signature import (
+        load_private_key,
+        load_public_key,
+        sign_checkpoint,
+        verify_signature,
+    )
+
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    sign_checkpoint(run, 12, load_private_key(signed / "ed25519.pem"))
+    renamed = run.rename(tmp_path / "another")
+    with pytest.raises(
+        CheckpointError, match=f"for run {run.name}, but this directory is another: it was renamed"
+    ) as bad:
+        verify_signature(renamed, 12, load_public_key(signed / "ed25519.pub"))
+    assert bad.value.hint.endswith(f"give it its old name: mv {renamed} {run}")
+    layout = RunLayout(renamed.rename(run))
+    layout.signature(12).rename(layout.signature(8))
+    with pytest.raises(CheckpointError, match="is for step 12 of run"):
+        verify_signature(run, 8, load_public_key(signed / "ed25519.pub"))
+
+
+def test_a_statement_of_another_type_is_no_signature_of_a_checkpoint(signed: Path, tmp_path: Path) -> None:
+    """The key's owner may sign other statements: their type is part of what is signed (DSSE)."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    from vorox.training.checkpoints.signature import (
+        load_private_key,
+        load_public_key,
+        sign_checkpoint,
+        verify_signature,
+    )
+
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    sign_checkpoint(run, 12, load_private_key(signed / "ed25519.pem"))
+    path = RunLayout(run).signature(12)
+    envelope = json.loads(path.read_text())
+    payload, kind = base64.b64decode(envelope["payload"]), "application/vnd.example+json"
+    key: Any = load_pem_private_key((signed / "ed25519.pem").read_bytes(), None)
+    message = f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload
+    envelope |= {"payloadType": kind}
+    envelope["signatures"][0]["sig"] = base64.b64encode(key.sign(message)).decode()
+    path.write_text(json.dumps(envelope))
+    with pytest.raises(CheckpointError, match="not for a checkpoint"):
+        verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+def test_an_added_file_is_named_by_the_signature_alone(signed: Path, tmp_path: Path) -> None:
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    sign_checkpoint(run, 12, load_private_key(signed / "ed25519.pem"))
+    (RunLayout(run).checkpoint(12) / "part.py").touch()
+    with pytest.raises(CheckpointError, match=r"part\.py was added since step 12"):
+        verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+def test_removal_of_the_newest_signed_checkpoint_is_noticed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "sign", "tiny", "--key", "ed25519.pem"]) == 0
+    layout = RunLayout(run_of(place))
+    verify = ["checkpoints", "verify", "tiny", "--public-key", "ed25519.pub"]
+    assert main(verify) == 0
+    hidden = layout.checkpoint(12).rename(layout.checkpoint(12).with_name("step-00000012.corrupt-1"))
+    capsys.readouterr()
+    assert main(verify) == 5
+    assert "newest signed checkpoint, of step 12, is missing" in capsys.readouterr().err
+    assert main([*verify, "--step", "8"]) == 0  # of this one alone, nothing is missing
+    hidden.rename(layout.checkpoint(12))
+    assert main(["checkpoints", "remove", "tiny", "12", "--yes"]) == 0  # our own removal takes the signature along
+    assert main(verify) == 0
 
 
 FAULTS = {
     "weights": (forge_weights, "has changed since step 12 was signed"),
     "added file": (lambda run: (RunLayout(run).checkpoint(12) / "x").touch(), "not in the manifest"),
+    "added and listed file": (add_file, "part.py was added since step 12 was signed"),
     "no signature": (lambda run: RunLayout(run).signature(12).unlink(), "is not signed"),
     "changed statement": (change_signature, "not by this key, or was changed"),
     "signature of another step": (
         lambda run: shutil.copy(RunLayout(run).signature(8), RunLayout(run).signature(12)), "is for step 8 of run"
     ),
     "damaged signature": (lambda run: RunLayout(run).signature(12).write_text("{"), "signature file is damaged"),
-    "chain": (change_chain, "replay chain differs"),
 }  # fmt: skip
 
 

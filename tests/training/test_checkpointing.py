@@ -10,7 +10,6 @@ import errno
 import json
 import re
 import shutil
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,27 +20,27 @@ from hypothesis import strategies as st
 
 from crash_enumeration import crash_states, record
 from numpy_engine import NumpyEngine
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME, FileOperation
 from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.errors import CheckpointError
-from vorox.core.run_layout import RunLayout
+from vorox.core.files import atomic
+from vorox.core.files.atomic import MANIFEST_NAME, FileOperation
+from vorox.core.files.file_holder import this_process
+from vorox.core.files.staged_directory import read_manifest
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import CheckpointConfig
-from vorox.core.staged_directory import read_manifest
+from vorox.records.replay_chain import ReplayChain
 from vorox.training.checkpoints.store import (
     latest_valid,
     quarantine,
     quarantine_corrupt,
     read_state,
     request_save,
-    step_directories,
     steps_to_keep,
     verify,
 )
 from vorox.training.checkpoints.writer import CheckpointWriter, SavedCheckpoint
-from vorox.training.pending_steps import PendingSteps
-from vorox.training.replay_chain import ReplayChain
-from vorox.training.schedule import Horizon
+from vorox.training.steps.pending_steps import PendingSteps
+from vorox.training.steps.schedule import Horizon
 
 CURSOR = DataCursor("plan", 3, 0, 0, 7)
 HORIZON = Horizon(100, 5, 64)
@@ -218,9 +217,13 @@ def test_nothing_goes_before_its_successor_reads_back(tmp_path: Path) -> None:
 def test_a_removal_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_last=1)
     run.save(10)
-    removed = [op for op in record(lambda: run.save(20)) if op.kind == "remove"]
-    assert removed[0].path.name == MANIFEST_NAME
-    assert removed[-1].path == RunLayout(tmp_path).checkpoint(10)
+    operations = [op for op in record(lambda: run.save(20)) if op.kind in {"rename", "remove"}]
+    hidden = next(op.target for op in operations if op.path == RunLayout(tmp_path).checkpoint(10))
+    assert hidden is not None
+    assert hidden.name.startswith(".tmp-")
+    removed = [op for op in operations if op.kind == "remove"]
+    assert removed[0].path == hidden / MANIFEST_NAME
+    assert removed[-1].path == hidden
     assert run.steps == [20]
 
 
@@ -232,12 +235,12 @@ def test_every_flipped_byte_and_every_truncation_falls_back(tmp_path: Path, name
     file = run.save(20) / name
     whole = file.read_bytes()
 
-    def falls_back() -> None:
+    def falls_back(*, is_reported: bool = True) -> None:
         seen: list[Path] = []
         checkpoint = latest_valid(run.directory, on_corrupt=lambda path, error: seen.append(path))
         assert checkpoint is not None
         assert checkpoint.step == 10
-        assert seen == [file.parent]
+        assert seen == ([file.parent] if is_reported else [])
 
     for length in range(len(whole)):
         file.write_bytes(whole[:length])
@@ -248,7 +251,7 @@ def test_every_flipped_byte_and_every_truncation_falls_back(tmp_path: Path, name
         file.write_bytes(whole[:index] + bytes([whole[index] ^ (1 << index % 8)]) + whole[index + 1 :])
         falls_back()
     file.unlink()
-    falls_back()
+    falls_back(is_reported=name != "MANIFEST.json")  # without a manifest it is incomplete, not corrupt
     assert loaded(RunLayout(run.directory).checkpoint(10)) == older
     file.write_bytes(whole)
     restored = latest_valid(run.directory)
@@ -427,7 +430,8 @@ def test_a_short_write_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_sweeps_what_a_dead_writer_left(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(10)
-    left = tmp_path / "checkpoints" / f".tmp-{socket.gethostname()}-999999999-0123abcd-step-00000020"
+    dead = replace(this_process(), process_id=999_999_999)
+    left = atomic.temporary_name(tmp_path / "checkpoints" / "step-00000020", dead)
     left.mkdir()
     (left / "state.bin").write_bytes(b"x")
     run.open()
@@ -441,3 +445,21 @@ def test_refuses_the_state_of_another_version(tmp_path: Path) -> None:
     (path / "state.json").write_text(json.dumps({**value, "format": "vorox-state/9"}))
     with pytest.raises(CheckpointError, match="vorox-state/9"):
         read_state(path)
+
+
+def test_a_failed_write_is_written_again(tmp_path: Path) -> None:
+    """The state of a failed write is in no checkpoint, so a save of the same step is not skipped."""
+    run = Run(tmp_path)
+    run.save(10)
+
+    def fail(operation: FileOperation) -> None:
+        if operation.path.name == MANIFEST_NAME:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with atomic.observe(fail), pytest.raises(CheckpointError, match="cannot be written"):
+        run.save(20)
+    assert run.steps == [10]
+    assert run.checkpointer.is_unsaved(progress_at(20))
+    assert not run.checkpointer.is_unsaved(progress_at(10))
+    run.commit(20)
+    assert run.steps == [10, 20]

@@ -12,9 +12,9 @@ import pytest
 import tiny_runs
 from rank_threads import together
 from vorox.core.errors import ConfigError
-from vorox.data.plan import DataPlan
+from vorox.data.order.plan import DataPlan
 from vorox.training.checkpoints.store import read_state
-from vorox.training.startup import TrainingSetup, compare_plans
+from vorox.training.loop.startup import TrainingSetup, compare_plans
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 
 from dataset_folders import write_mds, write_saved_dataset
 from tiny_runs import configuration, run, use_numpy_engine
-from vorox.data.original_text import TextFinder
-from vorox.data.provenance_queries import RunDataIndex, when, where
+from vorox.data.provenance.original_text import TextFinder
+from vorox.data.provenance.queries import RunDataIndex, when, where
 
 TEXTS = [f"record {n} " + "of a folder " * (n % 5) for n in range(90)]
 STREAMED = ["data.mode=streaming", "data.growth.mode=strict", "data.growth.later_passes=segments"]

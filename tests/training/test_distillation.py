@@ -14,7 +14,7 @@ from vorox.cli import main
 from vorox.cli.dry_run import RunPreview
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.experiments.tracking import read_metrics
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
 
 pytestmark = pytest.mark.torch
 PLAIN = [
@@ -127,8 +127,8 @@ def test_another_teacher_is_refused_at_a_resume(place: Path, teacher: Path) -> N
         (["model.vocab_size=300"], "has a vocabulary of 257"),
         (["data.sequence_length_tokens=32"], "has 16 positions"),
         (["train.distillation.teacher=nowhere"], "Teacher cannot be used: No weights at"),
-        (["backend=jax"], "needs backend torch"),
-        (["parallel.kind=deepspeed"], "needs parallel.kind native"),
+        (["backend=jax"], "needs backend=torch"),
+        (["parallel.kind=deepspeed"], "set .*parallel.kind=native"),
         (["train.distillation.teacher=null", "train.distillation.weight=0.9"], "needs train.distillation.teacher"),
     ],
 )

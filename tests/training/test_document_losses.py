@@ -15,6 +15,7 @@ import vorox
 from vorox.api.runs import Run
 from vorox.cli import main
 from vorox.core.errors import ConfigError
+from vorox.data.provenance.run_data_index import RunDataIndex
 
 FIRST, LAST = 3, 10
 
@@ -88,6 +89,46 @@ def test_losses_equal_a_plain_loop(
         check(run, piece)
 
 
+def both(text: str) -> list[str]:
+    """A transform that keeps the original."""
+    return [text, text.upper()]
+
+
+def test_the_texts_of_a_record_have_losses_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+    tiny_runs.write_text(tmp_path / "text", documents=5)
+    transforms = json.dumps([{"name": f"{__name__}:both"}])
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path, [f"data.transforms={transforms}"])).run_directory
+    with vorox.open_run(directory) as run, RunDataIndex.open(directory) as run_data:
+        model = vorox.load_model(run)
+        found = run.document_losses(model, FIRST, LAST - FIRST + 1)
+        steps: dict[tuple[int, bool], set[int]] = {}
+        copies: dict[tuple[int, bool], set[int]] = {}
+        for step in range(FIRST, LAST + 1):
+            for row in run.where(step):
+                ids = run_data.readers[0].read_rows(np.array([row.row])).tokens_NC[0]
+                for part in row.documents:
+                    held = ids[part.row_token : part.row_token + part.num_tokens]
+                    letters = bytes(int(token) for token in held if token < 256).decode().replace(" ", "")
+                    if letters:
+                        steps.setdefault((part.ordinal, letters.isupper()), set()).add(step)
+                        copies.setdefault((part.ordinal, letters.isupper()), set()).add(part.copy)
+    assert {len(known) for known in copies.values()} == {1}
+    assert len(steps) > len({ordinal for ordinal, _ in steps})
+    by_copy = {(one.ordinal, one.copy): set(one.steps) for one in found}
+    assert {key: by_copy[key[0], min(copies[key])] for key in steps} == steps
+    capsys.readouterr()
+    words = ["data", "losses", str(directory), "--steps", f"{FIRST}:{LAST}", "--against", "8", "--json"]
+    assert main(words) == 0
+    with vorox.open_run(directory) as run:
+        earlier = run.document_losses(vorox.load_model(run, step=8), FIRST, LAST - FIRST + 1)
+    before = {(one.ordinal, one.copy): one.loss for one in earlier}
+    documents = json.loads(capsys.readouterr().out)["documents"]
+    assert {(one["ordinal"], one["copy"]): one["loss_before"] for one in documents} == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
@@ -125,5 +166,8 @@ def test_the_command_sorts_by_loss_and_by_its_change(
     assert f"record {answer['documents'][-1]['ordinal']}" in lines[1]
     assert "documents of steps 2 to 5 under the weights of step 12: mean loss" in lines[-1]
     assert main(["data", "losses", str(outcome.run_directory), "--steps", "5"]) == 2
-    with vorox.open_run(outcome.run_directory) as run, pytest.raises(ConfigError, match="Step 0 is not in"):
+    with (
+        vorox.open_run(outcome.run_directory) as run,
+        pytest.raises(ConfigError, match="first_step=0 must be at least 1"),
+    ):
         run.document_losses(vorox.load_model(run), 0, 1)

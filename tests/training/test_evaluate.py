@@ -14,8 +14,8 @@ from vorox.core.engine import EvalValues
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import EvalConfig
-from vorox.training.evaluation.evaluate import Evaluations, evaluate
-from vorox.training.stop import StopRequest
+from vorox.training.steps.evaluate import Evaluations, evaluate
+from vorox.training.steps.stop import StopRequest
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 BYTES = np.array([1, 2, 3, 0], np.int32)

@@ -16,7 +16,7 @@ import pytest
 import chats
 from tiny_runs import Killed, at_step, configuration, kill, result, run, use_numpy_engine
 from vorox.core.schema import RunConfig
-from vorox.data.provenance_queries import RunDataIndex, where
+from vorox.data.provenance.queries import RunDataIndex, where
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.tracking import read_metrics
 

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, DataError, Preempted
-from vorox.core.json_lines import read_lines
-from vorox.core.log import RunLog
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.data import cache_opener
 from vorox.data.cache.build import BuildOptions
-from vorox.data.corpus import prepare
-from vorox.data.plan import DataPlan
-from vorox.data.provenance_queries import RunDataIndex, when
+from vorox.data.corpus import cache_opener
+from vorox.data.corpus.corpus import prepare
+from vorox.data.order.plan import DataPlan
+from vorox.data.provenance.queries import RunDataIndex, when
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import read_chain
 from vorox.run import Outcome
 from vorox.training.replay import ReplayReport, replay
-from vorox.training.replay_chain import read_chain
-from vorox.training.workload import Workload
+from vorox.training.steps.workload import Workload
 
 STRICT = ["data.growth.mode=strict", "data.growth.horizon_steps=2", "train.num_steps=30"]
 ELASTIC = ["data.growth.mode=elastic", "data.growth.horizon_steps=2", "train.num_steps=30"]
@@ -267,6 +267,46 @@ def test_a_cache_that_grew_between_two_attempts(tmp_path: Path, follow: bool) ->
     assert (report.is_exact, report.num_steps) == (True, outcome.progress.step)
 
 
+def test_new_files_that_the_last_pass_does_not_reach_are_named(tmp_path: Path) -> None:
+    extra = ["train.num_steps=20", "data.cache.grow=true", "data.validation.held_out_fraction=0"]
+    config = configuration(tmp_path, [*extra, "eval.every_steps=null"])
+    killed_at(config, 5)
+    (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
+    outcome = run(config)
+    (said,) = events(only_run(tmp_path), "cache_grown")
+    assert said == (
+        "Source 'text' grew, but the run ends before a pass that would read the new files; a larger train.num_steps or "
+        "train.num_epochs reaches them"
+    )
+    longer = configuration(tmp_path, [*extra[1:], "eval.every_steps=null", "train.num_steps=200"])
+    resumed = run(longer, resume_from=only_run(tmp_path))
+    assert (outcome.progress.step, resumed.progress.step) == (20, 200)
+    plan = DataPlan.open(only_run(tmp_path) / "plan.jsonl")
+    assert len(plan.segments[0]) == 2
+    assert plan.segments[0][-1].num_rows > plan.segments[0][0].num_rows, "the second pass reads them"
+
+
+@pytest.mark.slow
+def test_new_files_that_come_after_the_passes_that_are_planned_are_named(tmp_path: Path) -> None:
+    """Later passes of a ``strict`` run are planned together, as far as ``horizon_steps`` ahead."""
+    strict = ["data.growth.mode=strict", "data.growth.horizon_steps=300", "data.cache.grow=true"]
+    extra = [*strict, "data.validation.held_out_fraction=0", "eval.every_steps=null"]
+    run(configuration(tmp_path, [*extra, "train.num_steps=400"]))
+    directory = only_run(tmp_path)
+    (tmp_path / "text" / "zmore.jsonl").write_bytes((write_text(tmp_path / "x", seed=5) / "text.jsonl").read_bytes())
+    planned = DataPlan.open(directory / "plan.jsonl").segments[0][-1]
+    assert planned.num_epochs > 1
+    run(configuration(tmp_path, [*extra, "train.num_steps=1200"]), resume_from=directory)
+    (said,) = events(directory, "cache_grown")
+    assert said == (
+        f"Source 'text' grew: its new files are read from pass {planned.next_epoch + 1} on, after the passes that are "
+        "planned already"
+    )
+    segments = DataPlan.open(directory / "plan.jsonl").segments[0]
+    first = next(segment for segment in segments if segment.epoch == planned.next_epoch)
+    assert first.num_rows > planned.num_rows
+
+
 def test_files_that_are_added_during_a_run_join_it_with_the_tokenizer_that_it_trained(tmp_path: Path) -> None:
     """A tokenizer that is trained on all files would build another cache, which the run never reads."""
     trained = ["tokenizer.kind=bpe", "tokenizer.vocab_size=300", "data.cache.grow=true"]
@@ -303,8 +343,8 @@ def test_a_validation_set_that_grew_between_two_attempts_is_reported(tmp_path: P
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
-def test_added_files_are_refused_unless_the_run_grows(tmp_path: Path, num_epochs: int) -> None:
-    """The units that the plan names are unchanged: only the new ones give the added file away."""
+def test_added_files_are_left_alone_unless_the_run_grows(tmp_path: Path, num_epochs: int) -> None:
+    """The rest of the run is that of a twin in whose folder nothing happened."""
     write_text(tmp_path / "text", documents=300)
     config = configuration(tmp_path, ["train.num_steps=null", f"train.num_epochs={num_epochs}"])
     killed_at(config, 6)
@@ -312,10 +352,13 @@ def test_added_files_are_refused_unless_the_run_grows(tmp_path: Path, num_epochs
     before = (directory / "plan.jsonl").read_bytes()
     added = write_text(tmp_path / "x", seed=5) / "text.jsonl"
     added.rename(tmp_path / "text" / "zmore.jsonl")
-    with pytest.raises(DataError, match="Files were added to source 'text' after the run started") as refused:
-        run(config, resume_from=directory)
-    assert "--from-weights" in refused.value.hint
+    ended = run(config, resume_from=directory)
+    assert ended.start_step == 4
+    assert any("data.cache.grow=true" in text for text in events(directory, "source_added_files"))
     assert (directory / "plan.jsonl").read_bytes() == before
+    write_text(tmp_path / "twin" / "text", documents=300)
+    overrides = ["train.num_steps=null", f"train.num_epochs={num_epochs}"]
+    assert result(ended) == result(run(configuration(tmp_path / "twin", overrides)))
 
 
 def test_warm_up_comes_from_the_full_dataset_and_a_small_cache_is_warned_of(
@@ -393,8 +436,8 @@ def test_a_replay_does_not_run_earlier_steps_under_a_later_configuration(tmp_pat
     killed_at(config, 7)
     directory = only_run(tmp_path)
     run(two_sources(tmp_path, ["checkpoint.keep_last=1", "data.sources.0.weight=3"]), resume_from=directory)
-    with pytest.raises(ConfigError, match=r"Step 5 has no checkpoint; the way from step 0 leads through step 4"):
-        replayed(directory, 5)
+    report = replayed(directory, 5)
+    assert (report.start_step, report.is_exact, report.num_steps) == (0, True, 12)
     assert replayed(directory, 0, 4).is_exact
 
 

@@ -16,9 +16,9 @@ from vorox.api.model import load_model
 from vorox.cli import main
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
+from vorox.records.replay_chain import read_chain
 from vorox.run import train
-from vorox.training.replay_chain import read_chain
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -112,7 +112,7 @@ def test_limits_of_pixels_are_the_users_and_build_another_cache(tmp_path: Path) 
         ("data.packing=concat", "data.packing=best_fit"),
         ("data.mode=streaming", "data.mode=cached"),
         ("parallel.tensor_parallel_size=2", "replicas and FSDP2 are supported"),
-        ("adapter.kind=lora parallel.fsdp_size=2", "parallel.data_parallel_size"),
+        ("adapter.kind=lora parallel.fsdp_size=2", "replicas are supported"),
         ("model.image_processor.max_pixels=200", "max_pixels"),
         ("model.image_processor.min_pixels=100", "at least 256"),
         ("model.image_processor.merge_size=1", "remove the setting"),

@@ -9,7 +9,7 @@ import pytest
 
 from tiny_runs import configuration
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.json_lines import read_history
+from vorox.core.files.json_lines import read_history
 from vorox.core.schema import RunConfig
 from vorox.run import train
 from vorox.training.export.checkpoint import export
@@ -50,8 +50,8 @@ def test_a_run_of_one_engine_goes_on_in_the_other(first: str, second: str, tmp_p
 
 @pytest.mark.torch
 def test_the_run_is_recorded_resumed_and_replayed(tmp_path: Path) -> None:
-    from vorox.core.distributed_context import DistributedContext
-    from vorox.core.log import RunLog
+    from vorox.core.ranks.distributed_context import DistributedContext
+    from vorox.records.log import RunLog
     from vorox.run import make_workload
     from vorox.training.replay import replay
 

@@ -15,24 +15,28 @@ import pytest
 import vorox.run
 from numpy_engine import NumpyEngine
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
-from vorox.core.attempts import read_attempts
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
-from vorox.core.log import RunLog
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig, TrainConfig
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import RollbackEvent
-from vorox.data.provenance_queries import RunDataIndex, when, where
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import RollbackEvent
+from vorox.data.provenance.queries import RunDataIndex, when, where
+from vorox.experiments.metadata import MetadataCache
 from vorox.experiments.tracking import read_metrics
-from vorox.training.loss_spikes import LossSpikes
+from vorox.records.attempts import read_attempts
+from vorox.records.log import RunLog
 from vorox.training.replay import replay
-from vorox.training.workload import Workload
+from vorox.training.steps.loss_spikes import LossSpikes, spike_limit
+from vorox.training.steps.workload import Workload
 
-SKIP = ["train.spike_policy=skip", "train.spike_window_steps=4", "train.num_steps=14", "checkpoint.keep_last=9"]
+LENGTH = ["train.num_steps=14", "checkpoint.keep_last=9"]
+SKIP = ["train.spike_policy=skip", "train.spike_window_steps=4", *LENGTH]
 SPIKE = 10
-OFF = [*SKIP, "train.spike_policy=off", "checkpoint.every_steps=3"]
-ROLLBACK = [*OFF, "train.spike_policy=rollback", "train.spike_rollback_steps=3"]
+OFF = [*LENGTH, "train.spike_policy=off", "checkpoint.every_steps=3"]
+ROLLBACK = [
+    *OFF, "train.spike_policy=rollback", "train.spike_window_steps=4", "train.spike_rollback_steps=3"
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +119,7 @@ def test_a_spike_is_skipped_by_straight_resumed_and_replayed_runs(
 ) -> None:
     with monkeypatch.context() as patch:
         Spike(patch, max_loss=0.0)
-        oracle = run(configuration(tmp_path / "oracle", [*SKIP, "train.spike_policy=off"]))
+        oracle = run(configuration(tmp_path / "oracle", LENGTH))
     with monkeypatch.context() as patch:
         Spike(patch)
         straight = run(configuration(tmp_path / "straight", SKIP))
@@ -187,6 +191,11 @@ def test_a_rollback_equals_a_run_that_never_applied_the_window(tmp_path: Path, m
     assert states(directory, 7) == {("rolled_back", 1), ("kept", 2)}
     assert states(directory, 6) == {("kept", 1)}
     assert len(events(directory, "loss_spike_rollback")) == 1
+    exceptions = "SELECT attempt, kind, first_step, first_position, end_position FROM exception ORDER BY 1, 3"
+    assert MetadataCache.query(directory / "metadata.sqlite", exceptions).rows == [
+        (attempt, "loss_spike", step, 4 * (step - 1), 4 * step)
+        for attempt, step in ((1, SPIKE), *((2, step) for step in window))
+    ]
     assert not (directory / "failure.json").exists()
     outcomes = [one["outcome"] for one in json.loads((directory / "run.json").read_bytes())["attempts"]]
     assert outcomes == ["rolled_back", "finished"]
@@ -292,3 +301,10 @@ def test_the_last_rollback_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
     more = run(configuration(tmp_path, [*settings, "train.max_spike_rollbacks=2"]), resume_from=directory)
     assert [one["end_position"] for one in skips(more.run_directory, "rollback")] == [8 * 4, 12 * 4]
     assert replay(more.run_directory, make_workload, first_step=9).is_exact
+
+
+def test_losses_that_hardly_vary_have_a_deviation_of_a_hundredth() -> None:
+    """By hand: median 2, no spread; 4 deviations of 0.01 * 2 above it. A spread above that counts itself."""
+    assert spike_limit([2.0] * 9, 4.0) == pytest.approx(2.08)
+    assert spike_limit([-2.0] * 9, 4.0) == pytest.approx(-1.92)
+    assert spike_limit([1.0, 2.0, 3.0], 4.0) == pytest.approx(2.0 + 4.0 * 1.4826)

@@ -1,23 +1,24 @@
 """10^12 tokens of provenance: a run of that size, acted out, leaves less than a megabyte in its database.
 
 240,000 steps of 2,048 rows of 2,048 tokens, the plan growing by strict segments, a checkpoint every
-500 steps, a crash every 2,000 steps on average, all written by the writer that a real run has.
+500 steps, a crash every 2,000 steps on average, all exported as in a real run.
 """
 
 from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from vorox.core.attempts import AttemptRecord, intervals, read_attempts
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import GrowthRule, PlanSource, PlanStart, Segment, UnitRange
-from vorox.experiments.metadata import MetadataCache, MetadataWriter
-from vorox.training.provenance_recorder import Projection
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import GrowthRule, PlanSource, PlanStart, Segment, UnitRange
+from vorox.experiments.metadata import BackgroundExporter, MetadataCache, Replacement
+from vorox.records.attempts import AttemptRecord, intervals, read_attempts
+from vorox.training.loop.metadata_export import RunExport
 
 TOKENS = 10**12
 ROW_TOKENS = 2048
@@ -45,12 +46,12 @@ def grown_plan(path: Path) -> DataPlan:
 def test_a_trillion_tokens_of_provenance_stay_under_a_megabyte(tmp_path: Path, seed: int) -> None:
     plan, chooser = grown_plan(tmp_path / "plan.jsonl"), random.Random(seed)
     assert plan.num_positions * ROW_TOKENS >= TOKENS
-    projection = Projection(tmp_path, plan, (None,))
     database, state, number = tmp_path / "metadata.sqlite", 0, 0
 
-    writer = MetadataWriter(
-        tmp_path, lambda: MetadataCache(database), initial_sync=projection.initial_sync, collect=projection.collect,
-        report=lambda kind, text, level: pytest.fail(f"{kind}: {text}"), interval_seconds=0.01,
+    reported: list[str] = []
+    exporter = BackgroundExporter(
+        lambda: RunExport(database, tmp_path, plan, (None,)), report=lambda *event: reported.append(str(event)),
+        interval_seconds=0.01,
     )  # fmt: skip
     while state < STEPS:
         number += 1
@@ -61,10 +62,10 @@ def test_a_trillion_tokens_of_provenance_stay_under_a_megabyte(tmp_path: Path, s
             attempt.record_started(last)
             attempt.record_saved(saved)
         state = saved
-    writer.close()
+    exporter.close()
+    assert reported == []
     assert number > 80
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
-    assert "metadata.spool" not in sizes
     assert sizes["metadata.sqlite"] < MEGABYTE
     assert sizes["attempts.bin"] + sizes["metadata.sqlite"] < MEGABYTE
     expected = [
@@ -76,3 +77,23 @@ def test_a_trillion_tokens_of_provenance_stay_under_a_megabyte(tmp_path: Path, s
         kept = "SELECT SUM(end_position - first_position) FROM consumed WHERE outcome = 'kept'"
         assert connection.execute(kept).fetchone() == (STEPS * BATCH,)
     connection.close()
+
+
+def test_an_update_writes_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = grown_plan(tmp_path / "plan.jsonl")
+    with AttemptRecord(tmp_path, 1, 0, 0) as attempt:
+        attempt.record_started(5)
+    written: list[str] = []
+
+    def replace(cache: MetadataCache, run_id: str, replacements: Iterable[Replacement]) -> None:
+        written.extend(replacement.table for replacement in replacements)
+
+    with RunExport(tmp_path / "metadata.sqlite", tmp_path, plan, (None,)) as export:
+        export.update()
+        monkeypatch.setattr(MetadataCache, "replace", replace)
+        export.update()
+        assert written == []
+        with AttemptRecord(tmp_path, 2, 5, 5 * BATCH) as attempt:
+            attempt.record_started(7)
+        export.update()
+        assert written == ["attempt"]

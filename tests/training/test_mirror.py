@@ -22,9 +22,9 @@ from servers.s3 import SECRET
 from servers.shelves import Shelf, shelf
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.cli import main
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, ConfigError, Preempted
-from vorox.core.run_context import run_id
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
 from vorox.data.storage import (
     RetryPolicy,
@@ -36,10 +36,9 @@ from vorox.data.storage import (
     remove_object,
     retry_budget,
 )
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.display import Level, NoDisplay
-from vorox.training.mirror import list_mirror, ownership, run_mirror
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
+from vorox.training.loop.display import Level, NoDisplay
+from vorox.training.mirror import list_mirror, ownership
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05)
 
@@ -418,22 +417,6 @@ def test_a_renewal_whose_answer_never_came_is_its_own(mirror: str, monkeypatch: 
     owner.release(5)
 
 
-def test_a_run_that_an_earlier_version_began_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Today's settings give the same configuration another id, and the mirror must not begin it again."""
-    config = on_machine(tmp_path, None)
-    monkeypatch.setattr(run_mirror, "list_objects", lambda uri: [])
-    today = Path(config.run.directory) / run_id(config)
-    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == today
-    before = today.with_name(f"{today.name[:-8]}01234567")
-    monkeypatch.setattr(run_mirror, "latest_run", lambda config, name: before)
-    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == before
-    assert run_mirror._directory(config, "never", "gs://bucket/runs") == today
-    today.mkdir(parents=True)
-    (today / "run.json").write_text("{}")
-    (today / "config.yaml").write_text("{}")
-    assert run_mirror._directory(config, "auto", "gs://bucket/runs") == today
-
-
 def test_two_lines_of_work_are_not_mixed(mirror: str, tmp_path: Path) -> None:
     first = on_machine(tmp_path / "first", mirror)
     run(first)
@@ -579,7 +562,10 @@ def test_the_commands_know_the_mirror(
     assert chain_of(second / name) == straight
     step = list_mirror(there).lineage()[-1]
     command = ["train", "--resume", f"{there}/checkpoints/{step.name}", f"run.directory={third}"]
-    assert main([*command, "--dry-run"]) == 2
+    capsys.readouterr()
+    assert main([*command, "--dry-run"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert f"{third / name} (restore step 8 from the mirror, and resume from it)" in planned
     assert not third.exists()
     assert main([*command, "checkpoint.mirror=null"]) == 0
     assert chain_of(third / name) == straight

@@ -16,11 +16,11 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox import backends
 from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
-from vorox.core.json_lines import read_lines
-from vorox.core.run_lookup import run_directories
-from vorox.data.provenance_queries import RunDataIndex, where
+from vorox.core.files.json_lines import read_lines
+from vorox.data.provenance.queries import RunDataIndex, where
 from vorox.experiments.artifacts import remove_run
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
+from vorox.records.run_lookup import run_directories
 
 ENGINES = [
     pytest.param("torch", [], id="torch", marks=pytest.mark.torch),

@@ -14,16 +14,17 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.batch import Batch
 from vorox.core.engine import StepValues
 from vorox.core.errors import DataError, DoesNotFitError, NumericalError, Preempted
-from vorox.core.json_lines import read_lines
-from vorox.core.run_context import recorded_config
-from vorox.core.run_lookup import run_directories
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files.json_lines import read_lines
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.run_layout import step_directories
 from vorox.data.prefetch import Prefetcher
+from vorox.records.replay_chain import read_chain
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import run_directories
 from vorox.run import Outcome
-from vorox.training.checkpoints.store import read_state, request_save, step_directories
+from vorox.training.checkpoints.store import read_state, request_save
 from vorox.training.checkpoints.writer import CheckpointWriter
-from vorox.training.evaluation import sampling
-from vorox.training.replay_chain import read_chain
+from vorox.training.inference import sampling
 
 SPARSE = ["checkpoint.every_steps=null", "eval.every_steps=5"]
 
@@ -335,8 +336,8 @@ def test_both_engines_name_the_array_and_what_takes_memory(
     backend: str, settings: list[str], detached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vorox import backends
-    from vorox.core.distributed_context import DistributedContext
-    from vorox.models.decoder_spec import decoder_spec
+    from vorox.core.ranks.distributed_context import DistributedContext
+    from vorox.models.decoder.spec import decoder_spec
 
     config = configuration(tmp_path, [*settings, f"backend={backend}"])
     spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)

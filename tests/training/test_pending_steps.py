@@ -12,8 +12,8 @@ import pytest
 from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.engine import StepValues
 from vorox.core.errors import NumericalError
-from vorox.training.pending_steps import InFlightStep, PendingSteps, SettledStep
-from vorox.training.replay_chain import ReplayChain, read_chain
+from vorox.records.replay_chain import ReplayChain, read_chain
+from vorox.training.steps.pending_steps import InFlightStep, PendingSteps, SettledStep
 
 START = Progress(0, 0, DataCursor("d", 1, 0, 0, 7))
 
@@ -44,7 +44,8 @@ class Steps:
         step = self.progress.step
         rows = np.zeros((1, 1, 2), np.int32)
         cursor = DataCursor("d", 1, step + 1, step + 1, 7)
-        batch = Batch(step, rows, rows, None, None, np.full((1, 1), step, np.uint64), 2, cursor)
+        found = Batch(step, rows, rows, None, None, np.full((1, 1), step, np.uint64), 2, cursor)
+        batch = found.with_lanes(np.arange(1))
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         result = Result(step + 1, StepValues(loss, grad_norm, finite, extra), self.fetched)
         self.progress = self.progress.advance(batch)

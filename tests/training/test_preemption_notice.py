@@ -16,17 +16,15 @@ import pytest
 import vorox.run
 from tiny_runs import at_step, configuration, use_numpy_engine
 from vorox.core.errors import Preempted
-from vorox.core.json_lines import read_lines
-from vorox.core.log import RunLog
-from vorox.core.run_layout import RunLayout
+from vorox.core.files.json_lines import read_lines
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import CheckpointConfig, RunConfig
-from vorox.training import preemption_notice
-from vorox.training import stop as stop_module
-from vorox.training.checkpoints import writer
-from vorox.training.checkpoints.store import step_directories
+from vorox.records.log import RunLog
+from vorox.training.checkpoints import preemption_notice, writer
+from vorox.training.checkpoints.preemption_notice import MeasuredTimes, PreemptionNotice
 from vorox.training.mirror import run_mirror
-from vorox.training.preemption_notice import MeasuredTimes, PreemptionNotice
-from vorox.training.stop import StopRequest
+from vorox.training.steps import stop as stop_module
+from vorox.training.steps.stop import StopRequest
 
 
 def opened(seconds: float, earlier: MeasuredTimes | None = None) -> tuple[PreemptionNotice, list[str]]:

@@ -24,11 +24,11 @@ import tiny_runs
 from small_configurations import SMOOTH_EPS
 from vorox.api.model import load_model
 from vorox.cli import main
-from vorox.core.json_lines import read_lines
-from vorox.data.provenance_queries import RunDataIndex, where
+from vorox.core.files.json_lines import read_lines
+from vorox.data.provenance.queries import RunDataIndex, where
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.tracking import read_metrics
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -109,7 +109,7 @@ class Oracle:
         ids, mask = self._chat([*prompt, *answer])
         mask = mask.copy()
         mask[: np.flatnonzero(np.diff(mask.astype(int)) == 1)[-1] + 1] = False  # only the last answer
-        return [*ids, END], np.append(mask, False)
+        return ids, mask
 
 
 def log_prob(module: Any, ids: list[int], targets: np.ndarray) -> Any:
@@ -212,6 +212,25 @@ def test_a_killed_run_ends_as_the_straight_one_and_another_reference_is_refused(
     assert main(["train", "--resume", "killed", "train.num_steps=8"]) == 0
 
 
+def test_a_reference_outlives_the_retention_and_the_removal_of_its_run(
+    pairs: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train("first", "train.num_steps=4", "checkpoint.every_steps=4", "checkpoint.keep_last=1", *NATIVE)
+    second = train("second", "train.num_steps=4", "model={}", "--from-weights", str(first))
+    assert main(["train", "--resume", "first", "train.num_steps=12"]) == 0
+    kept = {path.name for path in (first / "checkpoints").iterdir()}
+    assert kept == {"step-00000004", "step-00000012"}, "one for the run itself, one for the other"
+    assert main(["train", "--resume", "second", "train.num_steps=8"]) == 0, "from the reference that it began with"
+    assert main(["replay", "second"]) == 0
+    capsys.readouterr()
+    for command in (["runs", "remove", "first", "--yes"], ["checkpoints", "remove", "first", "4", "--yes"]):
+        assert main(command) != 0
+        assert f"is the base or the reference of {second.absolute()}" in capsys.readouterr().err
+    assert main(["checkpoints", "remove", "first", "12", "--yes"]) == 0
+    assert main(["runs", "remove", "second", "--yes"]) == 0
+    assert main(["runs", "remove", "first", "--yes"]) == 0
+
+
 def test_the_reference_of_an_adapter_is_its_base(pairs: dict[str, list[dict[str, Any]]]) -> None:
     """Each loss follows from the model of the checkpoint before it and from the base without an adapter."""
     import torch
@@ -249,7 +268,10 @@ def test_a_model_that_mixes_the_answers_is_refused_before_step_1(
 def test_two_processes_equal_one(pairs: dict[str, list[dict[str, Any]]]) -> None:
     """From a run with dropout, which DPO does not adopt: the first loss is exactly ln 2."""
     model = "model={num_layers: 1, hidden_size: 16, num_heads: 2, dropout_fraction: 0.1}"
-    text = "data.sources=[{name: text, format: jsonl, paths: [texts.jsonl], text_field: prompt}]"
+    text = (
+        "data.sources=[{name: text, format: jsonl, paths: [texts.jsonl], text_field: prompt, "
+        "ignored_fields: [chosen, rejected]}]"
+    )
     base = train("start", "train.num_steps=2", model, text, "loss.name=cross_entropy")
     runs = [train(f"of-{n}", f"train.from_weights={base}", "train.num_steps=6", "--nproc", f"{n}") for n in (1, 2)]
     metrics = [read_metrics(run) for run in runs]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -23,23 +26,28 @@ from eventually import PATIENCE_SECONDS, wait_until
 from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
 from tiny_runs import at_step, configuration, run, use_numpy_engine
-from vorox.core.attempts import read_attempts
+from vorox.cli import run_removal
 from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.json_lines import read_lines
+from vorox.core.files.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
+from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.metadata import MetadataCache, databases
-from vorox.experiments.metadata.spool import Spool
-from vorox.experiments.metadata.tables import TABLES
-from vorox.training import provenance_recorder as provenance_module
-from vorox.training.metadata_database import existing_target, refresh_database
-from vorox.training.metadata_rows import run_identity
-from vorox.training.replay_chain import read_chain
+from vorox.experiments.metadata.tables import CACHE_TABLES, RUN_TABLES, VIEWS
+from vorox.records.attempts import read_attempts
+from vorox.records.replay_chain import read_chain
+from vorox.training.loop import provenance_recorder as provenance_module
+from vorox.training.loop.metadata_export import RunExport, run_identity
+from vorox.training.reports.metadata_database import existing_target, refresh_database
 
 CONSUMED = (
     "SELECT attempt, parent, first_step, last_step, outcome FROM consumed WHERE run_id LIKE ? ORDER BY attempt, 3"
 )
+
+TABLES = RUN_TABLES | CACHE_TABLES
+RARE = {"exception", "abandoned_sample"}
+"""Tables that only some runs have rows in."""
 
 
 class Killed(BaseException):
@@ -108,6 +116,8 @@ def test_a_run_says_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 8, "kept"),
         (2, 1, 9, 12, "rolled_back"), (3, 2, 9, 12, "kept"),
     ]  # fmt: skip
+    lost = "SELECT attempt, step FROM logged_steps WHERE outcome = 'rolled_back' ORDER BY 1, 2"
+    assert MetadataCache.query(database, lost).rows == [(1, 6), (2, 10), (2, 12)]
     positions = MetadataCache.query(database, "SELECT first_position, end_position FROM consumed ORDER BY attempt, 1")
     assert positions.rows == [(0, 16), (16, 24), (16, 32), (32, 48), (32, 48)]
     (one,) = MetadataCache.query(database, "SELECT * FROM run").records()
@@ -134,6 +144,38 @@ def test_steps_that_changed_nothing_are_exceptions(tmp_path: Path, monkeypatch: 
         directory / "metadata.sqlite", "SELECT first_step, last_step, first_position, end_position, kind FROM exception"
     )
     assert sorted(found.rows) == [(3, 3, 8, 12, "nonfinite_step"), (9, 9, 32, 36, "nonfinite_step")]
+
+
+def test_metrics_are_exported_from_where_the_last_update_ended(tmp_path: Path) -> None:
+    directory, database = run(configuration(tmp_path, ["log.every_steps=1"])).run_directory, tmp_path / "other.sqlite"
+    metrics = directory / "metrics.jsonl"
+
+    def steps() -> list[int]:
+        return [step for (step,) in MetadataCache.query(database, "SELECT step FROM logged_step ORDER BY 1").rows]
+
+    def line(step: int, name: str = "loss") -> bytes:
+        return json.dumps({"step": step, "attempt": 1, "time": 1.0, "values": {name: "NaN"}}).encode() + b"\n"
+
+    with (
+        RunDataIndex.open(directory) as run_data,
+        RunExport(database, directory, run_data.plan, run_data.readers) as export,
+    ):
+        export.update()
+        assert steps() == [*range(1, 13)]
+        with contextlib.closing(sqlite3.connect(database)) as other, other:
+            other.execute("DELETE FROM logged_step WHERE step = 3")
+        whole = metrics.read_bytes()
+        metrics.write_bytes(whole + line(13) + line(14)[:20])  # in place, as a run that is being killed
+        export.update()
+        assert steps() == [1, 2, *range(4, 14)], "only what is new is read, and no torn line"
+        metrics.write_bytes(whole + line(13) + line(14) + line(14) + line(14, "eval/loss"))
+        export.update()
+        export.update()
+        assert steps() == [1, 2, *range(4, 15)]
+        assert MetadataCache.query(database, "SELECT step, loss FROM evaluations WHERE step = 14").rows == [(14, None)]
+    refresh_database(directory)
+    found = MetadataCache.query(existing_target(directory), "SELECT step FROM logged_step ORDER BY 1").rows
+    assert [step for (step,) in found] == [*range(1, 15)]
 
 
 def test_off_writes_nothing_but_the_record_of_attempts(tmp_path: Path) -> None:
@@ -187,11 +229,9 @@ def test_a_broken_sqlite_file_stops_nothing(tmp_path: Path, monkeypatch: pytest.
     assert chain(directory) == chain(straight)
     told = [event["kind"] for event in read_lines(directory / "events.jsonl")]
     assert told.count("metadata_away") == 1
-    assert Spool(directory).size_bytes > 0
     (directory / "metadata.sqlite").unlink()
     run(config)
     assert consumed(directory / "metadata.sqlite")[-1] == (2, 1, 5, 12, "kept")
-    assert Spool(directory).size_bytes == 0
 
 
 # PostgreSQL
@@ -206,26 +246,50 @@ def test_a_run_in_postgres_answers_as_in_sqlite(tmp_path: Path, dsn: str, monkey
     with monkeypatch.context() as patch:
         patch.setattr(provenance_module, "metadata_target", lambda directory, config: directory / "metadata.sqlite")
         patch.setattr(
-            "vorox.training.metadata_database.metadata_target", lambda directory, config: directory / "metadata.sqlite"
+            "vorox.training.reports.metadata_database.metadata_target",
+            lambda directory, config: directory / "metadata.sqlite",
         )
         refresh_database(directory, sample_steps=(1, 12), inventory=True)
-    for table in ("run", "run_source", "source_file", "unit", "chunk", "plan_event", "attempt", "segment", "sample",
-                  "consumed", "epochs", "samples", "epoch_samples", "exception"):  # fmt: skip
+    check_documented_queries(directory, directory / "metadata.sqlite", dsn)
+    for table in (*TABLES, *VIEWS):
         question = f"SELECT * FROM {table}"
         found = MetadataCache.query(dsn, question), MetadataCache.query(directory / "metadata.sqlite", question)
         assert found[0].columns == found[1].columns
         assert sorted(found[0].rows, key=repr) == sorted(found[1].rows, key=repr)
-        assert found[0].rows or table == "exception"
+        assert found[0].rows or table in RARE
+
+
+def check_documented_queries(directory: Path, *targets: Path | str) -> None:
+    """The queries of the page answer what the records of the run say, in every database."""
+    page = (Path(__file__).parents[2] / "docs" / "provenance.md").read_text()
+    losses, intervals_, files = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    evaluations, run_id = list(read_lines(directory / "evaluations.jsonl")), run_identity(directory)
+    logged = {record["step"]: record["values"]["loss"] for record in read_lines(directory / "metrics.jsonl")
+              if "loss" in record.get("values", ())}  # fmt: skip
+    worst = max(logged, key=lambda step: logged[step])
+    for target in targets:
+        best = min(one["loss"] for one in evaluations if "loss" in one)
+        assert MetadataCache.query(target, losses).rows == [(run_id, best, 12)]
+        assert MetadataCache.query(target, intervals_).rows == [
+            (run_id, "kept", 12, 48), (run_id, "rolled_back", 2, 8),
+        ]  # fmt: skip
+        first = MetadataCache.query(target, files).rows[0]
+        assert first[:3] == (worst, logged[worst], "text")
+        assert first[3].endswith("text.jsonl")
+        steps = MetadataCache.query(target, "SELECT attempt, step, loss FROM logged_steps WHERE outcome = 'kept'").rows
+        assert {step: loss for _, step, loss in steps} == logged, (
+            "of a step that two attempts logged, the one that counts"
+        )
+        assert {attempt for attempt, step, _ in steps if step > 4} == {2}
 
 
 def test_removing_a_run_removes_its_rows_from_a_shared_database(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vorox.cli.runs import remove
+    remove = functools.partial(run_removal.remove, failed=False, root="runs", keep_metadata=False, mirror=False)
 
     def known() -> dict[str, set[str]]:
-        of_runs = [name for name, table in TABLES.items() if "run_id" in table.key]
-        rows = {name: MetadataCache.query(dsn, f"SELECT run_id FROM {name}").rows for name in of_runs}
+        rows = {name: MetadataCache.query(dsn, f"SELECT run_id FROM {name}").rows for name in RUN_TABLES}
         return {name: {run_id for (run_id,) in found} for name, found in rows.items()}
 
     made = [
@@ -265,7 +329,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
     assert "Removed its rows from the metadata database." in capsys.readouterr().out
     assert not moved.exists()
     assert all(ids[1] not in found for found in known().values())
-    assert all({ids[0], ids[2]} <= found for name, found in known().items() if name != "exception")
+    assert all({ids[0], ids[2]} <= found for name, found in known().items() if name not in RARE)
     remove([str(left)], yes=True, keep_metadata=True)
     assert not left.exists()
     assert known()["run"] == {ids[0], ids[2]}
@@ -303,7 +367,7 @@ def test_postgres_stopped_in_mid_run_and_started_again(
 ) -> None:
     """With a crash while it is away: training is unaffected, and every interval is there in the end."""
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.loop.provenance_recorder.INTERVAL_SECONDS", 0.05)
     config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
     directory = lambda: next((tmp_path / "other" / "runs").iterdir())  # noqa: E731
 
@@ -319,7 +383,6 @@ def test_postgres_stopped_in_mid_run_and_started_again(
             at_step(patch, 22, stop)
             at_step(patch, 26, lambda: wait_until(lambda: told("metadata_away")))  # steps since then want to be written
             run_until(31, config, patch)
-        assert Spool(directory()).size_bytes > 0
         with monkeypatch.context() as patch:
             at_step(patch, 50, lambda: (postgres.start(), wait_until(lambda: told("metadata_back")))[1])
             run(config)
@@ -329,7 +392,6 @@ def test_postgres_stopped_in_mid_run_and_started_again(
     assert consumed(dsn) == [
         (1, None, 1, 28, "kept"), (1, None, 29, 30, "rolled_back"), (2, 1, 29, 60, "kept"),
     ]  # fmt: skip
-    assert Spool(directory()).size_bytes == 0
 
 
 @pytest.mark.parametrize("released_in_mid_run", [True, False])
@@ -340,7 +402,7 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
     import psycopg
 
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.loop.provenance_recorder.INTERVAL_SECONDS", 0.05)
     patience = databases._STATEMENT_MILLISECONDS
     monkeypatch.setattr(databases, "_STATEMENT_MILLISECONDS", 300)
     config = configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"])
@@ -372,11 +434,9 @@ def test_a_second_session_that_holds_a_lock_stops_no_run(
     assert time.monotonic() - began < PATIENCE_SECONDS
     assert chain(outcome.run_directory) == chain(straight)
     if not released_in_mid_run:
-        assert Spool(outcome.run_directory).size_bytes > 0
         free()
         run(config)
     other.close()
-    assert Spool(outcome.run_directory).size_bytes == 0
     assert consumed(dsn)[0] == (1, None, 1, 60, "kept")
     before = consumed(dsn)
     refresh_database(outcome.run_directory)
@@ -392,22 +452,21 @@ def test_a_deadlock_with_a_second_session_stops_no_run(
     from vorox.experiments.metadata.databases import PostgresDatabase
 
     straight = run(configuration(tmp_path / "straight", ["log.metadata=off", "train.num_steps=60"])).run_directory
-    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr("vorox.training.loop.provenance_recorder.INTERVAL_SECONDS", 0.05)
     other = psycopg.connect(dsn)
     waiting, granted = threading.Event(), threading.Event()
-    upsert = PostgresDatabase.upsert
+    insert = PostgresDatabase.insert
 
     def lock_in_the_other_order() -> None:
         other.execute("LOCK TABLE vorox.attempt IN ACCESS EXCLUSIVE MODE")
         granted.set()
 
-    def deadlocking(self: Any, table: Any, rows: Any) -> int:
-        written = upsert(self, table, rows)
-        if table.name == "attempt" and held.is_set() and not waiting.is_set():
+    def deadlocking(self: Any, table: str, rows: Any) -> None:
+        insert(self, table, rows)
+        if table == "attempt" and held.is_set() and not waiting.is_set():
             waiting.set()
             threading.Thread(target=lock_in_the_other_order, daemon=True).start()
             self.execute("LOCK TABLE vorox.exception IN ACCESS EXCLUSIVE MODE")
-        return written
 
     held = threading.Event()
 
@@ -421,7 +480,7 @@ def test_a_deadlock_with_a_second_session_stops_no_run(
         assert granted.wait(PATIENCE_SECONDS), "the server ended our transaction"
         other.rollback()
 
-    monkeypatch.setattr(PostgresDatabase, "upsert", deadlocking)
+    monkeypatch.setattr(PostgresDatabase, "insert", deadlocking)
     at_step(monkeypatch, 22, hold)
     at_step(monkeypatch, 40, go_on)
     outcome = run(configuration(tmp_path / "other", ["log.metadata=postgres", "train.num_steps=60"]))
@@ -429,12 +488,11 @@ def test_a_deadlock_with_a_second_session_stops_no_run(
     assert chain(outcome.run_directory) == chain(straight)
     events = [event for event in read_lines(outcome.run_directory / "events.jsonl") if "metadata" in event["kind"]]
     assert any("deadlock" in str(event) for event in events), events
-    assert Spool(outcome.run_directory).size_bytes == 0
     assert consumed(dsn) == [(1, None, 1, 60, "kept")]
 
 
 @pytest.mark.slow
-def test_killed_with_a_spool_the_next_start_drains_it(
+def test_killed_without_its_database_the_next_start_exports_all_records(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of a real process whose database never answered."""
@@ -446,15 +504,14 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         from numpy_engine import NumpyEngine
         from pathlib import Path
         from vorox.core.run_layout import RunLayout
-        from vorox.training import provenance_recorder as provenance
+        from vorox.training.loop import provenance_recorder as provenance
         provenance.INTERVAL_SECONDS = 0.01
         use_numpy_engine(pytest.MonkeyPatch())
         directory, original = Path(sys.argv[1]), NumpyEngine.train_step
         def train_step(self, batch, **kwargs):
             if batch.step + 1 == 7:
                 run_directory = next((directory / "runs").iterdir())
-                spool = run_directory / "metadata.spool"
-                wait_until(lambda: spool.exists() and b"nonfinite_step" in spool.read_bytes())
+                wait_until(lambda: b"metadata_away" in (run_directory / "events.jsonl").read_bytes())
                 wait_until(RunLayout(run_directory).checkpoint(4).exists)  # it is written while training goes on
                 os.kill(os.getpid(), signal.SIGKILL)
             result = original(self, batch, **kwargs)
@@ -474,15 +531,12 @@ def test_killed_with_a_spool_the_next_start_drains_it(
         assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     finally:
         postgres.start()
-    directory = next((tmp_path / "runs").iterdir())
-    assert Spool(directory).size_bytes > 0
     run(config)
-    assert Spool(directory).size_bytes == 0
     assert consumed(dsn) == [
         (1, None, 1, 4, "kept"), (1, None, 5, 6, "rolled_back"), (2, 1, 5, 12, "kept"),
     ]  # fmt: skip
     found = MetadataCache.query(dsn, "SELECT attempt, kind, first_step FROM exception").rows
-    assert found == [(1, "nonfinite_step", 3)], "what only the spool knew"
+    assert found == [(1, "nonfinite_step", 3)], "of an attempt that never reached the database"
 
 
 def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
@@ -490,7 +544,7 @@ def test_a_database_that_is_wiped_in_mid_run_gets_everything_again(
 ) -> None:
     import psycopg
 
-    monkeypatch.setattr("vorox.training.provenance_recorder.INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr("vorox.training.loop.provenance_recorder.INTERVAL_SECONDS", 0.02)
     config = configuration(tmp_path, ["log.metadata=postgres"])
 
     def wipe() -> None:

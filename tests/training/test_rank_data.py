@@ -18,14 +18,15 @@ from rank_threads import RANK, ThreadBackend, run_ranks
 from tiny_runs import configuration, run, write_text
 from vorox.core.batch import Batch
 from vorox.core.errors import DataError, Preempted
-from vorox.core.json_lines import read_lines
+from vorox.core.files.json_lines import read_lines
+from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
-from vorox.data import cache_opener, loader
-from vorox.data.corpus import prepare
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.display import NoDisplay
-from vorox.training.replay_chain import read_chain
-from vorox.training.stop import StopRequest
+from vorox.data.corpus import cache_opener
+from vorox.data.corpus.corpus import prepare
+from vorox.data.order import loader
+from vorox.records.replay_chain import read_chain
+from vorox.training.loop.display import NoDisplay
+from vorox.training.steps.stop import StopRequest
 
 STRICT = ["data.growth.mode=strict", "data.growth.first_segment_units=2", "data.growth.horizon_steps=2"]
 LIMIT_BYTES = 24_000

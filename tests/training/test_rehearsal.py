@@ -11,10 +11,10 @@ import pytest
 from numpy_engine import NumpyEngine, NumpySnapshot
 from tiny_runs import configuration, events, result, run, use_numpy_engine
 from vorox.core.errors import CheckpointError, ConfigError, DoesNotFitError
-from vorox.core.log import RunLog
+from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.rehearsal import is_due
+from vorox.records.log import RunLog
+from vorox.training.loop.rehearsal import is_due
 
 REHEARSE = ["runtime.rehearsal=true"]
 
@@ -147,3 +147,17 @@ def test_an_exhausted_device_gives_the_same_advice_in_the_rehearsal_and_in_a_ste
         found.append(stopped.value.hint)
     assert found[0] == found[1]
     assert "train.micro_batch_sequences=1 (more accumulation)" in found[0]
+
+
+@pytest.mark.usefixtures("numpy_engine")
+@pytest.mark.parametrize("body", ["raise RuntimeError('evaluation exploded')", "return 'seven'", "return {'a': None}"])
+def test_an_evaluation_function_that_fails_ends_the_run_before_the_first_step(tmp_path: Path, body: str) -> None:
+    """Without a rehearsal it is reported once, and the run trains without its values."""
+    (tmp_path / "mine.py").write_text(f"def works(model): return 1.0\ndef boom(model): {body}\n")
+    functions = f"eval.functions=['{tmp_path}/mine.py:works','{tmp_path}/mine.py:boom']"
+    with pytest.raises(ConfigError, match=r"The evaluation boom fails: (RuntimeError|ValueError|TypeError)") as caught:
+        run(configuration(tmp_path / "a", [functions, *REHEARSE]))
+    assert caught.value.where == "eval.functions: boom"
+    assert not [*(tmp_path / "a" / "runs").glob("*/chain.jsonl")]
+    directory = run(configuration(tmp_path / "b", [functions, "runtime.rehearsal=false"])).run_directory
+    assert len(events(directory, "evaluation_failed")) == 1

@@ -11,10 +11,10 @@ import pytest
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.cli import main
 from vorox.core.config import load_config
-from vorox.core.run_lookup import run_directories
 from vorox.core.schema import RunConfig
+from vorox.records.run_lookup import run_directories
 from vorox.training.checkpoints.store import latest_valid
-from vorox.training.display import NoDisplay, StepView
+from vorox.training.loop.display import NoDisplay, StepView
 
 ORBAX = ["checkpoint.format=orbax", "runtime.num_threads=null"]
 CASES = [

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,29 @@ import xxhash
 import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.core.atomic import MANIFEST_NAME, canonical_json, pretty_json
-from vorox.core.chained_log import HashChainedLog
-from vorox.core.distributed_context import DistributedContext
+from vorox.cli.replay import _difference_error
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
-from vorox.core.file_holder import FileLock
-from vorox.core.log import RunLog
+from vorox.core.files.atomic import MANIFEST_NAME, canonical_json, pretty_json
+from vorox.core.files.chained_log import HashChainedLog
+from vorox.core.files.file_holder import FileLock
+from vorox.core.files.staged_directory import read_manifest
 from vorox.core.pluralize import pluralize
-from vorox.core.run_context import recorded_config
-from vorox.core.run_layout import RunLayout
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import read_manifest
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import encode_chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.retention import USED_NAME
-from vorox.data.plan import DataPlan
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.replay import ReplayReport, replay
-from vorox.training.replay_chain import bits, link
-from vorox.training.workload import Workload
+from vorox.data.order.plan import DataPlan
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import bits, link
+from vorox.records.run_context import recorded_config
+from vorox.records.step_environments import StepEnvironments
+from vorox.training.replay import ReplayDifference, ReplayReport, replay
+from vorox.training.resume import resume_settings
+from vorox.training.steps.workload import Workload
 
 STEPS = 12
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
@@ -99,7 +101,7 @@ def commit_anew(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 
 @pytest.mark.parametrize(
     ("first", "last", "start", "steps", "states"),
-    [(0, None, 0, 12, 2), (0, 1, 0, 1, 0), (0, 8, 0, 8, 1), (7, 9, 0, 9, 1), (8, 12, 8, 4, 1), (11, 12, 8, 4, 1)],
+    [(0, None, 0, 12, 3), (0, 1, 0, 1, 0), (0, 8, 0, 8, 2), (7, 9, 0, 9, 2), (8, 12, 8, 4, 1), (11, 12, 8, 4, 1)],
 )
 def test_bit_exact(directory: Path, first: int, last: int | None, start: int, steps: int, states: int) -> None:
     report = again(directory, first, last)
@@ -126,10 +128,58 @@ def test_every_checkpoint_gone_but_the_first_weights_are_known(directory: Path) 
 
 def test_a_corrupt_checkpoint_is_passed_over(directory: Path) -> None:
     (RunLayout(directory).checkpoint(8) / "state.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="No checkpoint of this run is valid"):
+    with pytest.raises(CheckpointError, match="No checkpoint up to step 9 is valid") as refused:
         again(directory, 9)
+    assert f"vorox replay {directory} --from 0 --to 12" in refused.value.hint
+    assert str(again(directory, 0)) == "bit-exact, 12 steps"
     (RunLayout(directory).checkpoint(8) / MANIFEST_NAME).unlink()
-    assert again(directory, 0).num_states == 1
+    assert again(directory, 0).num_states == 3, "states.jsonl has those without a checkpoint"
+
+
+def rewrite_states(directory: Path, step: int, state: str, *, relink: bool) -> None:
+    """Change the state of a step, and its links as the format says if ``relink``."""
+    path, head, lines = RunLayout(directory).states, "", list[bytes]()
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        entry["state"] = state if entry["step"] == step else entry["state"]
+        text = json.dumps([head, entry["step"], entry["chain"], entry["state"]], separators=(",", ":"))
+        head = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+        assert relink or step or entry["states"] == head
+        entry["states"] = head if relink else entry["states"]
+        lines.append(canonical_json(entry) + b"\n")
+    path.write_bytes(b"".join(lines))
+
+
+def test_states_are_chained_and_outlive_their_checkpoints(directory: Path) -> None:
+    states = RunLayout(directory).states
+    recorded = states.read_bytes()
+    rewrite_states(directory, 0, "", relink=False)
+    assert states.read_bytes() == recorded, "the links are those of the format"
+    assert [json.loads(line)["step"] for line in recorded.splitlines()] == [4, 8, 12]
+    fingerprints = [read_manifest(path)["metadata"]["fingerprint"] for path in step_directories(directory).values()]
+    assert [json.loads(line)["state"] for line in recorded.splitlines()][1:] == fingerprints
+    rewrite_states(directory, 4, "0" * 32, relink=False)
+    with pytest.raises(DataError, match="State of step 4 does not follow"):
+        again(directory)
+    states.write_bytes(recorded)
+    rewrite_states(directory, 4, "0" * 32, relink=True)
+    difference = again(directory).difference
+    assert difference is not None
+    assert (difference.step, difference.quantity, difference.recorded) == (4, "state", "0" * 32)
+    states.unlink()
+    assert again(directory).num_states == 2
+
+
+def test_a_resume_voids_the_states_after_it(directory: Path) -> None:
+    run(
+        recorded_config(directory, ["train.num_steps=20", "optimizer.lr=0.5"]),
+        resume_from=RunLayout(directory).checkpoint(8),
+    )
+    report = again(directory)
+    assert (report.is_exact, report.num_states) == (True, 5)
+    lines = [json.loads(line) for line in RunLayout(directory).states.read_text().splitlines()]
+    assert [line.get("resume_step", line.get("step")) for line in lines] == [4, 8, 12, 8, 12, 16, 20]
+    assert lines[3] == {"resume_step": 8}
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 13), (12, 12), (5, 4), (-1, 3)])
@@ -138,36 +188,35 @@ def test_a_range_that_was_not_recorded(directory: Path, first: int, last: int) -
         again(directory, first, last)
 
 
-def test_across_a_resume_with_another_configuration(directory: Path) -> None:
+@pytest.mark.parametrize(("first", "steps"), [(8, 8), (0, 16), (12, 4), (13, 4)])
+def test_across_a_resume_with_another_configuration(directory: Path, first: int, steps: int) -> None:
     changed = recorded_config(directory, ["train.num_steps=16", "optimizer.lr=0.5", "checkpoint.keep_last=9"])
     run(changed, resume_from=directory)
-    with pytest.raises(ConfigError, match="changed at step 12; a replay of steps 8 to 16") as refused:
-        again(directory, 8)
-    assert replayed_by(refused.value.hint, directory) == [(0, 12), (12, 16)]
-    assert "no checkpoint is left" not in refused.value.hint
-    assert str(again(directory, 0, 12)) == "bit-exact, 12 steps"
-    assert str(again(directory, 12)) == "bit-exact, 4 steps"
+    assert str(again(directory, first)) == f"bit-exact, {steps} steps"
 
 
-def test_from_the_state_at_which_the_configuration_changed(directory: Path) -> None:
-    """Without its checkpoint, the way there leads through steps of the configuration before."""
-    changed = recorded_config(directory, ["optimizer.lr=0.5", "checkpoint.keep_last=9", "train.num_steps=14"])
-    run(changed, resume_from=directory)
-    assert str(again(directory, 12)) == "bit-exact, 2 steps"
-    RunLayout(directory).checkpoint(12).rename(directory / "checkpoints" / "away")
-    with pytest.raises(ConfigError, match="the way from step 8 leads through step 12") as refused:
-        again(directory, 12)
-    assert refused.value.exit_code == 2
-    assert replayed_by(refused.value.hint, directory) == [(0, 12)]
-    assert refused.value.hint.endswith("; no checkpoint is left for steps 13 to 14")
+def test_every_step_can_be_replayed_though_no_checkpoint_is_left_where_settings_changed(directory: Path) -> None:
+    """Twice, under the default retention: only the last two checkpoints are kept, far behind both changes."""
+    for length, change in ((16, "optimizer.lr=0.5"), (28, "optimizer.weight_decay=0.3")):
+        run(recorded_config(directory, [f"train.num_steps={length}", change]), resume_from=directory)
+    assert list(step_directories(directory)) == [24, 28]
+    assert list(RunLayout(directory).configs_by_step()) == [0, 12, 16]
+    done: list[tuple[int, int]] = []
+    report = replay(directory, make_workload, on_step=lambda *step: done.append(step))
+    assert (str(report), report.num_states) == ("bit-exact, 28 steps", 7)
+    assert done == [(step, 28) for step in range(1, 29)]
+    assert str(again(directory, 13, 17)) == "bit-exact, 17 steps"
 
 
-def replayed_by(hint: str, directory: Path) -> list[tuple[int, int]]:
-    """The ranges of the commands in a hint, each of which is replayed."""
-    ranges = [(int(first), int(last)) for first, last in re.findall(r"--from (\d+) --to (\d+)`", hint)]
-    assert hint.count(f"`vorox replay {directory} ") == len(ranges)
-    assert all(again(directory, *steps).is_exact for steps in ranges)
-    return ranges
+def test_a_difference_behind_a_change_is_found(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second part is replayed under the settings of the first: the loss after its first update differs."""
+    run(recorded_config(directory, ["train.num_steps=16", "optimizer.lr=0.5"]), resume_from=directory)
+    before = resume_settings.config_in_force(directory, 0)[0]
+    real = resume_settings.config_in_force
+    monkeypatch.setattr(resume_settings, "config_in_force", lambda at, step: (before, real(at, step)[1]))
+    report = again(directory, 0)
+    assert report.difference is not None
+    assert (report.num_steps, report.difference.step) == (13, 14)
 
 
 def test_across_a_resume_to_more_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +232,7 @@ def test_across_a_resume_to_more_steps(directory: Path, monkeypatch: pytest.Monk
     bodies = [body for body in HashChainedLog(directory / "plan.jsonl").read()[0] if body["kind"] != "horizon"]
     (directory / "plan.jsonl").unlink()
     HashChainedLog(directory / "plan.jsonl").append(bodies)
-    with pytest.raises(DataError, match="Length of the run is not recorded for these steps"):
+    with pytest.raises(DataError, match="Length of the run is not recorded for step 1"):
         again(directory)
 
 
@@ -369,7 +418,7 @@ def rewrite_chain(directory: Path, step: int, **change: str) -> None:
 
 @pytest.mark.parametrize("quantity", ["batch", "loss", "grad_norm"])
 def test_a_rewritten_chain_is_named(directory: Path, quantity: str) -> None:
-    rewrite_chain(directory, 5, **{quantity: "00" * 16 if quantity == "batch" else bits(1.25)})
+    rewrite_chain(directory, 5, **{quantity: "00" * 32 if quantity == "batch" else bits(1.25)})
     report = again(directory)
     assert report.difference is not None
     assert (report.difference.step, report.difference.quantity) == (5, quantity)
@@ -429,3 +478,83 @@ def test_another_environment_is_told_beside_the_difference(directory: Path, monk
     report = again(directory)
     assert report.is_exact
     assert any(text.startswith("numpy was ") for text in report.environment)
+
+
+def test_a_run_of_several_processes_is_replayed_by_as_many(directory: Path, tmp_path: Path) -> None:
+    """What a refusal or a difference tells one to type has the option."""
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    record = json.loads((copy / "run.json").read_text())
+    record["attempts"][-1]["notes"]["environment"]["num_processes"] = 2
+    (copy / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError) as refused:
+        again(copy, last_step=99)
+    assert "--nproc 2`" in refused.value.hint
+    difference = ReplayDifference(3, "loss", "1", "2")
+    for before, now, wanted in (
+        (copy, "num_processes was 2, is 1", "2"),
+        (directory, "num_processes was 1, is 2", "1"),
+    ):
+        report = ReplayReport(0, 5, 2, 0, difference, ("num_devices was 2, is 1", now))
+        hint = str(vars(_difference_error(report, before))["hint"])
+        assert f"vorox replay {before} --from 0 --to 5 --nproc {wanted} (" in hint
+    assert "--nproc" not in str(_difference_error(ReplayReport(0, 5, 2, 0, difference, ()), copy))
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As the torch engine tells it: one process alone does not count itself."""
+    facts = {"engine": "numpy", "numpy": np.__version__, "determinism": "bitwise"}
+    facts |= {"num_processes": count} if count > 1 else {}
+    monkeypatch.setattr(NumpyEngine, "environment", lambda self: facts)
+
+
+def test_the_checkpoint_where_the_number_of_processes_changed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step stays replayable, under the default retention; one replay over both sides is refused by name."""
+    write_text(tmp_path / "text", documents=8)
+    config = configuration(tmp_path, ["data.validation.held_out_fraction=0.3", "data.cache.unit_bytes=100000"])
+    processes(monkeypatch, 1)
+    directory = run(config).run_directory
+    processes(monkeypatch, 2)
+    run(recorded_config(directory, ["train.num_steps=28"]), resume_from=directory)
+    assert list(step_directories(directory)) == [12, 24, 28], "the two newest, and the one at the change"
+    with pytest.raises(ConfigError) as refused:
+        again(directory, 10, 20)
+    assert "steps 1 to 12 ran with 1 process, steps 13 to 20 ran with 2 processes" in refused.value.what
+    command = f"vorox replay {directory}"
+    assert refused.value.hint == f"run {command} --from 10 --to 12, then {command} --from 12 --to 20 --nproc 2"
+    report = again(directory, 13, 17)
+    assert (report.start_step, str(report), report.environment) == (12, "bit-exact, 5 steps", ())
+    processes(monkeypatch, 1)
+    assert again(directory, 0, 12).environment == ()
+
+    real = NumpyEngine.train_step
+    monkeypatch.setattr(NumpyEngine, "train_step", lambda self, batch, **rest: real(self, batch, **rest | {"lr": 0.5}))
+    report = again(directory, 13, 17)
+    assert "num_processes was 2, is absent" in report.environment
+    assert "--from 12 --to 17 --nproc 2" in str(vars(_difference_error(report, directory))["hint"])
+
+    shutil.rmtree(RunLayout(directory).checkpoint(12))
+    with pytest.raises(ConfigError, match="steps 13 to 27 ran with 2") as refused:
+        again(directory, 14, 27)
+    assert refused.value.hint == f"run {command} --from 24 --to 27 --nproc 2"
+
+
+def test_environments_of_steps_follow_the_attempts_that_kept_them(tmp_path: Path) -> None:
+    """A later attempt replaces the steps that it executed again; one that executed none counts for nothing."""
+    attempts = [(0, 1), (20, 2), (None, 7), (30, 2), (20, 4), (16, 1), (24, 2)]
+    record = {
+        "config_digest": "",
+        "attempts": [
+            {"attempt": number, "notes": {"environment": {"num_processes": count}}
+             | ({} if start is None else {"steps": {"start_step": start}})}
+            for number, (start, count) in enumerate(attempts, 1)
+        ],
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    found = StepEnvironments.of_run(tmp_path)
+    assert [found.num_processes(step) for step in (1, 16, 17, 24, 25, 99)] == [1, 1, 1, 1, 2, 2]
+    assert found.changes == {24}
+    assert found.spans(10, 30) == [(10, 24, 1), (24, 30, 2)]
+    assert StepEnvironments.of_run(tmp_path / "none").changes == frozenset()

@@ -16,15 +16,20 @@ from vorox.core.batch import Batch, DataCursor, Progress
 from vorox.core.engine import StepValues
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
-from vorox.training.replay_chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
+from vorox.records.replay_chain import ReplayChain, bits, check_chain, examine_chain, number, read_chain
 
 CURSOR = DataCursor("d", 1, 0, 0, 7)
 START = Progress(0, 0, CURSOR)
 
 
 def batch(step: int) -> Batch:
-    rows = np.zeros((1, 2, 4), np.int32)
-    return Batch(step, rows, rows, None, None, np.full((1, 2), step, np.uint64), 8, CURSOR)
+    return rows_of(step, [[step] * 4, [step] * 4])
+
+
+def rows_of(step: int, tokens: list[list[int]]) -> Batch:
+    rows = np.array([tokens], np.int32)
+    found = Batch(step, rows, rows, None, None, np.ones((1, 2), np.uint64), 8, CURSOR)
+    return found.with_lanes(np.arange(2))
 
 
 def values(loss: float, grad_norm: float = 1.0) -> StepValues:
@@ -44,7 +49,7 @@ def test_the_definition(tmp_path: Path) -> None:
     first = json.loads((RunLayout(tmp_path).chain).read_text().splitlines()[0])
     assert first["loss"] == struct.pack(">d", 1.0).hex() == "3ff0000000000000"
     text = f'["",1,"{batch(0).digest()}","3ff0000000000000","3ff0000000000000"]'
-    assert first["chain"] == hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    assert first["chain"] == hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
     assert read_chain(tmp_path)[2].batch == batch(1).digest()
 
 
@@ -71,9 +76,9 @@ def test_every_quantity_changes_the_head(tmp_path: Path) -> None:
         head("same", batch(0), values(1.0)),
         head("loss", batch(0), values(one_ulp)),
         head("norm", batch(0), values(1.0, one_ulp)),
-        head("rows", replace(batch(0), row_digests_AB=np.array([[0, 1]], np.uint64)), values(1.0)),
-        head("order", replace(batch(0), row_digests_AB=np.array([[1, 0]], np.uint64)), values(1.0)),
-        head("step", replace(batch(1), row_digests_AB=batch(0).row_digests_AB), values(1.0)),
+        head("rows", rows_of(0, [[0] * 4, [1] * 4]), values(1.0)),
+        head("order", rows_of(0, [[1] * 4, [0] * 4]), values(1.0)),
+        head("step", rows_of(1, [[0] * 4, [0] * 4]), values(1.0)),
     ]
     assert len(set(heads)) == len(heads)
 
@@ -109,7 +114,7 @@ def test_refuses_a_chain_of_another_history(tmp_path: Path) -> None:
     progress = run(tmp_path, START, range(5))
     assert check_chain(tmp_path, progress).damage(5) == ""
     with pytest.raises(DataError, match="at step 5"):
-        check_chain(tmp_path, replace(progress, chain="0" * 32))
+        check_chain(tmp_path, replace(progress, chain="0" * 64))
 
 
 def edit(change: str, lines: list[bytes]) -> bytes:
@@ -203,3 +208,11 @@ def test_damage_is_confined_to_the_damaged_steps(tmp_path: Path) -> None:
         (4, "is not recorded"), (8, "does not follow from the previous one"), None,
     ]  # fmt: skip
     assert found.first_damage(5, 5) == (5, "is not recorded")
+
+
+def test_a_chain_of_an_earlier_version_is_refused_with_what_to_run(tmp_path: Path) -> None:
+    entry = {"step": 1, "batch": "0" * 32, "loss": bits(1.0), "grad_norm": bits(1.0), "chain": "0" * 32}
+    RunLayout(tmp_path).chain.write_text(json.dumps(entry) + "\n")
+    with pytest.raises(DataError, match="earlier version") as refused:
+        examine_chain(tmp_path)
+    assert refused.value.hint == f"train the run again: vorox train {tmp_path / 'config.yaml'} --resume never"

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tiny_runs import configuration
-from vorox.core.atomic import write_file
 from vorox.core.config import config_digest, dump_yaml
-from vorox.core.errors import ConfigError
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.files.atomic import write_file
 from vorox.core.schema import RunConfig
-from vorox.training.resume import environment_differences
-from vorox.training.resume_settings import check_config, config_in_force, record_config_change
+from vorox.training.checkpoints.store import Checkpoint
+from vorox.training.resume.resume import environment_differences
+from vorox.training.resume.resume_settings import check_config, config_in_force, is_made_with, record_config_change
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ from vorox.training.resume_settings import check_config, config_in_force, record
 )  # fmt: skip
 def test_what_makes_another_run_is_refused(tmp_path: Path, change: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot be resumed") as refused:
-        check_config(configuration(tmp_path), configuration(tmp_path, [change]))
+        check_config(configuration(tmp_path), configuration(tmp_path, [change]), tmp_path)
     assert f"  {change.partition('=')[0]}: " in str(refused.value)
 
 
@@ -39,14 +40,14 @@ def test_what_makes_another_run_is_refused(tmp_path: Path, change: str) -> None:
     ],
 )  # fmt: skip
 def test_what_may_differ_is_listed(tmp_path: Path, change: str) -> None:
-    found = check_config(configuration(tmp_path), configuration(tmp_path, [change]))
+    found = check_config(configuration(tmp_path), configuration(tmp_path, [change]), tmp_path)
     assert change.partition("=")[0] in [entry.key for entry in found]
 
 
 def test_all_differences_at_once(tmp_path: Path) -> None:
     other = configuration(tmp_path, ["model.num_layers=3", "run.seed=5", "optimizer.lr=0.5"])
     with pytest.raises(ConfigError, match="2 differences") as refused:
-        check_config(configuration(tmp_path), other)
+        check_config(configuration(tmp_path), other, tmp_path)
     assert "model.num_layers: 1 -> 3" in str(refused.value)
     assert "run.seed: 1234 -> 5" in str(refused.value)
     assert "optimizer.lr" not in str(refused.value), "that one would be fine"
@@ -125,6 +126,14 @@ def test_sources_are_compared_by_name(tmp_path: Path) -> None:
     before = configuration(tmp_path, [f"data.sources={json.dumps([one, two])}"])
     for sources in ([two, one], [two], [three, two, one], [{**one, "weight": "1/3", "max_epochs": 2}, two]):
         after = configuration(tmp_path, [f"data.sources={json.dumps(sources)}"])
-        assert any(entry.key.startswith("data.sources") for entry in check_config(before, after))
+        assert any(entry.key.startswith("data.sources") for entry in check_config(before, after, tmp_path))
+    changed = [f"data.sources={json.dumps([two, {**one, 'paths': ['/x']}])}"]
     with pytest.raises(ConfigError, match=r"data\.sources\.1\.paths"):
-        check_config(before, configuration(tmp_path, [f"data.sources={json.dumps([two, {**one, 'paths': ['/x']}])}"]))
+        check_config(before, configuration(tmp_path, changed), tmp_path)
+
+
+def test_a_checkpoint_without_its_settings_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    for metadata in ({"config_digest": "0" * 64}, {"settings": {"model": {"num_layers": "many"}}}):
+        with pytest.raises(CheckpointError, match="no settings that this version reads") as refusal:
+            is_made_with(Checkpoint(tmp_path / "step 1", metadata), configuration(tmp_path))
+        assert f"--resume never --from-weights '{tmp_path}/step 1'" in refusal.value.hint

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from numpy_engine import NumpyEngine
-from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
-from vorox.core.distributed_context import DistributedContext
+from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine, write_text
 from vorox.core.errors import CheckpointError, ConfigError, DataError
-from vorox.core.file_holder import FileLock
-from vorox.core.log import RunLog
-from vorox.core.run_context import recorded_config
-from vorox.core.run_layout import RunLayout
+from vorox.core.files.file_holder import FileLock
+from vorox.core.files.json_lines import read_lines
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.data.plan import DataPlan
+from vorox.data.order.plan import DataPlan
 from vorox.experiments.tracking import read_metrics
+from vorox.records.log import RunLog
+from vorox.records.run_context import recorded_config
 from vorox.run import make_workload
-from vorox.training import resume
-from vorox.training.checkpoints.store import Checkpoint, step_directories
+from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.replay import replay
-from vorox.training.workload import Workload
+from vorox.training.resume import resume
+from vorox.training.steps.workload import Workload
 
 CHANGED = {"engine": "numpy", "numpy": "9.9", "blas": "new", "determinism": "bitwise"}
 
@@ -49,6 +51,22 @@ def test_another_process_is_refused(tmp_path: Path) -> None:
         run(config)
 
 
+def test_a_length_below_the_finished_steps_names_the_command_that_continues(tmp_path: Path) -> None:
+    """To the run's own length, if it has not reached that yet: another one would end it early or make it longer."""
+    config = configuration(tmp_path, ["train.num_steps=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"])
+    directory = run(config).run_directory
+    shorter = recorded_config(directory, ["train.num_steps=2"])
+    with pytest.raises(ConfigError, match="has finished 12 steps, more than the configured 2") as caught:
+        run(shorter, resume_from=directory)
+    assert "train.num_steps=24" in caught.value.hint
+    for step in (8, 12):
+        shutil.rmtree(RunLayout(directory).checkpoint(step))
+    with pytest.raises(ConfigError, match="has finished 4 steps") as caught:
+        run(shorter, resume_from=directory)
+    assert "to its own length, 12 (vorox train --resume " in caught.value.hint
+    assert "train.num_steps" not in caught.value.hint
+
+
 def test_resume_refuses_another_model_or_other_data(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     directory = run(config).run_directory
@@ -62,6 +80,15 @@ def test_resume_refuses_another_model_or_other_data(tmp_path: Path) -> None:
         assert text in str(refused.value)
     for path, content in files.items():
         assert path.read_bytes() == content, f"{path} was changed by a refused resume"
+
+
+def test_resume_refuses_a_changed_argument_of_a_transform(tmp_path: Path) -> None:
+    """What a mapping declares holds for its entries, whose keys the schema does not know."""
+    overrides = ["data.transforms=[{name: length, args: {min_characters: 1}}]"]
+    directory = run(configuration(tmp_path, overrides)).run_directory
+    other = recorded_config(directory, ["data.transforms.0.args.min_characters=2"])
+    with pytest.raises(ConfigError, match=r"1 difference\):\n  data.transforms.0.args.min_characters: 1 -> 2"):
+        run(other, resume_from=directory)
 
 
 def test_resume_with_another_length_and_pace(tmp_path: Path) -> None:
@@ -130,14 +157,30 @@ def test_the_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
         assert str(again.value) == str(refused.value), "one message, whoever reads the plan"
 
 
-def test_a_changed_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configuration(tmp_path)
-    at_step(monkeypatch, 6, kill)
-    with pytest.raises(Killed):
-        run(config)
-    (tmp_path / "text" / "text.jsonl").write_text('{"text": "something else"}\n' * 200)
-    with pytest.raises(DataError, match="no longer"):
-        run(config)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_rewritten_text_changes_no_run_that_has_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    whole = run(configuration(tmp_path / "whole")).run_directory
+    config = configuration(tmp_path / "cut")
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, kill)
+        with pytest.raises(Killed):
+            run(config)
+    (tmp_path / "cut" / "text" / "text.jsonl").write_text('{"text": "something else"}\n' * 200)
+    if is_lost:
+        shutil.rmtree(tmp_path / "cut" / "cache")
+        with pytest.raises(DataError):
+            run(config)
+    else:
+        steps = {
+            directory: {line["step"]: (line["batch"], line["loss"]) for line in read_lines(directory / "chain.jsonl")
+                        if "batch" in line}
+            for directory in (whole, run(config).run_directory)
+        }  # fmt: skip
+        one, other = steps.values()
+        assert len(one) == 12
+        assert one == other
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
@@ -146,3 +189,27 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(tm
         resume.load(NumpyEngine(8), checkpoint, {"num_layers": 3, "width": 4})
     _, _, fields = refused.value.what.partition(": ")
     assert fields == "bias = True, configured is None, num_layers = 2, configured is 3"
+
+
+def test_a_source_that_was_added_is_one_change(tmp_path: Path) -> None:
+    directory = run(configuration(tmp_path)).run_directory
+    write_text(tmp_path / "more", seed=3)
+    config = configuration(tmp_path, ["train.num_steps=16"])
+    more = config.data.sources[0].model_copy(update={"name": "more", "paths": (str(tmp_path / "more"),)})
+    data = config.data.model_copy(update={"sources": (*config.data.sources, more)})
+    run(config.model_copy(update={"data": data}), resume_from=directory)
+    assert events(directory, "config_changed") == [
+        "Configuration changed: train.num_steps: 12 -> 16; data.sources.1.name: null -> more"
+    ]
+
+
+def test_a_name_that_is_no_entry_of_a_list_hides_no_other_change(tmp_path: Path) -> None:
+    unnamed = configuration(tmp_path, ["run.name=null"])
+    directory = run(unnamed).run_directory
+    later = {"name": "later", "directory": str(tmp_path / "elsewhere")}
+    config = unnamed.model_copy(update={"run": unnamed.run.model_copy(update=later)})
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"num_steps": 16})})
+    run(longer, resume_from=directory)
+    (said,) = events(directory, "config_changed")
+    assert "run.name" in said
+    assert "run.directory" in said

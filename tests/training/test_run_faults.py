@@ -12,12 +12,12 @@ import pytest
 
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine
 from vorox.cli.failure import report_failure
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation
-from vorox.core.errors import CheckpointError
-from vorox.core.run_layout import RunLayout
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.display import NoDisplay
+from vorox.core.errors import CheckpointError, ConfigError
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation
+from vorox.core.files.file_holder import FileLock
+from vorox.core.run_layout import RunLayout, lock_run, step_directories
+from vorox.training.loop.display import NoDisplay
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +138,48 @@ def test_a_crash_says_what_is_saved(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("x crash: ZeroDivisionError: a user's function")
     assert lines[2] == f"  saved   {saved}"
+
+
+def the_run(folder: Path) -> Path:
+    return next((folder / "runs").iterdir())
+
+
+def test_a_plan_that_is_removed_under_a_run_is_reported_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(monkeypatch, 6, lambda: RunLayout(the_run(tmp_path)).plan.unlink())
+    finished = run(configuration(tmp_path, ["checkpoint.asynchronous=false"]))
+    reports = events(finished.run_directory, "plan_lost")
+    assert len(reports) == 2, "after steps 8 and 12, not after step 4"
+    assert all("plan.jsonl was removed or changed" in report for report in reports)
+
+
+def test_a_removed_lock_is_locked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def second_process() -> None:
+        with pytest.raises(ConfigError, match="is in use by"):
+            lock_run(the_run(tmp_path)).acquire()
+        refused.append("step 10")
+
+    at_step(monkeypatch, 6, lambda: RunLayout(the_run(tmp_path)).lock.unlink())
+    at_step(monkeypatch, 10, second_process)
+    finished = run(configuration(tmp_path, ["checkpoint.asynchronous=false"]))
+    assert refused == ["step 10"]
+    assert len(events(finished.run_directory, "lock_removed")) == 1
+
+
+def test_a_run_whose_lock_another_process_took_ends_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[FileLock] = []
+
+    def second_process() -> None:
+        RunLayout(the_run(tmp_path)).lock.unlink()
+        taken.append(lock_run(the_run(tmp_path)).acquire())
+
+    at_step(monkeypatch, 6, second_process)
+    with pytest.raises(ConfigError, match="is in use by"):
+        run(configuration(tmp_path, ["checkpoint.asynchronous=false"]))
+    assert max(step_directories(the_run(tmp_path))) == 8, "it trained no further"
+    taken[0].release()

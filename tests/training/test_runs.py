@@ -27,22 +27,23 @@ from tiny_runs import (
     use_clock,
     use_numpy_engine,
 )
-from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, NumericalError, Preempted
-from vorox.core.json_lines import read_history
-from vorox.core.run_context import recorded_config
-from vorox.data import loader
-from vorox.data.run_data_index import RunDataIndex
+from vorox.core.files.chained_log import HashChainedLog, LogPosition
+from vorox.core.files.json_lines import read_history
+from vorox.core.run_layout import step_directories
+from vorox.data.order import loader
+from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.flops import flops_per_token
+from vorox.models.decoder.spec import decoder_spec
+from vorox.planning.flops import flops_per_token
+from vorox.records.replay_chain import read_chain
+from vorox.records.run_context import recorded_config
 from vorox.runtime.heartbeat import Heartbeat, Phase
 from vorox.runtime.throughput import Throughput
-from vorox.training.checkpoints.store import latest_valid, request_save, step_directories
+from vorox.training.checkpoints.store import latest_valid, request_save
 from vorox.training.checkpoints.writer import CheckpointWriter
-from vorox.training.display import NoDisplay
-from vorox.training.replay_chain import read_chain
+from vorox.training.loop.display import NoDisplay
 
 STEPS = 12
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy_engine import NumpyEngine
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.training.evaluation.sampling import SamplingSettings, generate, sample_token
+from vorox.training.inference.sampling import SamplingSettings, generate, sample_token
 
 VOCAB = 11
 SETTINGS = SamplingSettings(6, 1.0, None, 42, VOCAB, None, 64)
@@ -48,6 +48,22 @@ def test_greedy_follows_the_likeliest_token() -> None:
     assert generate(engine, [[0]], replace(greedy, temperature=1.0, top_k=1)) == [[1, 2, 3, 0, 1, 2]]  # type: ignore[arg-type]
     ends = replace(greedy, end_of_text_id=3)
     assert generate(engine, [[0], [3], [1]], ends) == [[1, 2], [0, 1, 2], [2]]  # type: ignore[arg-type]
+
+
+@pytest.mark.hf
+@pytest.mark.torch
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    generator = np.random.default_rng()
+    processor = transformers.RepetitionPenaltyLogitsProcessor(1.3)
+    settings = replace(SETTINGS, temperature=0.0, vocab_size=12, repetition_penalty=1.3)
+    changed = 0
+    for _ in range(200):
+        logits, before = generator.normal(size=12).astype(np.float32), generator.integers(0, 12, 6)
+        expected = processor(torch.tensor(before)[None], torch.tensor(logits)[None])[0].argmax()
+        assert sample_token(logits, settings, 0, 0, before.tolist()) == int(expected)
+        changed += int(expected) != int(logits.argmax())
+    assert changed
 
 
 def test_frequencies_follow_the_distribution() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from vorox.core.batch_sizes import BatchSizes
 from vorox.core.errors import ConfigError
-from vorox.core.schema import RunConfig, ScheduleConfig
-from vorox.training.schedule import Horizon, Schedule, horizon
+from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
+from vorox.training.steps.schedule import Horizon, Schedule, horizon, learning_rate_warnings
 
 
 def configuration(train: dict[str, object], schedule: dict[str, object] | None = None) -> RunConfig:
@@ -153,3 +153,13 @@ def test_many_passes_over_the_text_are_said() -> None:
     (warning,) = length.warnings(10)
     assert "100 times" in warning
     assert "train.num_steps" in warning
+
+
+@pytest.mark.parametrize(("rate", "meant"), [(2e5, "2e-5"), (1e9, "1e-9"), (3.5e4, "3.5e-4"), (3, "3e-4")])
+def test_a_learning_rate_above_1_is_named_with_the_likely_slip(rate: float, meant: str) -> None:
+    (said,) = learning_rate_warnings(OptimizerConfig(lr=rate))
+    assert said.endswith(f"set optimizer.lr={meant}")
+    (said,) = learning_rate_warnings(OptimizerConfig(name="muon", muon_lr=rate))
+    assert said.endswith(f"set optimizer.muon_lr={meant}")
+    assert not learning_rate_warnings(OptimizerConfig(muon_lr=rate)), "without muon it has no effect"
+    assert not learning_rate_warnings(OptimizerConfig(lr=1))

@@ -14,15 +14,16 @@ import rank_threads
 import tiny_runs
 from vorox.cli import main
 from vorox.core.batch import DataCursor, Progress
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError, Preempted
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.tracking import read_metrics
-from vorox.training.evaluation import scheduled_tasks, task_loading
-from vorox.training.evaluation.scheduled_tasks import ScheduledTasks, TasksReport
+from vorox.records.replay_chain import read_chain
+from vorox.training.evaluation import task_loading
 from vorox.training.evaluation.task_evaluation import TaskResult
-from vorox.training.replay_chain import read_chain
-from vorox.training.stop import StopRequest
+from vorox.training.loop import scheduled_tasks
+from vorox.training.loop.scheduled_tasks import ScheduledTasks, TasksReport
+from vorox.training.steps.stop import StopRequest
 
 TASKS = {
     "choices": {

@@ -20,13 +20,13 @@ import vorox
 from tiny_runs import configuration, run
 from vorox.cli import app
 from vorox.core.errors import CheckpointError
-from vorox.core.run_layout import RunLayout
-from vorox.core.staged_directory import StagedDirectory, read_manifest
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.engine_state import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, read_weights
-from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
-from vorox.training.checkpoints.store import latest_valid, step_directories
-from vorox.training.replay_chain import read_chain
+from vorox.core.files.staged_directory import StagedDirectory, read_manifest
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.stored.engine_state import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, read_weights
+from vorox.models.stored.sharded_snapshot import ShardedSnapshot, ShardRows
+from vorox.records.replay_chain import read_chain
+from vorox.training.checkpoints.store import latest_valid
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

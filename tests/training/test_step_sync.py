@@ -9,19 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vorox.run
-from rank_threads import RANK, ThreadBackend, run_ranks
+from numpy_engine import NumpyEngine
+from rank_threads import RANK, ThreadBackend, run_ranks, together
 from tiny_runs import before_step, configuration, run, use_clock
-from vorox.core.errors import NumericalError, Preempted
-from vorox.data import loader
+from vorox.core.batch import Batch, DataCursor, DataShard, Progress
+from vorox.core.errors import DataError, NumericalError, Preempted
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import step_directories
+from vorox.data.order import loader
+from vorox.records.replay_chain import ReplayChain, read_chain
 from vorox.runtime.heartbeat import Heartbeat, Phase
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.rank_statistics import RankStatistics
-from vorox.training.replay_chain import ReplayChain, read_chain
-from vorox.training.step_sync import Exchange, StepDecision, StepSync
-from vorox.training.stop import StopRequest
+from vorox.training.loop.rank_statistics import RankStatistics
+from vorox.training.loop.step_sync import Exchange, NextBatch, RankRows, StepDecision, StepSync
+from vorox.training.steps.stop import StopRequest
 
 LIMIT_SECONDS = 120.0
 
@@ -32,7 +36,7 @@ def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_decision(step: int) -> None:
-    decision = RANK.dist.channel.get(f"vorox/step/{step}/decision", LIMIT_SECONDS)
+    decision = RANK.dist.channel.get(f"vorox/0/step/{step}/decision", LIMIT_SECONDS)
     assert decision is not None, f"step {step} ran, and the ranks did not decide what follows it"
 
 
@@ -180,3 +184,72 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, monk
     errors = run_ranks(3, configuration(tmp_path))
     assert [type(error) for error in errors] == [Preempted] * 3
     assert {error.what for error in errors[1:]} == {errors[0].what} == {"SIGTERM: stopped after step 6 of 12"}, errors
+
+
+def test_a_failure_of_a_rank_decides_over_a_wait_of_another() -> None:
+    """Rank 0 waits for rows that are not built yet, rank 1 cannot read its own: the run has failed, not paused."""
+    next_batch = NextBatch(DistributedContext(), StopRequest(), Heartbeat(Path()))
+    waits, fails = {"rank": 0, "is_awaited": True}, {"rank": 1, "is_awaited": False}
+    for reports in ([waits, fails], [fails, waits], [None, waits, fails]):
+        assert next_batch.find(reports) == fails
+    assert next_batch.find([None, waits]) == waits
+    assert next_batch.find([None, None]) is None
+
+
+def rows_of(step: int, tokens: Sequence[int], slots: Sequence[int]) -> Batch:
+    """A batch of one micro-batch, with a row of one token per slot; rows without a slot pad it."""
+    rows = np.array(tokens, np.int32).reshape(1, -1, 1)
+    found = Batch(
+        step, rows, rows, None, None, np.ones(rows.shape[:2], np.uint64), len(tokens), DataCursor("", 0, 1, 1, 0)
+    )
+    return found.with_lanes(np.array(slots, np.int64))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_batch_digest_of_ranks_that_share_rows(replicas: int) -> None:
+    """Pieces of context parallelism and parts of layers read whole rows; each row counts once."""
+    parts = [rows_of(3, [1, 2], [0, 1]), rows_of(3, [3, 4], [2, 3]), rows_of(3, [5, 0], [4])]
+
+    def program(dist: DistributedContext) -> list[str]:
+        index = dist.rank // replicas
+        rows = RankRows(dist, DataShard(index, len(parts)))
+        return [rows.digest(parts[index]) for _ in range(2)]
+
+    results, _ = together(len(parts) * replicas, program)
+    assert results == [[rows_of(3, [1, 2, 3, 4, 5], range(5)).digest()] * 2] * len(results)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_that_share_rows_and_read_different_ones_stop(rank: int) -> None:
+    def program(dist: DistributedContext) -> str:
+        rows = RankRows(dist, DataShard(dist.rank // 3, 2))
+        return rows.digest(rows_of(3, [1 + (dist.rank == rank)], [dist.rank // 3]))
+
+    errors, _ = together(6, program)
+    assert {type(error) for error in errors} == {DataError}
+    assert {(error.what.removeprefix("rank 0: "), error.where) for error in errors} == {
+        ("Ranks that train on the same rows read different ones", "step 4")
+    }
+
+
+def test_the_first_rank_that_diverged_is_named_among_many(tmp_path: Path) -> None:
+    """Of 20: rank 3 and another below it in the tree, and two that differ in other ways."""
+    log: Any = None
+
+    def program(dist: DistributedContext) -> StepDecision:
+        chain = ReplayChain(tmp_path, Progress(0, 0, DataCursor("", 0, 0, 0, 0)), writes=False)
+        chain.head = {18: "c", 3: "b", 10: "b", 9: "d"}.get(dist.rank, "a")
+        heartbeat = Heartbeat(tmp_path)
+        statistics = RankStatistics(NumpyEngine(10), heartbeat.seconds, log, lambda step: False)
+        stop = StopRequest()
+        with StepSync(
+            dist, DataShard(dist.rank, 20), stop, lambda _: False, chain, NextBatch(dist, stop, heartbeat), statistics
+        ) as sync:
+            return sync.finish(
+                sync.start(Progress(5, 0, DataCursor("", 0, 0, 0, 0)), rows_of(4, [1], [dist.rank]), None)
+            )
+
+    errors, _ = together(20, program)
+    assert {error.what.removeprefix("rank 0: ") for error in errors} == {
+        "Ranks diverged: rank 3 recorded other numbers than rank 0"
+    }

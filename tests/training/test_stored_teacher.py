@@ -17,8 +17,8 @@ from vorox.cli import main
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.experiments.tracking import read_metrics
-from vorox.training.replay_chain import read_chain
-from vorox.training.teacher_logits import LogitsHeader, LogitsReader, LogitsWriter
+from vorox.records.replay_chain import read_chain
+from vorox.training.steps.teacher_logits import LogitsHeader, LogitsReader, LogitsWriter
 
 pytestmark = pytest.mark.torch
 TOP_K = 5
@@ -218,8 +218,8 @@ def test_a_damaged_row_is_named(place: Path, logits: Path) -> None:
         (["data.document_mask=false"], "data.document_mask=true, the run has data.document_mask=false"),
         (["data.sequence_length_tokens=8", "model.max_positions_tokens=16"], "rows of 16 positions"),
         (["model.vocab_size=300"], "a vocabulary of 257"),
-        (["backend=jax"], "needs backend torch"),
-        (["parallel.kind=deepspeed"], "needs parallel.kind native"),
+        (["backend=jax"], "needs backend=torch"),
+        (["parallel.kind=deepspeed"], "set .*parallel.kind=native"),
         (["train.distillation.top_k=3"], "stored logits have their own"),
         (["train.distillation.teacher=copy"], "exclude each other"),
         (["train.forward_backward=os.path:join"], "is not supported with train.distillation.logits"),

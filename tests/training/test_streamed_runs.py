@@ -18,11 +18,11 @@ from disk_usage import bytes_at_one_instant
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.cache.build import BuildOptions
-from vorox.data.corpus import prepare
-from vorox.data.streaming import RemoteIterableDataset
+from vorox.data.corpus.corpus import prepare
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
+from vorox.records.replay_chain import read_chain
 from vorox.run import Outcome, make_workload
 from vorox.training.replay import replay
-from vorox.training.replay_chain import read_chain
 
 STEPS = 80
 GROWTH = [
@@ -110,13 +110,13 @@ def test_streamed_is_cached_within_its_room(tmp_path: Path, cached: dict[str, An
 
 
 def _dist() -> Any:
-    from vorox.core.distributed_context import DistributedContext
+    from vorox.core.ranks.distributed_context import DistributedContext
 
     return DistributedContext()
 
 
 def _log() -> Any:
-    from vorox.core.log import RunLog
+    from vorox.records.log import RunLog
 
     return RunLog(None)
 
@@ -174,10 +174,10 @@ def test_a_run_goes_on_streamed_where_it_was_cached_and_back(
 
 def test_the_dataset_of_a_configuration_gives_the_rows_of_its_run(tmp_path: Path) -> None:
     from vorox.core.batch import DataShard
-    from vorox.data.loader import first_cursor
-    from vorox.training.dataloading import training_batches
-    from vorox.training.run_plan import update_plan
-    from vorox.training.schedule import Horizon
+    from vorox.data.order.loader import first_cursor
+    from vorox.training.steps.dataloading import training_batches
+    from vorox.training.steps.run_plan import update_plan
+    from vorox.training.steps.schedule import Horizon
 
     config = configured(tmp_path, GROWTH)
     with contextlib.closing(prepare(config)) as corpus:

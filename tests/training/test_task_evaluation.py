@@ -6,20 +6,27 @@ import hashlib
 import json
 import math
 import random
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import base_models
 import tiny_runs
 import vorox
 from vorox.cli import main
+from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.experiments.task_results import write_task_results
 from vorox.experiments.tracking import read_metrics
-from vorox.training.evaluation.task_evaluation import OutOfTime, RequestScorer, time_budget
+from vorox.training.evaluation import task_evaluation
+from vorox.training.evaluation.task_evaluation import OutOfTime, RequestScorer, check_completions, time_budget
+from vorox.training.inference.language_model import LanguageModel
+from vorox.training.inference.sampling import SamplingSettings
 
 TASKS = {
     "choices": {
@@ -34,7 +41,7 @@ TASKS = {
     "completion": {
         "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["e"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match"}],
+        "metric_list": [{"metric": "exact_match"}, {"metric": "chrf"}], "process_docs": "!function noise.keep",
     },
 }  # fmt: skip
 
@@ -56,7 +63,9 @@ def write_tasks(directory: Path) -> Path:
     for name, task in TASKS.items():
         kept = {"data_files": {"test": str(file)}}
         settings = {"task": name, "dataset_path": "json", "dataset_kwargs": kept, "test_split": "test", **task}
-        (directory / f"{name}.yaml").write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+        text = json.dumps(settings).replace('"!function noise.keep"', "!function noise.keep")  # JSON is YAML
+        (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (directory / "noise.py").write_text("print('imported')\ndef keep(docs):\n    print('called')\n    return docs\n")
     return directory
 
 
@@ -64,27 +73,42 @@ def write_tasks(directory: Path) -> Path:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.torch
 @pytest.mark.hf
+@pytest.mark.parametrize("shape", [None, "llama3", "both"])
 def test_scores_equal_those_of_the_harness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shape: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the tokenizer of the run, and with those of a base that adds BOS, or BOS and EOS."""
     harness = pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    shape = ["model.norm_bias=false", "model.max_positions_tokens=64"]
-    run = vorox.train(tiny_runs.configuration(tmp_path, shape)).run_directory
+    settings = ["model.norm_bias=false", "model.max_positions_tokens=64"]
+    if shape is not None:
+        base_models.write(tmp_path / "base", shape)
+        generation = tmp_path / "base" / "generation_config.json"
+        options = json.loads(generation.read_text()) if generation.exists() else {}
+        generation.write_text(json.dumps({**options, "repetition_penalty": 1.3}))  # as Qwen's chat models have
+        settings = [
+            "model={kind: huggingface}", f"model.name_or_path={tmp_path / 'base'}", "runtime.compile=false",
+            "tokenizer.kind=huggingface", f"tokenizer.path={tmp_path / 'base'}",
+        ]  # fmt: skip
+    run = vorox.train(tiny_runs.configuration(tmp_path, settings)).run_directory
     tasks = write_tasks(tmp_path / "tasks")
     assert main(["export", str(run), "--to", "hf", "--output", str(tmp_path / "hf"), "--check"]) == 0
     capsys.readouterr()
     words = ["eval", str(run), "--tasks", ",".join(TASKS), "--task-path", str(tasks), "--batch-size", "4", "--json"]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
+    output, beside = capsys.readouterr()
+    assert "called" in beside, "a task prints, and so do metrics: not into the result"
+    found = json.loads(output)
     loader, manager = import_module("lm_eval.models.huggingface"), import_module("lm_eval.tasks").TaskManager
-    model = loader.HFLM(pretrained=str(tmp_path / "hf"), device="cpu", batch_size=3, max_length=64)
+    length = 64 if shape is None else 128
+    model = loader.HFLM(pretrained=str(tmp_path / "hf"), device="cpu", batch_size=3, max_length=length)
     manager = manager(include_path=str(tasks), include_defaults=False)
     expected: Any = harness.simple_evaluate(
         model=model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=False
     )
+    assert "called" in capsys.readouterr().out, "the harness itself lets them print"
     compared = 0
     for name in TASKS:
         for key, value in expected["results"][name].items():
@@ -147,6 +171,54 @@ def test_log_likelihoods_in_batches() -> None:
         assert {greedy for _, greedy in found} == {True, False}
         assert sum(rows for rows, _ in model.batches) <= 31  # the last seven pairs have one input
         assert max(rows for rows, _ in model.batches) <= size
+
+
+class CompletionTask:
+    OUTPUT_TYPE = "generate_until"
+
+    def __init__(self, **options: object) -> None:
+        self._options = options
+
+    def get_config(self, name: str) -> dict[str, object]:
+        assert name == "generation_kwargs"
+        return self._options
+
+
+def test_options_of_a_completion_that_are_not_read_are_refused() -> None:
+    model: Any = SimpleNamespace(spec=SimpleNamespace(max_positions_tokens=64))
+    known = {"until": ["."], "max_gen_toks": 5, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "top_k": 3}
+    known |= {"min_p": 0.1, "repetition_penalty": 1.2}
+    check_completions({"a": CompletionTask(**known, num_beams=1, length_penalty=1.0)}, model)
+    for option in ({"num_beams": 4}, {"length_penalty": 1.2}, {"stop_sequences": ["x"]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}.*not supported"):
+            check_completions({"a": CompletionTask(**known, **option)}, model)
+
+
+def test_top_p_of_a_task_reaches_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[SamplingSettings] = []
+
+    def complete(engine: object, prompts: list[list[int]], settings: SamplingSettings) -> list[list[int]]:
+        seen.append(settings)
+        return [[1] for _ in prompts]
+
+    monkeypatch.setattr(task_evaluation, "generate", complete)
+    tokenizer = SimpleNamespace(
+        encode=lambda text: [1], decode=lambda ids: "x", end_of_text_id=0, stop_ids=(0,), vocab_size=7,
+        without_special=lambda ids: ids, repetition_penalty=1.1,
+    )  # fmt: skip
+    model: Any = SimpleNamespace(
+        spec=SimpleNamespace(max_positions_tokens=64), tokenizer=tokenizer, engine=None,
+        config=SimpleNamespace(eval=SimpleNamespace(sample_tokens=4), run=SimpleNamespace(seed=1)),
+    )  # fmt: skip
+    model.sampling_settings = partial(LanguageModel.sampling_settings, model)
+    monkeypatch.setattr(RequestScorer, "encode", lambda self, text: [1])
+    scorer = RequestScorer(model, 4, time_budget(None))
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.25, "min_p": 0.05, "top_k": 3, "max_gen_toks": 2}
+    scorer.complete(["a"], options)
+    assert [(one.top_p, one.min_p, one.top_k, one.temperature) for one in seen] == [(0.25, 0.05, 3, 0.7)]
+    assert seen[0].repetition_penalty == 1.1, "that of the model"
+    scorer.complete(["a"], {**options, "repetition_penalty": 1.5})
+    assert seen[-1].repetition_penalty == 1.5
 
 
 def test_no_batch_starts_after_the_deadline() -> None:

@@ -13,11 +13,11 @@ from numpy_engine import NumpyEngine
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.chat_template import BUILT_IN
+from vorox.data.chat.template import BUILT_IN
 from vorox.data.documents import Message
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.evaluation.sampling import SamplingSettings, complete
+from vorox.training.inference.sampling import SamplingSettings, complete
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation, stream_text
 
 

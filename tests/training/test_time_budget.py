@@ -11,9 +11,10 @@ import pytest
 from numpy_engine import NumpyEngine
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.errors import ConfigError
+from vorox.planning.time_limit import check_minutes
 from vorox.training import time_budget
-from vorox.training.schedule import Schedule, horizon
-from vorox.training.time_budget import Costs, check_minutes, fit_warmup, measure, steps_within, with_num_steps
+from vorox.training.steps.schedule import Schedule, horizon
+from vorox.training.time_budget import Costs, fit_warmup, measure, steps_within, with_num_steps
 
 
 class Clockwork:

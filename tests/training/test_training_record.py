@@ -18,14 +18,13 @@ import pytest
 
 import tiny_runs
 import vorox
-from numpy_engine import NumpyEngine
 from vorox.cli import main
 from vorox.cli.training_record import NOT_STATED
-from vorox.data.contamination import EvaluationRecord, find_contamination
-from vorox.data.run_data_index import RunDataIndex
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.replay_chain import read_chain
-from vorox.training.training_record import size_range
+from vorox.core.run_layout import step_directories
+from vorox.data.provenance.contamination import EvaluationRecord, find_contamination
+from vorox.data.provenance.run_data_index import RunDataIndex
+from vorox.records.replay_chain import read_chain
+from vorox.training.reports.training_record import size_range
 
 STEPS, SPIKE, NOT_FINITE, KILLED_IN = 30, 12, 15, 20
 END_OF_TEXT = 256
@@ -89,28 +88,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "checkpoint.every_steps=8", "checkpoint.keep_last=9",
     ]  # fmt: skip
     config = tiny_runs.configuration(directory, settings)
-    step, gradients, now = NumpyEngine.train_step, NumpyEngine._gradients, [0]
-
-    def train_step(engine: NumpyEngine, batch: Any, **kwargs: Any) -> Any:
-        now[0] = batch.step + 1
-        return step(engine, batch, **kwargs)
-
-    def changed(engine: NumpyEngine, *arguments: Any) -> Any:
-        loss, found = gradients(engine, *arguments)
-        factor = {SPIKE: 3, NOT_FINITE: math.nan}.get(now[0], 1)
-        return factor * loss, {name: np.float32(factor) * array for name, array in found.items()}
-
     with pytest.MonkeyPatch.context() as patch:
         tiny_runs.use_numpy_engine(patch)
-        patch.setattr(NumpyEngine, "train_step", train_step)
-        patch.setattr(NumpyEngine, "_gradients", changed)
+        tiny_runs.scale_steps(patch, {SPIKE: 3, NOT_FINITE: math.nan})
         with pytest.MonkeyPatch.context() as killing:
             tiny_runs.at_step(killing, KILLED_IN, tiny_runs.kill)
             with pytest.raises(tiny_runs.Killed):
                 tiny_runs.run(config)
         run_directory = tiny_runs.run(config).run_directory
     with vorox.open_run(run_directory) as run:
-        tokens = {batch.step + 1: documents_of(batch) for batch in run.batches(1, STEPS)}
+        tokens = {batch.step: documents_of(batch) for batch in run.batches(1, STEPS)}
     return Trained(run_directory, directory / "corpora", tokens)
 
 
@@ -154,6 +141,7 @@ def test_numbers_equal_a_recount_of_the_batches(trained: Trained, record: Any, s
         "applied": found["step"] - len(lost),
         "loss_spikes_skipped": int(SPIKE in lost),
         "not_finite": int(NOT_FINITE in lost),
+        "not_known_to_be_finite": 0,
     }
     assert found["proof"]["chain_head"] == read_chain(trained.directory)[found["step"]].chain
     if step is None:
@@ -239,7 +227,9 @@ def test_wrong_facts_are_refused(record: Any, tmp_path: Path, text: str | None, 
     assert named in error
 
 
-def test_missing_steps_are_refused(trained: Trained, record: Any, tmp_path: Path) -> None:
+def test_missing_steps_are_refused(
+    trained: Trained, record: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, error = record("--step", str(STEPS + 1))
     assert (code, out) == (2, "")
     assert f"Step {STEPS + 1}" in error
@@ -247,7 +237,13 @@ def test_missing_steps_are_refused(trained: Trained, record: Any, tmp_path: Path
     copy = tmp_path / "copy"
     shutil.copytree(trained.directory, copy)
     (copy / "attempts.bin").unlink()
-    assert main(["runs", "record", str(copy)]) == 2
+    capsys.readouterr()
+    assert main(["runs", "record", str(copy), "--json"]) == 0, "run.json has the steps of attempts that ended"
+    assert json.loads(capsys.readouterr().out)["steps"] == json.loads(record("--json")[1])["steps"]
+    (copy / "run.json").unlink()
+    assert main(["runs", "record", str(copy)]) == 4
+    shutil.copy2(trained.directory / "attempts.bin", copy)
+    assert main(["runs", "record", str(copy)]) == 4, "nothing says which weights it started from"
 
 
 def test_a_damaged_chain_is_not_called_proof(
@@ -259,7 +255,9 @@ def test_a_damaged_chain_is_not_called_proof(
     (copy / "chain.jsonl").write_text("".join(line for line in lines if '"step":5}' not in line), encoding="utf-8")
     capsys.readouterr()
     assert main(["runs", "record", str(copy), "--json"]) == 0
-    assert "step 5" in json.loads(capsys.readouterr().out)["proof"]["chain_damage"]
+    found = json.loads(capsys.readouterr().out)
+    assert "step 5" in found["proof"]["chain_damage"]
+    assert found["steps"]["not_known_to_be_finite"] == 1
 
 
 def test_ranges_of_the_template() -> None:

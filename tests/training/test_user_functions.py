@@ -16,7 +16,7 @@ from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, ScheduleConfig
 from vorox.training.replay import replay
-from vorox.training.schedule import Horizon, Schedule
+from vorox.training.steps.schedule import Horizon, Schedule
 from vorox.training.user_functions import changed_functions, identities
 
 FUNCTIONS = """
@@ -175,7 +175,7 @@ def test_a_function_whose_module_imports_it_late_is_refused_with_the_reason(tmp_
 
 
 def test_other_words_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"one of cosine, linear, wsd, constant or package.module:function"):
+    with pytest.raises(ConfigError, match=r"one of cosine, linear, wsd, constant, hold or package.module:function"):
         load_config("quickstart", ["schedule.name=sinus"])
     with pytest.raises(ConfigError, match=r"eval.functions.0=\"mine\" must be package.module:function"):
         load_config("quickstart", ["eval.functions=[mine]"])
@@ -196,8 +196,8 @@ def test_a_function_that_changed_is_reported_by_resume_and_replay(tmp_path: Path
     assert "eval.functions.0 (mine.py:next_letter)" in text
 
     def make_workload(config: Any) -> Any:
-        from vorox.core.distributed_context import DistributedContext
-        from vorox.core.log import RunLog
+        from vorox.core.ranks.distributed_context import DistributedContext
+        from vorox.records.log import RunLog
 
         return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
@@ -207,7 +207,7 @@ def test_a_function_that_changed_is_reported_by_resume_and_replay(tmp_path: Path
 
 
 def test_a_function_with_a_version_may_be_edited(tmp_path: Path, functions: Path) -> None:
-    versioned = "from vorox.core.extensions import version\n\n" + FUNCTIONS.replace(
+    versioned = "from vorox.core.user_code.extensions import version\n\n" + FUNCTIONS.replace(
         "def falling", "@version(3)\ndef falling"
     )
     functions.write_text(versioned, encoding="utf-8")

@@ -11,11 +11,11 @@ from servers.faults import Fault, fault_proxy
 from servers.web import http_server
 from tiny_runs import at_step, configuration, run, use_numpy_engine, write_text
 from vorox.core.errors import DataError
-from vorox.core.json_lines import read_lines
+from vorox.core.files.json_lines import read_lines
 from vorox.data.storage import RetryPolicy, stalls
 from vorox.data.storage.reading import RangeCache
-from vorox.training.display import NoDisplay
-from vorox.training.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain
+from vorox.training.loop.display import NoDisplay
 
 STREAMED = [
     "train.num_steps=40", "eval.every_steps=null", "data.mode=streaming", "data.growth.mode=strict",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,19 @@ from eventually import PATIENCE_SECONDS
 from tiny_runs import configuration, result, run, use_numpy_engine
 from vorox.core.config.resolve import dump_yaml
 from vorox.core.run_layout import RunLayout
+from vorox.records.replay_chain import read_chain
 from vorox.run import Outcome
 from vorox.training.checkpoints.store import latest_valid
-from vorox.training.replay_chain import read_chain
 
 TIMEOUT_SECONDS = 5.0
 SETTINGS = [f"runtime.stall_timeout_seconds={TIMEOUT_SECONDS}", "eval.at_end=false"]
 
 
-def train(directory: Path, fault: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def train(directory: Path, fault: str, overrides: Sequence[str] = ()) -> tuple[subprocess.CompletedProcess[str], Path]:
     file = directory / "watched.yaml"
-    file.write_text(dump_yaml(configuration(directory, SETTINGS)), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    file.write_text(dump_yaml(configuration(directory, [*SETTINGS, *overrides])), encoding="utf-8")
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(Path(__file__).with_name("watched_run.py")), str(file), fault]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=PATIENCE_SECONDS)
     return done, next((directory / "runs").iterdir())
@@ -65,6 +67,25 @@ def test_a_stall_ends_the_run_and_a_resume_is_bit_exact(
     attempts = json.loads(RunLayout(directory).record.read_bytes())["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["killed", "finished"]
     assert attempts[0]["failure"]["error"] == "StalledError"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("validation", " has made no progress in the validation after step 6 for 10 s"),
+        ("save", " has not finished the save after step 12 for 10 s"),
+    ],
+)
+def test_a_hang_inside_a_validation_or_a_save_ends_the_run(tmp_path: Path, fault: str, sentence: str) -> None:
+    """The save of step 8 hangs in the background; the loop waits for it before it saves step 12."""
+    done, directory = train(tmp_path, fault, ["runtime.long_stall_timeout_seconds=10"])
+    assert done.returncode == 6, done.stderr
+    failure = json.loads(RunLayout(directory).failure.read_bytes())
+    assert failure["error"] == "StalledError"
+    assert sentence in failure["what"]
+    assert failure["saved"] == "training state up to step 4 is safe in step-00000004"
+    assert "stuck" in failure["traceback"]
 
 
 @pytest.mark.slow

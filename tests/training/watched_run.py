@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-import vorox.data.loader
-import vorox.training.evaluation.evaluate
+import vorox.data.order.loader
+import vorox.training.checkpoints.writer
+import vorox.training.steps.evaluate
 from tiny_runs import at_step, run, use_numpy_engine
 from vorox.cli.failure import report_failure
 from vorox.core.config import load_config
@@ -35,7 +36,7 @@ def main() -> int:
     use_numpy_engine(patch)
     if fault == "step":
         at_step(patch, STEP, stuck)
-    reader: Any = vorox.data.loader._BatchReader
+    reader: Any = vorox.data.order.loader._BatchReader
     original = reader.read
 
     def read(self: Any, step: int) -> Any:
@@ -44,15 +45,25 @@ def main() -> int:
         return original(self, step)
 
     patch.setattr(reader, "read", read)
-    original_run = vorox.training.evaluation.evaluate.Evaluations.run
+    original_run = vorox.training.steps.evaluate.Evaluations.run
 
     def validate(self: Any, *arguments: Any) -> Any:
+        if fault == "validation":
+            stuck()
         if fault == "slow":
-            patch.setattr(vorox.training.evaluation.evaluate.Evaluations, "run", original_run)  # once
+            patch.setattr(vorox.training.steps.evaluate.Evaluations, "run", original_run)  # once
             time.sleep(SLOW_SECONDS)
         return original_run(self, *arguments)
 
-    patch.setattr(vorox.training.evaluation.evaluate.Evaluations, "run", validate)
+    patch.setattr(vorox.training.steps.evaluate.Evaluations, "run", validate)
+    commit: Any = vorox.training.checkpoints.writer.commit_checkpoint
+
+    def save(*arguments: Any, **options: Any) -> Any:
+        if fault == "save" and arguments[0].name != "step-00000004":
+            stuck()
+        return commit(*arguments, **options)
+
+    patch.setattr(vorox.training.checkpoints.writer, "commit_checkpoint", save)
     try:
         run(load_config(Path(sys.argv[1])))
     except BaseException as error:

@@ -1,7 +1,7 @@
 """Compress a checkpoint: prune and quantise its weights, and measure what that costs.
 
 In: a run, a checkpoint, or averaged or pruned weights. Out: a directory and a ``Compression``: loss, size and speed
-before and after, on the run's validation set. Pruned weights are written by ``training/checkpoints/derived.py``,
+before and after, on the run's validation set. Pruned weights are written by ``training/export/derived.py``,
 quantised ones as a transformers directory.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -20,28 +19,31 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from vorox.api.arguments import check_argument
 from vorox.api.model import derived_config, find_checkpoint_named, find_derived, open_engine
-from vorox.core import atomic
-from vorox.core.atomic import pretty_json
 from vorox.core.batch import Batch
 from vorox.core.engine import Engine, EvalValues, NamedArray
 from vorox.core.errors import ConfigError
-from vorox.core.run_context import recorded_config
+from vorox.core.files import atomic
+from vorox.core.files.atomic import pretty_json
+from vorox.core.files.json_reader import read_json
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import QuantizationScheme, RunConfig
-from vorox.core.staged_directory import StagedDirectory
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare, prepare_recorded
 from vorox.data.tokenizers.store import load_run_tokenizer
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.engine_state import read_weights
+from vorox.models.huggingface.adapter_spec import AdapterSpec
 from vorox.models.pruning import Pruning, check_pruning, prune
 from vorox.models.spec import ModelSpec
-from vorox.models.stored_spec import spec_from_json
-from vorox.models.stored_weights import stored_entries, to_stored
-from vorox.training.checkpoints.derived import PRUNED, remove_empty, write_derived
+from vorox.models.stored.engine_state import read_weights
+from vorox.models.stored.spec import spec_from_json
+from vorox.models.stored.weights import stored_entries, to_stored
+from vorox.records.run_context import recorded_config
 from vorox.training.checkpoints.store import Checkpoint
-from vorox.training.dataloading import validation_set
-from vorox.training.evaluation.evaluate import evaluate
 from vorox.training.export.checkpoint import export
+from vorox.training.export.derived import PRUNED, recorded_run, remove_empty, write_derived
+from vorox.training.steps.dataloading import validation_set
+from vorox.training.steps.evaluate import evaluate
 
 REPORT_NAME = "compression.json"
 FORMAT = "vorox-compression/1"
@@ -144,7 +146,7 @@ def compress(
         check_pruning(spec, pruning)
     if quantization is not None:
         _quantizer().check_quantization(quantization, _device(config, quantization))
-    with closing(_ValidationSet(config, source.path)) as validation:
+    with closing(_ValidationSet(config, source)) as validation:
         task = _Task(target, config, source, spec, pruning, validation)
         return task.prune() if quantization is None else task.quantize(quantization)
 
@@ -152,9 +154,12 @@ def compress(
 class _ValidationSet:
     """The validation set of a run, for any model."""
 
-    def __init__(self, config: RunConfig, tokenizer_directory: Path) -> None:
-        kept = load_run_tokenizer(tokenizer_directory, config.tokenizer)
-        self._corpus = prepare(config, build=False, tokenizer=kept)
+    def __init__(self, config: RunConfig, source: Checkpoint) -> None:
+        run = run_of_checkpoint(source.path) or recorded_run(source)
+        if run is not None:
+            self._corpus = prepare_recorded(run, config)
+        else:
+            self._corpus = prepare(config, build=False, tokenizer=load_run_tokenizer(source.path, config.tokenizer))
         batches = validation_set(config, self._corpus)
         if batches is None:
             self.close()
@@ -250,9 +255,10 @@ def load_quantized(path: str | Path, *, device: Literal["cpu", "cuda"] = "cpu") 
     Raises:
         ConfigError: The directory has no such model, torchao or transformers is missing, or the device has no kernel.
     """
+    check_argument("vorox.load_quantized", "path", path, (str, Path))
     directory = Path(path)
     try:
-        scheme = json.loads((directory / REPORT_NAME).read_bytes())["quantize"]
+        scheme = read_json(directory / REPORT_NAME, dict)["quantize"]
     except (OSError, ValueError, KeyError):
         scheme = None
     if scheme is None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vorox import backends
+from vorox.api.arguments import check_argument
 from vorox.core.schema import RunConfig
 from vorox.data.cache.report import PrepareProgress
-from vorox.data.streaming import RemoteIterableDataset
-from vorox.data.streaming.dataset_config import Sources, Transforms
+from vorox.data.dataset.dataset_config import Sources, Transforms
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 
 if TYPE_CHECKING:
-    from vorox.data.streaming.torch_adapter import TorchStream
+    from vorox.data.dataset.torch_adapter import TorchStream
 
 
 def dataset(
@@ -21,7 +22,7 @@ def dataset(
     *,
     batch_size: int = 1,
     state: Mapping[str, Any] | None = None,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     sequence_length_tokens: int | None = None,
     weights: Mapping[str, float | str] | None = None,
     transforms: Transforms | None = None,
@@ -65,11 +66,23 @@ def dataset(
         ConfigError: The arguments contradict each other, or PyTorch is not installed.
         DataError: ``state`` does not belong to this data.
     """
+    check_argument("vorox.dataset", "data", data, (str, Path, Mapping, Sequence, RunConfig))
+    for location in data if isinstance(data, Sequence) else ():
+        check_argument("vorox.dataset", "a location", location, (str, Path))
+    for name, number in (("batch_size", batch_size), ("world_size", world_size)):
+        check_argument("vorox.dataset", name, number, (int,), least=1)
+    check_argument("vorox.dataset", "rank", rank, (int,), least=0)
+    check_argument("vorox.dataset", "epochs", epochs, (int, type(None)), least=1)
+    check_argument("vorox.dataset", "weights", weights, (Mapping, type(None)))
+    check_argument("vorox.dataset", "transforms", transforms, (list, tuple, type(None)))
+    check_argument("vorox.dataset", "state", state, (Mapping, type(None)))
+    check_argument("vorox.dataset", "tokenizer", tokenizer, (str, Path, type(None)))
+    check_argument("vorox.dataset", "cache_directory", cache_directory, (str, Path, type(None)))
     backends.check_installed("torch")
     rows = RemoteIterableDataset(
-        data, tokenizer=tokenizer, sequence_length_tokens=sequence_length_tokens, weights=weights,
-        transforms=transforms, seed=seed, shuffle=shuffle, epochs=epochs, metadata=metadata, rank=rank,
-        world_size=world_size, cache_directory=cache_directory, retention_bytes=retention_bytes,
+        data, tokenizer=None if tokenizer is None else str(tokenizer), sequence_length_tokens=sequence_length_tokens,
+        weights=weights, transforms=transforms, seed=seed, shuffle=shuffle, epochs=epochs, metadata=metadata,
+        rank=rank, world_size=world_size, cache_directory=cache_directory, retention_bytes=retention_bytes,
         on_progress=on_progress,
     )  # fmt: skip
     if state is not None:

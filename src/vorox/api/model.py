@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,32 +12,45 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox import backends
-from vorox.core.atomic import MANIFEST_NAME
+from vorox.api.arguments import check_argument
+from vorox.api.configuration import Configuration, as_config
 from vorox.core.config import config_from_record
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, Tap, TapPoint, Weights, attach_taps, exchange_average
 from vorox.core.errors import ConfigError
-from vorox.core.log import RunLog
-from vorox.core.run_context import recorded_config
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.staged_directory import read_manifest
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
-from vorox.core.run_lookup import find_run, is_run, run_argument
 from vorox.core.schema import LossConfig, RunConfig
-from vorox.core.staged_directory import read_manifest
 from vorox.data.cache.report import PrepareProgress
+from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.loading import load as load_tokenizer
+from vorox.data.tokenizers.store import load_untrained
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.models.adapter_spec import AdapterSpec, base_fingerprint
-from vorox.models.engine_state import read_average, read_weights
+from vorox.models.huggingface.adapter_spec import AdapterSpec, base_fingerprint
 from vorox.models.spec import ModelSpec
-from vorox.models.stored_spec import spec_from_json
-from vorox.run import choose_micro_batch, make_workload
-from vorox.training.auto_micro_batch import with_micro_batch
-from vorox.training.checkpoints.adapter_base import check_base, load_base
-from vorox.training.checkpoints.derived import is_derived
+from vorox.models.stored.engine_state import read_average, read_weights
+from vorox.models.stored.spec import spec_from_json
+from vorox.planned_run import choose_micro_batch, resolve_model
+from vorox.planning.auto_micro_batch import with_micro_batch
+from vorox.records.log import RunLog
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import find_run, is_run, run_argument
+from vorox.run import make_workload
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
-from vorox.training.evaluation.evaluate import Evaluation
+from vorox.training.export.derived import is_derived
 from vorox.training.inference.language_model import LanguageModel
-from vorox.training.inference.model_source import weights_directory
+from vorox.training.origin import configuration
+from vorox.training.origin.model_origin import (
+    explaining_moved_model,
+    hint_for_name,
+    is_model_directory,
+    refuse_adapter,
+    weights_directory,
+)
+from vorox.training.steps.evaluate import Evaluation
+from vorox.training.weights.adapter_base import check_base, load_base
+from vorox.training.weights.init_from import init_from_weights
 
 if TYPE_CHECKING:
     from vorox.api.runs import Run
@@ -45,19 +58,23 @@ if TYPE_CHECKING:
 __all__ = ["Evaluation", "Model", "create_model", "load_model"]
 
 
-def create_model(source: RunConfig, *, device: str | None = None, on_progress: PrepareProgress | None = None) -> Model:
+def create_model(
+    source: Configuration, *, device: str | None = None, on_progress: PrepareProgress | None = None
+) -> Model:
     """Create a model with the initial weights that a run of a configuration starts from, for a loop of your own.
 
     Args:
-        source: A configuration returned by ``load_config``.
+        source: A configuration returned by ``load_config``, or any argument of ``load_config``.
         device: Replaces ``runtime.device``.
         on_progress: Called with the progress of preparing tokenizer and data.
     """
-    config = source
+    config = as_config(source)
     if device is not None:
-        config = source.model_copy(update={"runtime": source.runtime.model_copy(update={"device": device})})
+        check_argument("vorox.create_model", "device", device, (str,))
+        config = as_config(config, {"runtime.device": device})
     config = with_micro_batch(config, choose_micro_batch(config, "never", DistributedContext()))
     with closing(make_workload(config, DistributedContext(), RunLog(None), on_progress)) as workload:
+        init_from_weights(config, workload.spec, workload.engine)
         return Model(config, workload.engine, workload.corpus.tokenizer, workload.spec, 0)
 
 
@@ -69,11 +86,12 @@ def load_model(
     device: str | None = None,
     weights: Weights = "model",
 ) -> Model:
-    """Load the model of a checkpoint.
+    """Load the model of a checkpoint, or a pretrained one.
 
     Args:
         source: A run returned by ``open_run``; the path of a run directory, of a checkpoint in one or of averaged or
-            pruned weights; a run id or a unique part of it; or ``latest``.
+            pruned weights; a run id or a unique part of it; ``latest``; a directory of transformers, such as an export;
+            or ``hf://OWNER/NAME@REVISION``.
         step: Step of the checkpoint. ``None``: the newest valid one.
         root: Directory of the runs, where an id or ``latest`` is looked up.
         device: Replaces the run's ``runtime.device``, for example ``cpu``.
@@ -83,7 +101,13 @@ def load_model(
         ConfigError: The run or checkpoint does not exist, or the run's backend is not installed.
         CheckpointError: The checkpoint is corrupt.
     """
-    name = source if isinstance(source, str | Path) else source.directory
+    name = getattr(source, "directory", source)  # of a run
+    check_argument("vorox.load_model", "source", name, (str, Path))
+    check_argument("vorox.load_model", "step", step, (int, type(None)), least=1)
+    check_argument("vorox.load_model", "root", root, (str, Path))
+    check_argument("vorox.load_model", "device", device, (str, type(None)))
+    if weights not in ("model", "ema"):
+        raise ConfigError(f"weights={weights!r} must be 'model' or 'ema'", where="vorox.load_model")
     return find_model(str(name), step=step, root=root, device=device, weights=weights, on_corrupt=_warn_of_corrupt)
 
 
@@ -106,7 +130,13 @@ def find_model(
         read = read_weights if weights == "model" else read_average  # derived weights have none
         engine.import_weights(read(derived.path, spec))
         tokenizer = load_tokenizer(derived.path, end_of_text=config.tokenizer.end_of_text)
-        return Model(config, engine, tokenizer, spec, derived.step)
+        return Model(config, engine, tokenizer, spec, derived.step, name=str(derived.path))
+    if is_pretrained(name):
+        return _load_pretrained(name, step=step, root=root, device=device, weights=weights)
+    if Path(name).is_file():
+        raise ConfigError(
+            f"{name} is a file, not a run or the directory of a model", where=name, hint=hint_for_name(Path(name))
+        )
     directory, checkpoint = find_checkpoint_named(name, step, root, on_corrupt)
     config = recorded_config(directory, [] if device is None else [f"runtime.device={device}"])
     engine = open_engine(config, checkpoint)
@@ -118,13 +148,49 @@ def find_model(
     return Model(config, engine, tokenizer, spec, checkpoint.step, checkpoint.path)
 
 
+def is_pretrained(name: str) -> bool:
+    """Whether a name is that of a pretrained model, not of a run, a checkpoint of one or derived weights.
+
+    Raises:
+        ConfigError: It is a directory of peft.
+    """
+    refuse_adapter(Path(name))
+    return scheme_of(name) == "hf" or is_model_directory(Path(name))
+
+
+def pretrained_config(name: str, root: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return a configuration that starts from a pretrained model, to infer with it."""
+    values = {
+        "backend": "torch" if backends.is_installed("torch") else "jax",
+        "data": {"sources": [{"name": "none", "format": "python_stdlib"}]},
+        "train": {"from_weights": name, "num_steps": 1},
+        "run": {"directory": str(root)},
+    }
+    return configuration.load_config(values, overrides)
+
+
+def _load_pretrained(name: str, *, step: int | None, root: str | Path, device: str | None, weights: Weights) -> Model:
+    if step is not None:
+        raise ConfigError("A pretrained model has no steps", where=name, hint="leave out --step")
+    if weights != "model":
+        raise ConfigError("A pretrained model has no average of its weights", where=name, hint="leave out --weights")
+    config = pretrained_config(name, root, [] if device is None else [f"runtime.device={device}"])
+    tokenizer = load_untrained(config.tokenizer)
+    assert tokenizer is not None, "the weights have a tokenizer"
+    spec = resolve_model(config, tokenizer.vocab_size)
+    engine = create_engine(config, spec)
+    init_from_weights(config, spec, engine)
+    return Model(config, engine, tokenizer, spec, 0, name=name)
+
+
 class Model(LanguageModel):
     """A model with its weights and tokenizer, from ``load_model`` or ``create_model``.
 
     Attributes:
         config: The run's configuration.
         step: Number of optimizer steps that the model was trained for.
-        path: The checkpoint; ``None`` for a new model.
+        path: The checkpoint; ``None`` for a new model, a pretrained one, and averaged or pruned weights.
+        name: The run, or the location of a model that belongs to none; empty for a new model.
         spec: The architecture, with the name and shape of every parameter.
         tokenizer: The tokenizer of the model.
         engine: The engine that runs the model, for anything that this class does not cover.
@@ -132,20 +198,34 @@ class Model(LanguageModel):
 
     def __init__(
         self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, spec: ModelSpec, step: int,
-        path: Path | None = None,
+        path: Path | None = None, name: str = "",
     ) -> None:  # fmt: skip
         super().__init__(engine, tokenizer, config, spec, step)
         self.path = path
+        self.name = name if path is None else path.parent.parent.name
+
+    @property
+    def title(self) -> str:
+        """Name and state on one line, for messages."""
+        return f"{self.name or 'new model'}: {self.state}"
+
+    @property
+    def state(self) -> str:
+        """How far it is trained, for messages."""
+        return f"step {self.step:,}" if self.step or self.path else "pretrained weights"
 
     def __repr__(self) -> str:
-        return f"Model({str(self.path or 'new')!r}, {self.spec.num_parameters:,} parameters, {self.engine.name})"
+        name = str(self.path or self.name or "new")
+        return f"Model({name!r}, {self.spec.num_parameters:,} parameters, {self.engine.name})"
 
     @property
     def run_directory(self) -> Path:
         """Directory of the run that trained the model."""
         if self.path is None:
             raise ConfigError(
-                "This model belongs to no run", where="model.run_directory", hint="vorox.load_model loads one of a run"
+                "This model belongs to no run",
+                where="model.run_directory",
+                hint="load one of a run: vorox.load_model(RUN)",
             )
         return self.path.parent.parent
 
@@ -223,7 +303,7 @@ def find_derived(name: str, step: int | None = None) -> Checkpoint | None:
 
 def derived_config(derived: Checkpoint) -> RunConfig:
     """Return the configuration of the run whose checkpoints were averaged or pruned."""
-    return config_from_record(derived.metadata["settings"])
+    return config_from_record(derived.metadata["settings"])  # ``verify`` has marked the functions as recorded
 
 
 def find_checkpoint_named(
@@ -276,7 +356,16 @@ def find_checkpoint(
 
 
 def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
-    """Create an engine for the model of a checkpoint; the caller loads the weights.
+    """Create an engine for the model of a checkpoint; the caller loads the weights."""
+    spec = spec_from_json(checkpoint.metadata["spec"])
+    if isinstance(spec, AdapterSpec):
+        with explaining_moved_model(run_of_checkpoint(checkpoint.path)):
+            check_base(config, spec, base_fingerprint(weights_directory(config)))
+    return create_engine(config, spec)
+
+
+def create_engine(config: RunConfig, spec: ModelSpec) -> Engine:
+    """Create an engine that infers with a model; the caller loads the weights, this the base of an adapter.
 
     It runs in this process, also for a run of several. Its loss is the cross entropy, also of a run with DPO, whose
     reference is not read. It does not multiply in 8-bit floats, which this device may lack.
@@ -286,9 +375,6 @@ def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
         config = config.model_copy(update={"loss": LossConfig()})
     precision = config.precision.model_copy(update={"float8": None, "float8_emulate": False})
     config = config.model_copy(update={"precision": precision})
-    spec = spec_from_json(checkpoint.metadata["spec"])
-    if isinstance(spec, AdapterSpec):
-        check_base(config, spec, base_fingerprint(weights_directory(config)))
     engine = backends.load(config.backend).create(config, spec, DistributedContext())
     load_base(config, spec, engine)
     return engine

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from vorox.api.arguments import check_argument
 from vorox.core.batch import Batch, DataCursor, DataShard
 from vorox.core.errors import ConfigError
-from vorox.core.run_context import recorded_config
-from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import find_run
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.data import provenance_queries
-from vorox.data.corpus import Corpus, prepare
-from vorox.data.image_decoding import ImageInput, PatchInput
-from vorox.data.image_layout import image_layout
-from vorox.data.loader import open_batches
-from vorox.data.provenance_queries import Occurrence, RowOrigin
-from vorox.data.run_data_index import RunDataIndex
+from vorox.data.corpus.corpus import Corpus, prepare_recorded
+from vorox.data.images.decoding import ImageInput, PatchInput
+from vorox.data.images.layout import image_layout
+from vorox.data.order.loader import open_batches
+from vorox.data.provenance import queries as provenance_queries
+from vorox.data.provenance.queries import Occurrence, RowOrigin
+from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.tokenizers.loading import load as load_tokenizer
-from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.experiments.tracking import read_metrics
-from vorox.training.checkpoints.store import step_directories
-from vorox.training.dataloading import image_input, validation_set
-from vorox.training.evaluation.document_losses import DocumentLoss, document_losses
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import find_run
 from vorox.training.inference.language_model import LanguageModel
-from vorox.training.resume_settings import config_in_force
+from vorox.training.resume.resume_settings import config_in_force
+from vorox.training.steps.dataloading import image_input, validation_set
+from vorox.training.steps.document_losses import DocumentLoss, document_losses
 
 __all__ = ["DocumentLoss", "Occurrence", "RowOrigin", "Run", "open_run"]
 
@@ -43,6 +43,8 @@ def open_run(run: str | Path = "latest", *, root: str | Path = "runs") -> Run:
     Raises:
         ConfigError: No run matches, or several do; the message lists the candidates.
     """
+    check_argument("vorox.open_run", "run", run, (str, Path))
+    check_argument("vorox.open_run", "root", root, (str, Path))
     return Run(find_run(root, str(run)))
 
 
@@ -107,13 +109,13 @@ class Run:
         Returns:
             Batches of int32 arrays ``[micro-batch, row, position]``: ``tokens_ABT``, ``labels_ABT`` and, with a
             document mask, ``segment_ids_ABT`` and ``position_ids_ABT``; ``images_A`` if the model reads images. Stored
-            logits of a teacher are not read. ``batch.step`` counts from 0.
+            logits of a teacher are not read. ``batch.step`` counts from 1, as every step does.
 
         Raises:
             ConfigError: The plan does not cover one of the steps.
             DataError: A cache is missing or damaged.
         """
-        return self._batches(*self._step_range(first_step, num_steps, "Run.batches"))
+        return _counted_from_1(self._batches(*self._step_range(first_step, num_steps, "Run.batches")))
 
     def document_losses(
         self, model: LanguageModel, first_step: int = 1, num_steps: int | None = None
@@ -139,6 +141,8 @@ class Run:
 
     def _step_range(self, first_step: int, num_steps: int | None, where: str) -> tuple[int, int]:
         """Return first and last step, which the plan covers."""
+        check_argument(where, "first_step", first_step, (int,), least=1)
+        check_argument(where, "num_steps", num_steps, (int, type(None)))
         data = self._data
         last_step = data.num_steps if num_steps is None else first_step + num_steps - 1
         if last_step < first_step:
@@ -147,7 +151,7 @@ class Run:
             data.positions_of_step(step)
         return first_step, last_step
 
-    def _batches(self, first_step: int, last_step: int, micro_batch_sequences: int | None = None) -> Iterator[Batch]:
+    def _batches(self, first_step: int, last_step: int, micro_batch_sequences: int | None = None) -> Generator[Batch]:
         first_position = self._data.positions_of_step(first_step)[0]
         plan, config = self._data.plan, config_in_force(self.directory, first_step - 1)[0]
         cursor = DataCursor(plan.digest, plan.num_events, first_step - 1, first_position, plan.start.seed)
@@ -172,14 +176,13 @@ class Run:
         return image_input(self.config, load_tokenizer(RunLayout(self.directory).tokenizer))
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Yield the run's validation set: always the same rows in the same order.
+        """Yield the run's validation set: the same rows in the same order every time, except after growth.
 
         Raises:
             ConfigError: The run has no validation set.
             DataError: A cache is missing or damaged.
         """
-        kept = load_run_tokenizer(RunLayout(self.directory).tokenizer, self.config.tokenizer)
-        corpus = prepare(self.config, build=False, tokenizer=kept)
+        corpus = prepare_recorded(self.directory, self.config)
         batches = validation_set(self.config, corpus)
         if batches is None:
             corpus.close()
@@ -204,6 +207,8 @@ class Run:
             ConfigError: The step or slot does not exist.
             DataError: A cache is missing or damaged.
         """
+        check_argument("Run.where", "step", step, (int,), least=1)
+        check_argument("Run.where", "slot", slot, (int, type(None)), least=0)
         return provenance_queries.where(self._data, step, slot)
 
     def when(self, uri: str, byte: int | None = None, *, ordinal: int | None = None) -> tuple[Occurrence, ...]:
@@ -218,11 +223,21 @@ class Run:
             ConfigError: No file matches, or several do.
             DataError: A cache is missing or damaged.
         """
-        return provenance_queries.when(self._data, uri, byte, ordinal=ordinal)
+        check_argument("Run.when", "uri", uri, (str, Path))
+        check_argument("Run.when", "byte", byte, (int, type(None)), least=0)
+        check_argument("Run.when", "ordinal", ordinal, (int, type(None)), least=0)
+        return provenance_queries.when(self._data, str(uri), byte, ordinal=ordinal)
 
     @functools.cached_property
     def _data(self) -> RunDataIndex:
         return RunDataIndex.open(self.directory)
+
+
+def _counted_from_1(batches: Generator[Batch]) -> Iterator[Batch]:
+    """Yield batches with the numbers of steps that logs and queries have; engines count from 0."""
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield replace(batch, step=batch.step + 1)
 
 
 def _closing(corpus: Corpus, batches: Iterator[Batch]) -> Iterator[Batch]:

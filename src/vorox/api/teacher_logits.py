@@ -1,7 +1,7 @@
 """Write the logits of a teacher for all rows of a run, so that students train without the teacher
 
 In: a configuration with ``train.distillation.teacher`` and ``top_k``. Out: a directory of stored logits
-(``training/teacher_logits.py``).
+(``training/steps/teacher_logits.py``).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from vorox.core.batch import Batch
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.data.cache.report import PrepareProgress
-from vorox.data.corpus import prepare
-from vorox.run import choose_micro_batch, resolve_model
-from vorox.training.auto_micro_batch import with_micro_batch
-from vorox.training.checkpoints.init_from import open_weights
-from vorox.training.dataloading import planned_batches
-from vorox.training.teacher import as_initial, find_teacher
-from vorox.training.teacher_logits import LogitsHeader, LogitsWriter, Precision
+from vorox.data.corpus.corpus import prepare
+from vorox.planned_run import choose_micro_batch, resolve_model
+from vorox.planning.auto_micro_batch import with_micro_batch
+from vorox.training.steps.dataloading import planned_batches
+from vorox.training.steps.teacher_logits import LogitsHeader, LogitsWriter, Precision
+from vorox.training.weights.init_from import open_weights
+from vorox.training.weights.teacher import as_initial, find_teacher
 
 
 @dataclass(frozen=True, slots=True)

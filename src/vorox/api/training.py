@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from vorox.api.arguments import check_argument
 from vorox.api.configuration import Configuration, Overrides, as_config
+from vorox.api.displays import DisplayChoice, display_of
 from vorox.core.engine import Tap
+from vorox.core.errors import ConfigError
 from vorox.data.cache.report import PrepareProgress
 from vorox.run import Outcome
 from vorox.run import train as train_run
-from vorox.training.display import Display
 
 __all__ = ["Outcome", "Tap", "train"]
 
@@ -23,10 +25,12 @@ def train(
     resume_from: Literal["auto", "never"] | str | Path = "auto",
     minutes: float | None = None,
     taps: Sequence[Tap] = (),
-    display: Display | None = None,
+    display: DisplayChoice = None,
     on_progress: PrepareProgress | None = None,
 ) -> Outcome:
-    """Start a run, or resume it, and train to the end of its schedule. Prints nothing.
+    """Start a run, or resume it, and train to the end of its schedule.
+
+    A notebook shows a progress bar; elsewhere nothing is printed, unless ``display`` says so.
 
     Args:
         config: A configuration returned by ``load_config``, or any argument of ``load_config``.
@@ -36,7 +40,10 @@ def train(
         minutes: Replaces the length of the run by the number of steps that fit into this time.
         taps: Functions called in every forward pass. The run records their names; they are not part of the
             configuration, so ``vorox replay`` does not call them.
-        display: Receives every logged step, message and sample, for example a notebook's progress bar.
+        display: True shows progress, False shows nothing; a function receives the numbers of every logged step
+            (``training.loop.display.StepView``); an object has methods ``step(view)``, ``message(text, level)``,
+            ``sample(prompt, completion)``, ``waiting(text)`` and ``close()``, or some of them. ``None``: a progress bar
+            in a notebook, else nothing.
         on_progress: Called with the progress of data preparation.
 
     Returns:
@@ -45,8 +52,19 @@ def train(
     Raises:
         VoroxError: The run failed or was stopped. The error names the cause, the place and the remedy.
     """
+    check_argument("vorox.train", "resume_from", resume_from, (str, Path))
+    check_argument("vorox.train", "minutes", minutes, (float, type(None)))
+    check_argument("vorox.train", "taps", taps, (list, tuple))
+    for tap in taps:
+        check_argument("vorox.train", "a tap", tap, (Tap,))
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress={on_progress!r} must be a function", where="vorox.train")
     target = Path(resume_from) if resume_from not in ("auto", "never") else resume_from
-    return train_run(
-        as_config(config, overrides), resume_from=target, minutes=minutes, taps=taps, display=display,
-        on_progress=on_progress,
-    )  # fmt: skip
+    shown = display_of(display)
+    try:
+        return train_run(
+            as_config(config, overrides), resume_from=target, minutes=minutes, taps=taps, display=shown,
+            on_progress=on_progress,
+        )  # fmt: skip
+    finally:
+        shown.close()

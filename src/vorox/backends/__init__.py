@@ -10,26 +10,27 @@ import importlib
 import importlib.util
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from vorox.core.config import flat_values, in_digest
-from vorox.core.distributed_context import DistributedContext, membership
 from vorox.core.engine import Engine
-from vorox.core.environment import package_versions
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
-from vorox.core.installation import install_command
-from vorox.core.rank_comparison import compare_ranks, first_difference, raise_difference
+from vorox.core.platform.environment import package_versions
+from vorox.core.platform.installation import install_command
+from vorox.core.ranks.distributed_context import DistributedContext, membership
+from vorox.core.ranks.rank_comparison import compare_ranks, first_difference, raise_difference
+from vorox.core.ranks.rendezvous import Rendezvous
 from vorox.core.redaction import redact_value
-from vorox.core.rendezvous import Rendezvous
 from vorox.core.schema import ParallelConfig, RunConfig
+from vorox.core.user_code.extensions import is_extension
 from vorox.core.version import __version__
 from vorox.models import divisibility
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface_families import ARCHITECTURES
-from vorox.models.memory_advice import Devices
-from vorox.models.memory_estimate import MemoryEstimate
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.families import ARCHITECTURES
 from vorox.models.spec import ModelSpec
+from vorox.planning.memory_advice import Devices
+from vorox.planning.memory_estimate import MemoryEstimate
 
 _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "jax": ("vorox.backends.jax_engine.engine", ("jax", "flax", "optax")),
@@ -38,6 +39,10 @@ _MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
 
 BACKENDS = tuple(sorted(_MODULES))
+
+_LEAST_PATIENCE_SECONDS = 10.0
+_PATIENCE_PER_STALL = 1.5
+"""A rank on a busy machine may give no sign of life for some seconds."""
 
 _TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggingface_settings"}
 """Backends that compute transformers models, with the module that resolves them."""
@@ -62,7 +67,7 @@ class Backend(Protocol):
     """The interface of an engine module."""
 
     def connect(self, config: RunConfig) -> DistributedContext:
-        """Join the process group that the environment describes (``core.distributed_context.membership``), once.
+        """Join the process group that the environment describes (``core.ranks.distributed_context.membership``), once.
 
         Raises:
             ConfigError: The environment describes several processes and this backend supports one, or they cannot
@@ -94,6 +99,11 @@ def check_installed(name: str) -> None:
             f"Backend {name!r} needs {' and '.join(missing)}, which is not installed",
             where="backend", hint=install_command(name),
         )  # fmt: skip
+
+
+def is_installed(name: str) -> bool:
+    """Return whether the packages of a backend are installed."""
+    return all(_is_installed(package) for package in _MODULES[name][1])
 
 
 def load(name: str) -> Backend:
@@ -227,17 +237,53 @@ def connect(config: RunConfig) -> DistributedContext:
         StalledError: A rank did not start within ``parallel.start_timeout_seconds``.
         ConfigError: The ranks have different versions or settings; or as ``load`` and ``Backend.connect``.
     """
+    global _connection
     backend, member = load(config.backend), membership()
     if member is None:
         return backend.connect(config)
     facts, hint = _start_facts(config), "start all ranks with the same command, in the same environment"
-    if member.rank is None:  # the backend finds the ranks
-        dist = backend.connect(config)
-        compare_ranks(dist, "start", facts, hint)
-        return dist
-    meeting = Rendezvous.of(member, config.parallel.start_timeout_seconds)
-    raise_difference(meeting.agree(facts, first_difference), hint)
-    return backend.connect(config)
+    if _connection is not None:
+        _connection = _connection.renewed(config.backend)
+        compare_ranks(_connection.dist, "start", facts, hint)
+        return _connection.dist
+    if member.rank is not None:  # else the backend finds the ranks
+        meeting = Rendezvous.of(member, config.parallel.start_timeout_seconds)
+        raise_difference(meeting.agree(facts, first_difference), hint)
+    _connection = _Connection(config.backend, backend.connect(config).watched(_patience_seconds(config)))
+    if member.rank is None:
+        compare_ranks(_connection.dist, "start", facts, hint)
+    return _connection.dist
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """How this process is connected to the other ranks, which it stays for all its runs."""
+
+    backend: str
+    dist: DistributedContext
+
+    def renewed(self, backend: str) -> _Connection:
+        """Return the connection for the next run of this process.
+
+        Raises:
+            ConfigError: The next run has another backend.
+        """
+        if backend != self.backend:
+            raise ConfigError(
+                f"The ranks of this process are connected by {self.backend}, the run needs {backend}", where="backend",
+                hint="train it in a process of its own",
+            )  # fmt: skip
+        return replace(self, dist=self.dist.renewed())
+
+
+_connection: _Connection | None = None
+
+
+def _patience_seconds(config: RunConfig) -> float:
+    """Return the time after which a rank that is stopped, or gives no sign of life, is given up."""
+    start, stall = config.parallel.start_timeout_seconds, config.runtime.stall_timeout_seconds
+    # With a watchdog, its report comes first: it knows the step and phase of the rank.
+    return max(_LEAST_PATIENCE_SECONDS, start if stall is None else min(start, _PATIENCE_PER_STALL * stall))
 
 
 def _start_facts(config: RunConfig) -> dict[str, Any]:

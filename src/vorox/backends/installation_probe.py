@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vorox.backends import check_installed
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
+from vorox.core.processes.child_process import child_command
 
 TIMEOUT_SECONDS = 180.0
 
@@ -48,7 +48,7 @@ def probe_installation(backend: str, command: Sequence[str] | None = None) -> In
         check_installed(backend)
     except ConfigError as error:
         return InstallationProbe(backend, False, install, problem=error.what)
-    command = command or [sys.executable, "-m", f"vorox.backends.{backend}_engine.installation_report"]
+    command = command or child_command(f"vorox.backends.{backend}_engine.installation_report")
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -6,9 +6,9 @@ import importlib
 from typing import Any
 
 from vorox.backends import BACKENDS, check_installed
-from vorox.core.distributed_context import DistributedContext, Membership
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
+from vorox.core.ranks.distributed_context import DistributedContext, Membership
 
 _PREFERRED = sorted(BACKENDS, reverse=True)
 

@@ -1,7 +1,6 @@
-"""The command line ``vorox``: one module per noun; parsing and printing only.
+"""The command line ``vorox``: parsing and printing only.
 
-Arguments go in, an exit code comes out. Modules of commands import only typer until a command runs, so that
-``vorox --help`` is fast and loads no framework.
+Arguments go in, an exit code comes out. ``commands`` declares what can be typed; the modules beside it do the work.
 """
 
 from __future__ import annotations
@@ -12,84 +11,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 
-import vorox
-from vorox.cli import checkpoints, config, data, launch, runs
-from vorox.cli.arguments import OVERRIDES_CONTEXT
-from vorox.cli.chat import chat
-from vorox.cli.compress import compress
-from vorox.cli.dash import dash
-from vorox.cli.doctor import doctor
+from vorox.cli.commands import app
 from vorox.cli.environment_variables import unknown_variables
-from vorox.cli.evaluate import evaluate
-from vorox.cli.export import export
-from vorox.cli.generate import generate
-from vorox.cli.ladder import ladder
-from vorox.cli.parity import parity
-from vorox.cli.plan import plan
-from vorox.cli.replay import replay
-from vorox.cli.serve import serve
 from vorox.cli.standard_streams import resilient_streams
-from vorox.cli.train import train
-from vorox.cli.tune import tune
-from vorox.core.windows_variables import set_windows_variables
-
-app = typer.Typer(
-    name="vorox",
-    help="Train language models; every run can be replayed and audited.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"vorox {vorox.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    del version
-
-
-app.command(context_settings=OVERRIDES_CONTEXT)(train)
-app.command(context_settings=OVERRIDES_CONTEXT)(plan)
-app.command(context_settings=OVERRIDES_CONTEXT)(tune)
-app.command(context_settings=OVERRIDES_CONTEXT)(ladder)
-app.add_typer(launch.app)
-app.command()(doctor)
-app.add_typer(data.app)
-app.add_typer(runs.app)
-app.add_typer(checkpoints.app)
-app.command()(replay)
-app.command(context_settings=OVERRIDES_CONTEXT)(parity)
-app.command()(generate)
-app.command()(chat)
-app.command()(serve)
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(compress)
-app.command()(dash)
-app.add_typer(config.app)
-
-
-@app.command("help")
-def show_help(
-    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", show_default=False)] = None,
-) -> None:
-    """Show the help of a command."""
-    app(args=[*(command or []), "--help"], prog_name="vorox", standalone_mode=False)
-
+from vorox.core.platform.telemetry import disable_telemetry
+from vorox.core.platform.windows_variables import set_windows_variables
+from vorox.core.user_code.trusted_code import take_flag
 
 _MOST_OPEN_FILES = 65_536
 
@@ -110,6 +41,11 @@ def _allow_open_files() -> None:
 def run() -> NoReturn:
     """Run the command line of this process and end it."""
     code = main()
+    liveness = sys.modules.get("vorox.core.ranks.rank_liveness")
+    if liveness is not None and liveness.HAS_LOST_RANK.is_set():  # JAX would wait minutes for the other rank
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     gc.collect()
     gc.freeze()  # otherwise the interpreter searches all objects of PyTorch for cycles again, which takes 0.3 s
     sys.exit(code)
@@ -118,12 +54,15 @@ def run() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     _allow_open_files()
+    os.umask(os.umask(0o077) | 0o022)  # files of other libraries too are for this user alone to change
     set_windows_variables(os.environ, Path())
+    disable_telemetry()
     argv = list(sys.argv[1:] if arguments is None else arguments)
     with resilient_streams(survives_reader=argv[:1] == ["train"]):
         for line in unknown_variables(os.environ):
             sys.stderr.write(f"warning: {line}\n")
         try:
+            argv = take_flag(argv)
             code = app(args=argv, prog_name="vorox", standalone_mode=False)
             return code if isinstance(code, int) else 0
         except SystemExit as end:
@@ -134,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 130
         except Exception as error:
-            from vorox.cli.failure import report_failure
+            if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed
+                return 2
+            from vorox.cli.failure import report_failure  # too slow for the start of every command
 
             return report_failure(error, argv)
+        finally:
+            take_flag(())  # it is for this command alone

@@ -6,39 +6,31 @@ module. No argument is ignored: a mistyped option is refused, with the nearest n
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from vorox.core.config.overrides import is_override
+from vorox.core.config.schema_fields import find_field, nearest, schema_fields, synonyms
+from vorox.core.config.synonyms import OTHER_OPTIONS, key_of
+from vorox.core.config.yaml_writer import write_scalar
+from vorox.core.errors import ConfigError
+from vorox.core.run_layout import RunLayout
 
 _EQUIVALENTS = {
     **dict.fromkeys(("text", "texts", "file", "input", "train_data", "train_file", "corpus", "d"), "--data PATH"),
     **dict.fromkeys(("val_data", "validation_file", "eval_data"),
                     "'data.validation.sources=[{name: held-out, format: txt, paths: [PATH]}]'"),
     **dict.fromkeys(("gpu", "cuda"), "--device cuda"),
-    **dict.fromkeys(("lora", "use_lora", "peft", "use_peft"), "adapter.kind=lora"),
-    **dict.fromkeys(("qlora", "load_in_4bit"), "adapter.kind=qlora"),
-    **dict.fromkeys(("bf16", "amp", "mixed_precision"), "precision.dtype=bf16"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "train.global_batch_sequences=ROWS (of a step)"),
     **dict.fromkeys(("model_name_or_path", "checkpoint", "pretrained"), "--from-weights DIRECTORY"),
-    "fp16": "precision.dtype=fp16",
     "cpu": "--device cpu",
-    "vocab_size": "tokenizer.vocab_size=TOKENS",
     "model": "model.preset=NAME (a size) or --from-weights DIRECTORY (trained weights)",
-    "optimizer": "optimizer.name=adamw",
-    "scheduler": "schedule.name=cosine",
-    "wandb": "log.wandb=true",
-    "mlflow": "log.mlflow=true",
-    "trackio": "log.trackio=true",
-    "tensorboard": "log.tensorboard=true",
-    "jax": "backend=jax",
-    "torch": "backend=torch",
 }  # fmt: skip
-"""Options of other trainers without a single equivalent setting, and what to write instead."""
+"""Options of other trainers that options of ours replace; ``OTHER_OPTIONS`` has those that settings replace."""
 
 _DEVICE_COUNTS = ("gpus", "num_gpus", "n_gpu", "devices", "num_devices", "nproc_per_node", "num_processes")
 """Options of other trainers for the number of devices."""
-
-OVERRIDES_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Typer context settings of commands that accept overrides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,8 @@ class ParsedArguments:
 
     Attributes:
         positional: Arguments that are neither overrides nor options, in order, including that of ``--config FILE``.
-        overrides: ``a.b=v`` and ``--a.b=v``, in order; ``--a.b v`` becomes ``--a.b=v``.
+        overrides: ``a.b=v`` and ``--a.b=v``, in order; ``--a.b v`` becomes ``--a.b=v``, and ``--from-weights NAME``
+            the setting ``train.from_weights``.
         data: The paths given with ``--data``: the user's own text.
     """
 
@@ -67,9 +60,6 @@ def parse_arguments(arguments: Sequence[str], *, options: Sequence[str], max_pos
     Raises:
         ConfigError: An option is unknown, or there are too many positional arguments.
     """
-    from vorox.core.config.overrides import is_override
-    from vorox.core.errors import ConfigError
-
     positional: list[str] = []
     overrides: list[str] = []
     data: list[str] = []
@@ -79,6 +69,9 @@ def parse_arguments(arguments: Sequence[str], *, options: Sequence[str], max_pos
         name, equals, value = word.partition("=")
         if name in {"--config", "--data"} and not value.startswith("{"):
             (positional if name == "--config" else data).append(value if equals else _next_value(name, rest))
+            continue
+        if name == "--from-weights":  # quoted, so that a name is not parsed as a number or a list
+            overrides.append(f"train.from_weights={write_scalar(value if equals else _next_value(name, rest))}")
             continue
         key = _key_of_option(name)
         _refuse_blanks_around_equals(word, key, rest)
@@ -90,28 +83,42 @@ def parse_arguments(arguments: Sequence[str], *, options: Sequence[str], max_pos
             raise _unknown_option(name, options)
         else:
             positional.append(word)
+    empty = next((option for option, values in (("--data", data), ("An argument", positional)) if "" in values), None)
+    if empty is not None or "train.from_weights=''" in overrides or 'train.from_weights=""' in overrides:
+        name = empty or "--from-weights"
+        raise ConfigError(
+            f"{name} is empty", where=name, hint="write it out, or leave it out; is a shell variable unset?"
+        )
+    more = [word for word in positional if data and Path(word).exists() and not _may_be_configuration(word)]
+    if more:
+        shown = " ".join(f"--data {shlex.quote(path)}" for path in [*data, *more][:4])
+        raise ConfigError(
+            f"--data takes one path; {more[0]!r} follows it", where=more[0],
+            hint=f"write {shown}{' ...' if len(data) + len(more) > 4 else ''}, or quote the pattern: --data '*.txt'",
+        )  # fmt: skip
     if len(positional) > max_positional:
         extra = positional[max_positional]
         raise ConfigError(f"Unexpected argument {extra!r}", where=extra, hint="write settings as section.key=VALUE")
     return ParsedArguments(tuple(positional), tuple(overrides), tuple(data))
 
 
+def _may_be_configuration(word: str) -> bool:
+    """Whether a path that exists may be a configuration or a run."""
+    path = Path(word)
+    return path.suffix.lower() in {".yaml", ".yml", ".py"} or RunLayout(path).record.exists()
+
+
 def _key_of_option(name: str) -> str | None:
     """Return the key of an option: a dotted key, or a known name, in which ``-`` may replace ``_``."""
-    from vorox.core.config.schema_fields import schema_fields
-    from vorox.core.config.synonyms import SYNONYMS
-
     bare = name.removeprefix("--")
     if "." in bare and not bare.startswith("-"):
         return bare
-    known = {key for key in (*schema_fields(), *SYNONYMS) if "." not in key} | {"preset"}
+    known = {key for key in (*schema_fields(), *synonyms()) if "." not in key} | {"preset"}
     return next((key for key in (bare, bare.replace("-", "_")) if key in known), None)
 
 
 def _next_value(name: str, rest: list[str]) -> str:
     """Remove and return the value that follows an option."""
-    from vorox.core.errors import ConfigError
-
     if not rest or rest[0].startswith("--"):
         raise ConfigError(f"Option {name} has no value", where=name, hint=f"write {name}=VALUE")
     return rest.pop(0)
@@ -123,10 +130,6 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
     Raises:
         ConfigError: The argument has blanks around the ``=``.
     """
-    from vorox.core.config.schema_fields import find_field
-    from vorox.core.config.synonyms import key_of
-    from vorox.core.errors import ConfigError
-
     name, equals, value = word.partition("=")
     following = rest[0] if rest else ""
     if key is None or find_field(key_of(key)) is None or value:
@@ -145,19 +148,15 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
 
 
 def _unknown_option(name: str, options: Sequence[str]) -> Exception:
-    from vorox.core.config.schema_fields import nearest
-    from vorox.core.config.synonyms import SYNONYMS
-    from vorox.core.errors import ConfigError
-
     known = name.lstrip("-").replace("-", "_")
-    equivalent = _EQUIVALENTS.get(known)
+    equivalent = _EQUIVALENTS.get(known) or OTHER_OPTIONS.get(known)
     if known in _DEVICE_COUNTS:
         equivalent = "--hardware, for example h100x8" if "--hardware" in options else "--nproc N (a process for each)"
     if equivalent is not None:
         return ConfigError(f"Unknown option {name}", where=name, hint=f"write {equivalent}")
-    own = (*options, "--config", "--data")
+    own = dict.fromkeys((*options, "--config", "--data", "--from-weights"))
     bare = name.lstrip("-")
-    near = nearest(bare, [*(option[2:] for option in own), *(synonym for synonym in SYNONYMS if "." not in synonym)])
+    near = nearest(bare, [*(option[2:] for option in own), *synonyms()])
     near = [f"--{option}" for option in near] or [f"--{key}=" for key in nearest(bare)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(own)}; settings: --section.key=VALUE"
     return ConfigError(f"Unknown option {name}", where=name, hint=hint)

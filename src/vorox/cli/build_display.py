@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from vorox.cli.humanize import count, duration, eta, percent, printable
+from vorox.cli.standard_streams import raw_stream
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.training.display import Display, Level, StepView
+from vorox.training.loop.display import Display, Level, StepView
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0
@@ -46,7 +45,7 @@ class BuildDisplay:
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = raw_stream(stream or sys.stderr)
         self._live = self._stream.isatty() and os.environ.get("TERM") not in {"dumb", "unknown"}
         self._clock = clock
         self._lock = threading.Lock()
@@ -88,7 +87,7 @@ class BuildDisplay:
 
     def message(self, text: str) -> None:
         """Print a line above the progress line."""
-        self._write(printable(text), "\n")
+        self._write(text, "\n")
 
     def close(self) -> None:
         """End the line. Idempotent."""
@@ -104,7 +103,7 @@ class BuildDisplay:
         """Replace the current line; it stays if ``end`` is a newline."""
         before, erase = ("\r", "\x1b[K") if self._live else ("", "")
         with self._lock, contextlib.suppress(OSError, ValueError):  # the reader has gone
-            self._stream.write(f"{before}{text}{erase}{end}")
+            self._stream.write(f"{before}{printable(text)}{erase}{end}")
             self._stream.flush()
 
 

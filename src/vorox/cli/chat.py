@@ -6,15 +6,15 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Literal
 
 import typer
 
+from vorox.api.model import find_model
 from vorox.cli.generate import report_skipped
-from vorox.cli.output import DEFAULT_ROOT, Root, WeightsOption
-
-if TYPE_CHECKING:
-    from vorox.training.inference.conversation import Conversation
+from vorox.cli.humanize import printable
+from vorox.core.errors import ConfigError, VoroxError
+from vorox.training.inference.conversation import Conversation
 
 _COMMANDS = {
     "/reset": "forget the conversation",
@@ -27,36 +27,25 @@ _PROMPT = "> "
 
 
 def chat(
-    run: Annotated[str, typer.Argument(metavar="RUN|PATH", help="Run id or prefix, a path, or 'latest'.")],
-    system: Annotated[str | None, typer.Option("--system", help="System message.", show_default=False)] = None,
-    num_tokens: Annotated[
-        int | None, typer.Option("--tokens", min=1, help="Maximum number of tokens per answer.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: all.")] = None,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Sample from the most likely tokens with this probability together.")
-    ] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Sampling seed. Default: the run's.")] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to use. Default: the newest valid one.")
-    ] = None,
-    weights: WeightsOption = "model",
-    device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
-    root: Root = DEFAULT_ROOT,
+    run: str,
+    system: str | None,
+    num_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float,
+    seed: int | None,
+    step: int | None,
+    weights: Literal["model", "ema"],
+    device: str | None,
+    root: str,
 ) -> None:
-    """Chat with a model; without a chat template, it continues what you type."""
-    from vorox.api.model import find_model
-    from vorox.core.errors import ConfigError
-    from vorox.training.inference.conversation import Conversation
-
     model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
     settings = model.sampling_settings(num_tokens, temperature, top_k, seed, top_p)
     conversation = Conversation(model.engine, model.tokenizer, settings, system=system, num_tokens=num_tokens)
     if system is not None and not conversation.has_template:
         raise ConfigError("The model has no chat template for a system message", where="--system", hint="leave it out")
     kind = "its chat template" if conversation.has_template else "no chat template: it continues what you type"
-    typer.echo(f"Step {model.step:,}, {kind}. /help lists commands; Ctrl-C stops an answer.", err=True)
+    typer.echo(f"{model.state.capitalize()}, {kind}. /help lists commands; Ctrl-C stops an answer.", err=True)
     for line in _lines():
         if line.startswith("/"):
             if not _obey(line, conversation):
@@ -109,9 +98,6 @@ def _obey(line: str, conversation: Conversation) -> bool:
 
 def _answer(conversation: Conversation, line: str) -> None:
     """Print the answer to a line while it grows; Ctrl-C ends it, and what was printed stays in the conversation."""
-    from vorox.cli.humanize import printable
-    from vorox.core.errors import VoroxError
-
     try:
         with contextlib.closing(conversation.answer(line)) as texts:
             for text in texts:

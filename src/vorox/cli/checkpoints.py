@@ -1,38 +1,46 @@
-"""``vorox checkpoints``: list, verify, sign, remove, average and request checkpoints."""
+"""``vorox checkpoints``: list, verify, restore, sign, remove, average and request checkpoints."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table
+from vorox.cli.output import confirm, echo, print_json, print_table
+from vorox.core.errors import CheckpointError, ConfigError, DataError, StalledError, UnreadableCheckpointError
+from vorox.core.files.file_holder import lock_holder
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.experiments.artifacts import CheckpointSummary
-    from vorox.training.mirror import Contents
-
-app = typer.Typer(
-    name="checkpoints",
-    help="List, verify, sign, remove, average and request checkpoints.",
-    no_args_is_help=True,
-    add_completion=False,
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.storage import RetryPolicy, canonical_uri, retry_budget, scheme_of
+from vorox.experiments.artifacts import (
+    CheckpointSummary,
+    find_checkpoints,
+    list_checkpoints,
+    remove_checkpoints,
+    verify_checkpoint,
 )
+from vorox.records.replay_chain import examine_chain
+from vorox.records.run_lookup import find_run, run_argument
+from vorox.training.checkpoints.signature import (
+    load_private_key,
+    load_public_key,
+    sign_checkpoint,
+    verify_newest_is_present,
+    verify_signature,
+)
+from vorox.training.checkpoints.store import none_valid_error, request_save, restore_quarantined
+from vorox.training.export.average import average_checkpoints
+from vorox.training.export.derived import AVERAGED
+from vorox.training.mirror import Contents, list_mirror, mirror_uri, restore_checkpoint, restore_run
 
 _POLL_SECONDS = 0.2
 
 
-@app.command("list")
-def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run and of its mirror, by their manifests."""
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import list_checkpoints
-
+def list_(run: str, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     found, mirror = list_checkpoints(directory), _mirror_of(directory)
     if as_json:
@@ -45,10 +53,6 @@ def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> N
 
 def _mirror_of(directory: Path) -> Contents | str | None:
     """Return the contents of a run's mirror, the reason why they are unknown, or ``None`` without a mirror."""
-    from vorox.core.errors import ConfigError, DataError
-    from vorox.data.storage import RetryPolicy, retry_budget
-    from vorox.training.mirror import list_mirror, mirror_uri
-
     uri = mirror_uri(directory)
     try:
         with retry_budget(RetryPolicy(retries_per_unit=3)):
@@ -95,26 +99,7 @@ def _mirror_json(mirror: Contents | str) -> list[dict[str, Any]]:
     ]
 
 
-@app.command()
-def verify(
-    run: RunName,
-    step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
-    restore: Annotated[
-        bool,
-        typer.Option("--restore", help="First restore quarantined checkpoints that verify successfully."),
-    ] = False,
-    public_key: Annotated[
-        Path | None, typer.Option("--public-key", metavar="FILE", help="Also verify signatures by this key (PEM).")
-    ] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Verify every byte of the checkpoints against their manifests; exit code 5 unless all in use are valid."""
-    from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-    from vorox.core.run_lookup import find_run, run_argument
-    from vorox.experiments.artifacts import list_checkpoints, verify_checkpoint
-    from vorox.training.checkpoints.store import none_valid_error
-
+def verify(run: str, step: int | None, restore: bool, public_key: Path | None, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     if restore:
         _restore(directory, echo_to_stderr=as_json)
@@ -124,6 +109,7 @@ def verify(
         raise ConfigError(what, where=str(directory), hint=f"see `vorox checkpoints list {run_argument(directory)}`")
     found = [verify_checkpoint(entry) for entry in known]
     _print(found, as_json)
+    _report_chain(directory, max((entry.step for entry in found if entry.state == "valid"), default=0), as_json)
     unreadable = [entry for entry in found if entry.state == "unreadable"]
     if unreadable:
         raise UnreadableCheckpointError(
@@ -138,38 +124,45 @@ def verify(
             f"{len(corrupt)} of {pluralize(len(found), 'checkpoint')} "
             f"{'is' if len(corrupt) == 1 else 'are'} corrupt: {', '.join(entry.name for entry in corrupt)}",
             where=str(directory),
-            hint="a resume uses the newest valid one" if valid else "restore one from a copy",
+            hint="a resume uses the newest valid one"
+            if valid
+            else f"restore one from a copy; from a mirror, `vorox checkpoints restore {run_argument(directory)}`",
             saved=f"step {max(valid):,} is valid" if valid else "",
         )
     if not any(entry.state == "valid" for entry in found):
         raise none_valid_error(directory, "all are quarantined", "this run" if step is None else f"step {step:,}")
     if public_key is not None:
-        _verify_signatures(directory, [entry.step for entry in found if entry.state == "valid"], public_key, as_json)
+        steps = [entry.step for entry in found if entry.state == "valid"]
+        _verify_signatures(directory, steps, public_key, as_json, is_whole_run=step is None)
 
 
-def _verify_signatures(directory: Path, steps: list[int], public_key: Path, as_json: bool) -> None:
-    from vorox.training.checkpoints.signature import load_public_key, verify_signature
+def _report_chain(directory: Path, last_step: int, as_json: bool) -> None:
+    """Print what the replay chain lacks up to a step. The checkpoints do not need it, but a replay does."""
+    try:
+        chain = examine_chain(directory, last_step)
+    except DataError as error:
+        typer.echo(str(error), err=as_json)
+        return
+    if lost := chain.damage(last_step):
+        typer.echo(
+            f"{chain.path.name} is missing or damaged: {lost}; the checkpoints do not depend on it, but these steps "
+            "cannot be replayed unless the file is restored from a copy",
+            err=as_json,
+        )
 
+
+def _verify_signatures(
+    directory: Path, steps: list[int], public_key: Path, as_json: bool, *, is_whole_run: bool
+) -> None:
     key = load_public_key(public_key)
     signatures = [verify_signature(directory, step, key) for step in steps]
+    if is_whole_run:
+        verify_newest_is_present(directory)
     text = f"{pluralize(len(signatures), 'signature')} by key {signatures[0].key_id[:16]} verified."
     typer.echo(text, err=as_json)
 
 
-@app.command()
-def sign(
-    run: RunName,
-    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Private key (PEM): Ed25519 or ECDSA P-256.")],
-    step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Sign the checkpoints of a run: all their files, and the replay chain up to their steps."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_lookup import find_run, run_argument
-    from vorox.training.checkpoints.signature import load_private_key, sign_checkpoint
-    from vorox.training.checkpoints.store import step_directories
-
+def sign(run: str, key: Path, step: int | None, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     steps = [known for known in step_directories(directory) if step is None or known == step]
     if not steps:
@@ -185,8 +178,6 @@ def sign(
 
 
 def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
-    from vorox.training.checkpoints.store import restore_quarantined
-
     found = restore_quarantined(directory)
     for entry in found:
         text = (
@@ -199,19 +190,27 @@ def _restore(directory: Path, *, echo_to_stderr: bool) -> None:
         typer.echo("No quarantined checkpoint to restore.", err=echo_to_stderr)
 
 
-@app.command()
-def remove(
-    run: RunName,
-    names: Annotated[list[str], typer.Argument(metavar="STEP ...", help="Steps, or directory names.")],
-    force: Annotated[bool, typer.Option("--force", help="Remove even the last valid checkpoint.")] = False,
-    root: Root = DEFAULT_ROOT,
-    yes: Yes = False,
-) -> None:
-    """Remove checkpoints of a run that is not running. The last valid one needs --force."""
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import find_checkpoints, remove_checkpoints
+def restore(run: str, step: int | None, root: str) -> None:
+    if scheme_of(run) is None:
+        directory = find_run(root, run)
+        uri = mirror_uri(directory)
+    else:
+        uri = canonical_uri(run)
+        directory = Path(root) / uri.rpartition("/")[2]
+    if uri is None:
+        raise ConfigError(f"Run {directory.name} has no mirror", where=str(directory), hint="name the mirror's URI")
+    found = list_mirror(uri)
+    if not found.checkpoints:
+        raise ConfigError("There is no mirrored run at this URI", where=uri, hint="list the folder above it")
+    path = restore_run(found, directory, echo) if step is None else restore_checkpoint(found, directory, echo, step)
+    if path is None:
+        typer.echo(f"{directory.name} is not behind its mirror {uri}; --step restores one of its checkpoints.")
+    else:
+        typer.echo(f"{path}: verified")
 
-    directory = find_run(root, run)
+
+def remove(run: str, names: list[str], force: bool, root: str, yes: bool) -> None:
+    directory = find_run(root, run, exact=True)
     chosen = ", ".join(entry.name for entry in find_checkpoints(directory, names))
     confirm(f"Remove {chosen} of {directory.name}?", yes=yes)
     removed = remove_checkpoints(directory, names, force=force)
@@ -219,25 +218,7 @@ def remove(
     typer.echo(f"Removed {', '.join(entry.name for entry in removed)} ({humanize.size(size_bytes)}).")
 
 
-@app.command()
-def average(
-    run: RunName,
-    to: Annotated[Path, typer.Option("--to", help="New directory.")],
-    steps: Annotated[
-        list[str] | None, typer.Argument(metavar="[STEP ...]", help="Steps, or directory names.", show_default=False)
-    ] = None,
-    last: Annotated[int | None, typer.Option("--last", min=2, help="Average this many of the newest.")] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Average the weights of checkpoints into a directory for --from-weights, export and vorox.load_model."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import find_checkpoints
-    from vorox.training.checkpoints.average import average_checkpoints
-    from vorox.training.checkpoints.derived import AVERAGED
-    from vorox.training.checkpoints.store import step_directories
-
+def average(run: str, to: Path, steps: list[str] | None, last: int | None, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     if (last is None) == (not steps):
         raise ConfigError("Name the steps to average, or set --last, not both", where="checkpoints average")
@@ -257,23 +238,7 @@ def average(
     typer.echo(f"{found.path}: the mean of the weights of steps {averaged}")
 
 
-@app.command()
-def save(
-    run: RunName,
-    wait_seconds: Annotated[
-        float, typer.Option("--wait", min=0, help="Seconds to wait for the checkpoint; 0: return immediately.")
-    ] = 60.0,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Request a checkpoint from a running process after its current step, and wait for it."""
-    from vorox.core.errors import ConfigError, StalledError
-    from vorox.core.file_holder import lock_holder
-    from vorox.core.run_layout import RunLayout
-    from vorox.core.run_lookup import find_run, run_argument
-    from vorox.experiments.artifacts import list_checkpoints
-    from vorox.training.checkpoints.store import request_save
-
+def save(run: str, wait_seconds: float, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     layout = RunLayout(directory)
     holder = lock_holder(layout.lock)

@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
 import typer
 
+from vorox.api import compression
+from vorox.api.compression import Measurement
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
-
-if TYPE_CHECKING:
-    from vorox.api.compression import Measurement
+from vorox.cli.generate import report_skipped
+from vorox.cli.output import print_json, print_table
+from vorox.models.pruning import Pruning
 
 
 def compress(
-    run: RunName,
-    to: Annotated[Path, typer.Option("--to", help="New directory.")],
-    quantize: Annotated[
-        Literal["int8-weight-only", "int8-dynamic", "int4"] | None,
-        typer.Option(
-            "--quantize",
-            help="Linear layers of the blocks in 8 bits, weights only or with 8-bit activations; or in 4 bits. "
-            "Writes a directory that transformers loads.",
-        ),
-    ] = None,
-    prune: Annotated[
-        str | None,
-        typer.Option(
-            "--prune",
-            metavar="magnitude:F|2:4",
-            help="Zero the fraction F of each matrix, or two of every four inputs.",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to compress. Default: the newest valid one.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    run: str,
+    to: Path,
+    quantize: Literal["int8-weight-only", "int8-dynamic", "int4"] | None,
+    prune: str | None,
+    step: int | None,
+    device: str | None,
+    root: str,
+    as_json: bool,
 ) -> None:
-    """Prune and quantise a checkpoint, and compare loss, size and speed on the run's validation set."""
-    from vorox.api import compression
-    from vorox.cli.generate import report_skipped
-    from vorox.models.pruning import Pruning
-
     done = compression.compress(
         run, to, pruning=None if prune is None else Pruning.parse(prune), quantization=quantize, step=step, root=root,
         device=device, on_corrupt=report_skipped,

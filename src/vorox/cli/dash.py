@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-if TYPE_CHECKING:
-    import socket
+from vorox.core.errors import ConfigError
+from vorox.core.files import atomic
+from vorox.core.platform.installation import install_command
+from vorox.core.pluralize import pluralize
+from vorox.dashboard.run_index import RunIndex
+from vorox.records.run_lookup import find_run
 
-    from vorox.dashboard.run_index import RunIndex
+if TYPE_CHECKING:
     from vorox.web.access import Access
 
-DEFAULT_PORT = 7860
 
-
-def dash(
-    target: Annotated[
-        str, typer.Argument(metavar="[DIR|RUN]", help="Folder of runs, or one run: id, prefix, path or 'latest'.")
-    ] = "runs",
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: a free one.")] = DEFAULT_PORT,
-    token: Annotated[
-        str | None, typer.Option("--token", help="Secret in the URL. Default: a new random one.", show_default=False)
-    ] = None,
-    no_token: Annotated[bool, typer.Option("--no-token", help="Require none; only on this machine's address.")] = False,
-    export: Annotated[
-        Path | None, typer.Option("--export", metavar="FILE", help="Write one self-contained HTML file and exit.")
-    ] = None,
-) -> None:
-    """Show runs live in the browser: curves, samples, data, health, checkpoints. Needs no account and no network."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.installation import install_command
-
+def dash(target: str, host: str, port: int, token: str | None, no_token: bool, export: Path | None) -> None:
     try:
-        from vorox.dashboard.run_index import RunIndex
-        from vorox.web.listener import check_token, listen
+        from vorox.web.listener import check_token, listen  # starlette is optional
     except ImportError as error:
         raise ConfigError(
             f"The dashboard needs the package {error.name}", where="vorox dash", hint=install_command("dash")
@@ -52,9 +37,6 @@ def dash(
 
 def _directory(target: str) -> Path:
     """Return the folder of runs, or the run directory, that an argument names."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_lookup import find_run
-
     if Path(target).is_dir():
         return Path(target)
     if target == "runs":
@@ -66,10 +48,7 @@ def _directory(target: str) -> Path:
 
 
 def _export(index: RunIndex, path: Path) -> None:
-    from vorox.core import atomic
-    from vorox.core.errors import ConfigError
-    from vorox.core.pluralize import pluralize
-    from vorox.dashboard.server import Answers
+    from vorox.dashboard.server import Answers  # starlette is optional
 
     runs = index.directories()
     if not runs:
@@ -79,11 +58,10 @@ def _export(index: RunIndex, path: Path) -> None:
 
 
 def _serve(index: RunIndex, access: Access, listener: socket.socket) -> None:
-    import uvicorn
-
-    from vorox.dashboard.server import application
+    from vorox.dashboard.server import application  # starlette is optional
+    from vorox.web.running import server_of  # and uvicorn
 
     typer.echo(f"Dashboard of {index.root.resolve()}\n\n  {access.url()}\n\nCtrl-C stops it; runs are not affected.")
     app = application(index, access, is_stopping=lambda: server.should_exit)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server = server_of(app, stop_seconds=2)
     server.run(sockets=[listener])

@@ -6,61 +6,33 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 
+from vorox.backends import BACKENDS, check_installed
+from vorox.backends.installation_probe import probe_installation
+from vorox.backends.node_collectives import collective_engine
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json, print_wrapped
+from vorox.cli.commands.doctor import TIMEOUT_SECONDS
+from vorox.cli.node_doctor import NodeChecks, rank_arguments, rank_or_launch
+from vorox.cli.output import print_json, print_wrapped, terminal_width
+from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
+from vorox.data.corpus.cache_location import root_of
+from vorox.runtime import framework_checks, machine_checks
+from vorox.runtime.machine_checks import Finding
 
-if TYPE_CHECKING:
-    from vorox.runtime.machine_checks import Finding
-
-_TIMEOUT_SECONDS = 120.0
 _NAME_COLUMNS = 15
 _TEXT_COLUMN = len("warn  ") + _NAME_COLUMNS + 1
 _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 
 
 def doctor(
-    network: Annotated[bool, typer.Option("--network", help="Also check the network (huggingface.co).")] = False,
-    nodes: Annotated[
-        bool,
-        typer.Option(
-            "--nodes",
-            help="Check the ranks of a job and the network between them instead: start it on every machine, under the "
-            "launcher of training.",
-        ),
-    ] = False,
-    nproc: Annotated[
-        int, typer.Option(min=1, metavar="N", help="With --nodes: number of processes on this machine.")
-    ] = 1,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="torch|jax", help="With --nodes: the engine to connect with; default: PyTorch, else JAX."),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            help=f"With --nodes: time that the ranks have to answer; default: {_TIMEOUT_SECONDS:g}.",
-        ),
-    ] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    network: bool, nodes: bool, nproc: int, backend: str | None, timeout: float | None, root: str, as_json: bool
 ) -> None:
-    """Check this machine and its installation; every problem comes with its remedy.
-
-    Checks Python, PyTorch and JAX (each in a process of its own), driver, compiler, memory, disks and clock. The
-    network is used only with --network. Exit code 0 if a run can start, 1 if a check fails; warnings do not count.
-
-    With --nodes, checks the ranks of a job: that all answer, versions, clocks, shared directories, exact all-reduces,
-    latency and bandwidth.
-    """
     if nodes:
-        _check_nodes(nproc, backend, timeout or _TIMEOUT_SECONDS, root, network=network, as_json=as_json)
+        _check_nodes(nproc, backend, timeout or TIMEOUT_SECONDS, root, network=network, as_json=as_json)
     _refuse_without_nodes({"--nproc": nproc > 1, "--backend": backend is not None, "--timeout": timeout is not None})
     findings: list[Finding] = []
     for finding in _findings(Path(root), network=network):
@@ -79,11 +51,6 @@ def _check_nodes(
         ConfigError: The options contradict each other, or this process is not one of several ranks.
         typer.Exit: Always.
     """
-    from vorox.backends import check_installed
-    from vorox.backends.node_collectives import collective_engine
-    from vorox.cli.node_doctor import NodeChecks, rank_arguments, rank_or_launch
-    from vorox.core.errors import ConfigError
-
     if network:
         raise ConfigError("--nodes does not check huggingface.co", where="--network", hint="check it in a second call")
     if backend is not None:
@@ -105,8 +72,6 @@ def _check_nodes(
 
 
 def _refuse_without_nodes(given: Mapping[str, bool]) -> None:
-    from vorox.core.errors import ConfigError
-
     for name in (name for name, is_given in given.items() if is_given):
         raise ConfigError(f"{name} needs --nodes", where=name, hint=f"add --nodes, or remove {name}")
 
@@ -135,8 +100,6 @@ def _print(finding: Finding) -> None:
 
 
 def _wrapped(line: str) -> list[str]:
-    from vorox.cli.output import terminal_width
-
     width = terminal_width()
     if width is None:
         return [line]
@@ -145,11 +108,6 @@ def _wrapped(line: str) -> list[str]:
 
 def _findings(root: Path, *, network: bool) -> Iterator[Finding]:
     """Yield what the checks find, quick ones first."""
-    from vorox.backends import BACKENDS
-    from vorox.backends.installation_probe import probe_installation
-    from vorox.data.cache_location import root_of
-    from vorox.runtime import framework_checks, machine_checks
-
     environment = os.environ
     yield machine_checks.check_python()
     yield machine_checks.check_processor(environment)

@@ -11,26 +11,56 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from vorox import backends
 from vorox.cli import humanize
-from vorox.cli.data_growth import check_unchanged
-from vorox.cli.disk_plan import disk_lines
+from vorox.cli.build_display import BuildDisplay
+from vorox.cli.data_growth import DataGrowth, find_growth
+from vorox.cli.plan import memory_lines
+from vorox.cli.training_settings import OriginOf, training_settings
 from vorox.core.batch_sizes import batch_sizes_of
+from vorox.core.config import check_recordable, config_digest, model_label
+from vorox.core.config.config_for_text import expected_ids
+from vorox.core.files.file_holder import lock_holder
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.cli.data_growth import DataGrowth
-    from vorox.core.schema import RunConfig
-    from vorox.data.cache.reader import CacheReader
-    from vorox.data.source_listing import ListedSources
-    from vorox.data.text.holdout import Split
-    from vorox.data.text.sources import Source
-    from vorox.data.tokenizers.tokenizer import Tokenizer
-    from vorox.models.spec import ModelSpec
-    from vorox.training.schedule import Horizon
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.schema import RunConfig
+from vorox.core.schema.model import ModelConfig
+from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.reader import CacheReader
+from vorox.data.corpus.cache_location import cache_root, find_location, recorded_location
+from vorox.data.corpus.cache_opener import recipe_for
+from vorox.data.corpus.corpus import exact_weights
+from vorox.data.corpus.run_views import RunViews
+from vorox.data.corpus.source_listing import ListedSources, list_sources
+from vorox.data.images.layout import image_layout
+from vorox.data.recipe import RECIPE_NAME
+from vorox.data.storage import check_writable
+from vorox.data.text.holdout import Split
+from vorox.data.text.holdout_selection import held_out_bytes
+from vorox.data.text.sources import Source
+from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.optimizer_groups import optimizer_groups
+from vorox.models.spec import ModelSpec
+from vorox.planned_run import choose_micro_batch, is_fresh, resolve_model
+from vorox.planning.auto_micro_batch import with_micro_batch
+from vorox.planning.disk_space import plan_disk, save_interval_seconds
+from vorox.planning.flops import flops_per_token
+from vorox.records.run_context import expected_directory
+from vorox.records.run_lookup import short_path
+from vorox.training.loop.scheduled_tasks import check_tasks
+from vorox.training.loop.startup import check_resume
+from vorox.training.origin.origin_checks import check_origin
+from vorox.training.origin.transformers_ids import warn_of_other_ids
+from vorox.training.steps.schedule import Horizon, horizon, learning_rate_warnings
+from vorox.training.weights.teacher import find_stored_logits, find_teacher
 
 _BYTES_PER_TOKEN = {
     "bpe": 3.6,
@@ -45,13 +75,17 @@ _BYTES_PER_TOKEN = {
 """Estimated bytes of text per token by kind of tokenizer, used until the cache exists."""
 
 
+_ENGINE_FACTS = ("torch", "jax", "device", "num_devices", "dtype", "determinism", "compiled", "num_threads")
+"""Facts of an engine that a dry run shows; ``run.json`` has all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Cache:
     """The cache of one split of one source; ``reader`` is ``None`` until it is built."""
 
     name: str
     reader: CacheReader | None
-    text_bytes: int
+    estimated_tokens: float
 
     @property
     def rows(self) -> int | None:
@@ -77,24 +111,25 @@ class RunPreview:
         config: Its configuration.
         resume_from: As ``run.train`` takes it.
         named_keys: Settings given with the command.
+        origin: The places that set its values; ``None`` if they are not known.
+        restored_to: Directory that the run would be restored to from a store; ``resume_from`` is then a temporary copy.
     """
 
     config: RunConfig
     resume_from: Literal["auto", "never"] | Path
     named_keys: Collection[str] = ()
+    origin: OriginOf | None = None
+    restored_to: Path | None = None
 
     @functools.cached_property
     def text(self) -> _Text:
         """The text of the run; the sources are listed when it is first needed."""
-        return _inspect_text(self.config)
+        directory, exists = expected_directory(self.config, self.resume_from)
+        return _inspect_text(self.config, directory if exists else None)
 
     @functools.cached_property
     def growth(self) -> DataGrowth | None:
         """How the data grew since the run started, if it did and is cached."""
-        from vorox.cli.data_growth import find_growth
-        from vorox.core.run_context import expected_directory
-        from vorox.training.checkpoints.store import step_directories
-
         directory, exists = expected_directory(self.config, self.resume_from)
         steps = step_directories(directory) if exists else {}
         if not steps or self.config.data.mode == "streaming" or not self.text.exact:
@@ -108,41 +143,30 @@ class RunPreview:
         Raises:
             VoroxError: The error that would end the run before its first step.
         """
-        from vorox.cli.plan import memory_lines
-        from vorox.core.config import config_digest
-        from vorox.core.distributed_context import DistributedContext
-        from vorox.core.run_context import expected_directory
-        from vorox.data.cache_location import cache_root
-        from vorox.run import choose_micro_batch, is_fresh, resolve_model
-        from vorox.training.auto_micro_batch import with_micro_batch
-        from vorox.training.checkpoints.weights_source import check_weights
-        from vorox.training.evaluation.scheduled_tasks import check_tasks
-        from vorox.training.startup import check_resume
-        from vorox.training.teacher import find_stored_logits, find_teacher
-
         resume_from = self.resume_from
         micro_batch = choose_micro_batch(self.config, resume_from, DistributedContext())
         config = with_micro_batch(self.config, micro_batch)
         yield f"configuration  {config.run.name or '(unnamed)'}, digest {config_digest(config)[:8]}"
-        yield f"run            {_run_line(config, resume_from)}"
+        yield f"run            {_run_line(config, resume_from, self.restored_to)}"
         if config.checkpoint.mirror is not None:
             yield f"mirror         {_mirror_line(config.checkpoint.mirror)}"
         fresh = is_fresh(config, resume_from)
         if fresh:
-            check_weights(config)
+            check_recordable(config)
+            check_origin(config)
             if config.train.from_weights is not None:
-                yield f"weights        {config.train.from_weights}"
+                yield f"weights        {short_path(config.train.from_weights)}"
+            if (warning := warn_of_other_ids(config)) is not None:
+                yield f"tokenizer ids  {warning}"
         directory, exists = expected_directory(config, resume_from)
         if exists:
             checkpoint = resume_from if isinstance(resume_from, Path) and resume_from != directory else None
             check_resume(config, directory, checkpoint, self.named_keys, config.train.num_steps)
         text = self.text
-        if exists:
-            check_unchanged(config, directory, text.listed)
         yield from _text_lines(config, text)
         if fresh and text.listed.tokenizer is not None:
-            check_weights(config, tokenizer=text.listed.tokenizer)
-        spec, tokenizer = resolve_model(config, text.vocab_size), text.listed.tokenizer
+            check_origin(config, tokenizer=text.listed.tokenizer)
+        spec, tokenizer = resolve_model(config, text.vocab_size, directory if exists else None), text.listed.tokenizer
         distillation, known = config.train.distillation, None if tokenizer is None else spec
         find_teacher(config, known, tokenizer)
         find_stored_logits(config, known, tokenizer)
@@ -152,76 +176,70 @@ class RunPreview:
             check_tasks(config)
             yield f"tasks          {', '.join(config.eval.tasks)}"
         yield from _model_lines(config, spec)
+        how = training_settings(config, self.origin, warmup_steps=_length(config, text).warmup_steps)
+        yield f"training       {how}"
         yield from _batch_lines(config)
         if micro_batch is not None:
             yield f"               {micro_batch.text}"
         yield from _length_lines(config, text)
         if self.growth is not None:
             yield from self.growth.lines()
-        yield from disk_lines(
-            config, spec, total_steps=_length(config, text).total_steps, new_tokens=_new_tokens(config, text),
-            directory=directory, cache_root=cache_root(config.data),
-        )  # fmt: skip
+        yield from _disk_lines(config, spec, text, self.restored_to or directory)
         engine, facts = _probe_engine(config, spec)
-        yield f"engine         {engine}: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+        shown = [f"{name} {facts[name]}" for name in _ENGINE_FACTS if name in facts]
+        yield f"engine         {engine}: {', '.join(shown)}"
         yield from memory_lines(config, spec, str(facts.get("device_kind", "")))
         yield "Nothing was built or written."
 
 
-def _run_line(config: RunConfig, resume_from: str | Path) -> str:
-    from vorox.core.file_holder import lock_holder
-    from vorox.core.run_context import expected_directory
-    from vorox.core.run_layout import RunLayout
-    from vorox.training.checkpoints.store import step_directories
-
+def _run_line(config: RunConfig, resume_from: str | Path, restored_to: Path | None) -> str:
     directory, exists = expected_directory(config, resume_from)
     if not exists:
         return f"{directory} (new)"
-    holder = lock_holder(RunLayout(directory).lock)
+    holder = lock_holder(RunLayout(restored_to or directory).lock)
     steps = step_directories(directory)
+    if restored_to is not None:
+        restored = f"{restored_to} (restore step {max(steps):,} from the mirror, and resume from it)"
+        return restored + (f"; IN USE by {holder}" if holder else "")
     state = f"resume from step {max(steps):,}" if steps else "exists without a checkpoint: start from step 0"
     return f"{directory} ({state})" + (f"; IN USE by {holder}" if holder else "")
 
 
 def _mirror_line(uri: str) -> str:
-    from vorox.data.storage import check_writable
-
     check_writable(uri)
     return f"{uri}; checked for write access and newer checkpoints when the run starts"
 
 
-def _inspect_text(config: RunConfig) -> _Text:
-    """List the sources, choose the holdout, and look up the tokenizer and the caches."""
-    from contextlib import ExitStack
-
-    from vorox.cli.build_display import BuildDisplay
-    from vorox.data.cache_location import cache_root
-    from vorox.data.corpus import exact_weights
-    from vorox.data.source_listing import list_sources
-    from vorox.data.text.holdout_selection import held_out_bytes
-
+def _inspect_text(config: RunConfig, run_directory: Path | None = None) -> _Text:
+    """List the sources, choose the holdout, and look up the tokenizer and the caches; a run has its own."""
     root, display = cache_root(config.data), BuildDisplay()
     try:
         with ExitStack() as reads:
             weights = exact_weights(config.data)
-            listed = list_sources(config, weights, root, display, build=False, is_dry=True, reads=reads)
+            tokenizer, views = (None, None) if run_directory is None else _recorded(config, run_directory, root)
+            listed = list_sources(
+                config, weights, root, display,
+                tokenizer=tokenizer, build=False, is_dry=True, reads=reads, views=views,
+            )  # fmt: skip
     finally:
         display.close()
     caches: list[_Cache] = []
     num_tokens, exact = 0.0, True
     for source in listed.train:
         held_out = held_out_bytes(source)
-        reader = _open_ready(config, source, "train", listed.tokenizer, root)
-        caches.append(_Cache(f"{source.config.name} train", reader, source.size_bytes - held_out))
-        guess = (source.size_bytes - held_out) / _bytes_per_token(config, source)
+        reader = _open_ready(config, source, "train", listed.tokenizer, root, views)
+        per_token = _bytes_per_token(config, source)
+        guess = (source.size_bytes - held_out) / per_token
+        caches.append(_Cache(f"{source.config.name} train", reader, guess))
         num_tokens += guess if reader is None else reader.num_rows * config.data.sequence_length_tokens
         exact = exact and reader is not None
         if held_out and not listed.validation:
-            reader = _open_ready(config, source, "validation", listed.tokenizer, root)
-            caches.append(_Cache(f"{source.config.name} validation", reader, held_out))
+            reader = _open_ready(config, source, "validation", listed.tokenizer, root, views)
+            caches.append(_Cache(f"{source.config.name} validation", reader, held_out / per_token))
     for source in listed.validation:
-        reader = _open_ready(config, source, "validation", listed.tokenizer, root)
-        caches.append(_Cache(f"{source.config.name} validation", reader, source.size_bytes))
+        reader = _open_ready(config, source, "validation", listed.tokenizer, root, views)
+        tokens = source.size_bytes / _bytes_per_token(config, source)
+        caches.append(_Cache(f"{source.config.name} validation", reader, tokens))
     vocab_size = listed.tokenizer.vocab_size if listed.tokenizer is not None else _guessed_vocabulary(config)
     return _Text(listed, tuple(caches), vocab_size, num_tokens, exact)
 
@@ -234,24 +252,33 @@ def _guessed_vocabulary(config: RunConfig) -> int:
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 128
 
 
+def _recorded(config: RunConfig, run_directory: Path, root: Path) -> tuple[Tokenizer | None, RunViews]:
+    """Return the tokenizer and the views of a run."""
+    kept = load_run_tokenizer(RunLayout(run_directory).tokenizer, config.tokenizer)
+    return kept or configured_untrained(config.tokenizer), RunViews.of_run(run_directory, root, restore=False)
+
+
 def _open_ready(
-    config: RunConfig, source: Source, split: Split, tokenizer: Tokenizer | None, root: Path
+    config: RunConfig,
+    source: Source,
+    split: Split,
+    tokenizer: Tokenizer | None,
+    root: Path,
+    views: RunViews | None = None,
 ) -> CacheReader | None:
     """Open a complete cache; ``None`` if it is still to be built."""
-    from vorox.data.cache.reader import CacheReader
-    from vorox.data.cache.recipe import RECIPE_NAME
-    from vorox.data.cache_location import find_location
-    from vorox.data.cache_opener import recipe_for
-    from vorox.data.image_layout import image_layout
-
     if tokenizer is None:
         return None
     recipe = recipe_for(config.data, source, split, tokenizer, images=image_layout(config.model))
-    directory = find_location(root, source, split, recipe, grow=config.data.cache.grow).directory
+    grow = config.data.cache.grow
+    recorded = None if views is None else views.directory(source, split)
+    if recorded is not None:
+        location = recorded_location(root, recorded, source, split, recipe, config.data, grow=grow)
+    else:
+        location = find_location(root, source, split, recipe, config.data, grow=grow)
+    directory = location.directory
     if not (directory / RECIPE_NAME).exists():
         return None
-    from vorox.data.cache.manifest import Manifest
-
     manifest = Manifest.open(directory)
     if manifest.planned_units == 0 or len(manifest.missing_units()):
         return None
@@ -259,8 +286,6 @@ def _open_ready(
 
 
 def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
-    from vorox.core.config.config_for_text import expected_ids
-
     for source in (*text.listed.train, *text.listed.validation):
         size = humanize.size(source.size_bytes)
         files = pluralize(len(source.files), "file")
@@ -286,9 +311,6 @@ def _text_lines(config: RunConfig, text: _Text) -> Iterator[str]:
 
 
 def _model_lines(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
-    from vorox.core.config import model_label
-    from vorox.models.flops import flops_per_token
-
     yield (
         f"model          {model_label(config)}: {spec.summary()}, vocabulary {spec.vocab_size:,}, "
         f"{spec.max_positions_tokens:,} positions"
@@ -319,20 +341,41 @@ def _batch_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _length(config: RunConfig, text: _Text) -> Horizon:
-    from vorox.training.schedule import horizon
-
     num_rows = max(1, round(text.num_train_tokens / config.data.sequence_length_tokens))
     return horizon(config, num_train_rows=num_rows, full_dataset_tokens=round(text.num_train_tokens))
 
 
-def _new_tokens(config: RunConfig, text: _Text) -> float:
-    """Return the tokens of the caches that are still to be built; a streamed source has its own disk budget."""
-    new_bytes = sum(
-        cache.text_bytes
-        for cache in text.caches
-        if cache.rows is None and not (config.data.mode == "streaming" and cache.name.endswith(" train"))
+def _disk_lines(config: RunConfig, spec: ModelSpec, text: _Text, directory: Path) -> Iterator[str]:
+    """Yield the lines about the disk; a streamed source has its own disk budget.
+
+    Raises:
+        DoesNotFitError: The free space is not sufficient.
+    """
+    steps, total_steps = step_directories(directory), _length(config, text).total_steps
+    is_streamed = config.data.mode == "streaming"
+    plan = plan_disk(
+        config,
+        spec,
+        directory,
+        steps,
+        total_steps=total_steps,
+        done_steps=min(total_steps, max(steps, default=0)),
+        cache_root=cache_root(config.data),
+        new_tokens=sum(
+            cache.estimated_tokens
+            for cache in text.caches
+            if cache.rows is None and not (is_streamed and cache.name.endswith(" train"))
+        ),
     )
-    return new_bytes / _BYTES_PER_TOKEN.get(config.tokenizer.kind, 4.0)
+    checkpoints = plan.checkpoints
+    yield (
+        f"disk           checkpoints: at most {checkpoints.most:,} x {humanize.size(checkpoints.checkpoint_bytes)}, "
+        f"{humanize.size(checkpoints.needed_bytes)} needed; {humanize.size(plan.free_bytes)} free"
+    )
+    if plan.cache_bytes:
+        elsewhere = "" if plan.is_shared else f"; {humanize.size(plan.cache_free_bytes)} free"
+        yield f"               caches: about {humanize.size(plan.cache_bytes)} needed in {plan.cache_root}{elsewhere}"
+    plan.check()
 
 
 def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
@@ -342,13 +385,13 @@ def _length_lines(config: RunConfig, text: _Text) -> Iterator[str]:
     epochs = tokens / max(1.0, text.num_train_tokens)
     yield (
         f"length         {about}{pluralize(length.total_steps, 'step')}, {humanize.count(tokens)} tokens, "
-        f"{'' if text.exact else 'about '}{epochs:.2f} epochs; "
-        f"warm-up {pluralize(length.warmup_steps, 'step')}"
+        f"{'' if text.exact else 'about '}{epochs:.2f} epochs"
     )
-    for warning in length.warnings(text.num_train_tokens):
+    for warning in (*learning_rate_warnings(config.optimizer), *length.warnings(text.num_train_tokens)):
         yield f"               note: {warning}"
     saves = [_every(config.checkpoint.every_steps)] if config.checkpoint.every_steps else []
-    saves += [f"every {humanize.duration(config.checkpoint.every_seconds)}"] if config.checkpoint.every_seconds else []
+    seconds = save_interval_seconds(config.checkpoint)
+    saves += [f"every {humanize.duration(seconds)}"] if seconds else []
     saves += ["at the end"] if config.checkpoint.at_end else []
     every = [_every(config.eval.every_steps)] if config.eval.every_steps else []
     validations = ["at the start"] * config.eval.at_start + every + ["at the end"] * config.eval.at_end
@@ -363,12 +406,6 @@ def _every(num_steps: int) -> str:
 
 def _probe_engine(config: RunConfig, spec: ModelSpec) -> tuple[str, Mapping[str, str | int | bool]]:
     """Validate the configuration with the engine, on a model of one small layer."""
-    from vorox import backends
-    from vorox.core.distributed_context import DistributedContext
-    from vorox.core.schema.model import ModelConfig
-    from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-    from vorox.models.optimizer_groups import optimizer_groups
-
     backends.check_divisible(config, spec)  # what one small layer cannot show
     optimizer_groups(spec, config.optimizer)  # names that one layer does not have
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"groups": ()})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 VARIABLES = (
@@ -12,6 +13,7 @@ VARIABLES = (
     "VOROX_NODE_INDEX",
     "VOROX_PROCESS_COUNT",
     "VOROX_PROCESS_INDEX",
+    "VOROX_RANK_SECRET",
     "VOROX_TOKEN",
 )
 """The variables that Vorox reads."""
@@ -31,12 +33,10 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def _advice(name: str) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
     if near:
         return f"did you mean {near[0]}?"
-    from vorox.core.config.schema_fields import leaf_keys
+    from vorox.core.config.schema_fields import leaf_keys  # too slow for the start of every command
 
     key_name = name.removeprefix("VOROX_").replace("__", "_").lower()
     key = next((key for key in leaf_keys() if key.replace(".", "_") == key_name), "section.key")

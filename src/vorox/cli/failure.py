@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vorox.cli import humanize
-from vorox.core.atomic import make_directory, write_file
-from vorox.core.disk_errors import disk_error, memory_error
+from vorox.cli.rank_launcher import nproc_option
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,
@@ -32,7 +31,11 @@ from vorox.core.errors import (
     saved_of,
     set_saved,
 )
+from vorox.core.files.atomic import make_directory, write_file
+from vorox.core.files.disk_errors import disk_error, exhausts_memory, memory_error
 from vorox.core.redaction import redact, redact_arguments
+from vorox.core.user_code.extensions import refused_call
+from vorox.records.run_lookup import short_path
 
 _KINDS: tuple[tuple[type[VoroxError], str], ...] = (
     (ConfigError, "configuration"),
@@ -52,10 +55,8 @@ def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
         error: What ended the command.
         arguments: The command line, without the program's name.
     """
-    if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed
-        return 2
     known = _explained(error, arguments)
-    lines = _four_lines(known, arguments)
+    lines = [humanize.printable(line) for line in _four_lines(known, arguments)]
     red, reset = ("\x1b[1;31m", "\x1b[0m") if _wants_colour() and not isinstance(error, Preempted) else ("", "")
     columns = shutil.get_terminal_size().columns
     what = humanize.wrap(lines[0], columns, indent_columns=2) if sys.stderr.isatty() else lines[0]
@@ -70,6 +71,13 @@ def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:
         set_saved(known, saved_of(error))
         return known
     path = _write_traceback(error, _command(arguments))
+    if (own := refused_call(error)) is not None:
+        return ConfigError(
+            f"The function of {own} is called with other arguments than it takes: {error}",
+            where=_last_frame(error), saved=saved_of(error),
+            hint="docs/extending.md shows what each kind of function takes; the traceback is in "
+            f"{path or 'no file, because none could be written'}",
+        )  # fmt: skip
     return VoroxError(
         f"{type(error).__name__}: {error}",
         where=_last_frame(error),
@@ -79,12 +87,10 @@ def _explained(error: BaseException, arguments: Sequence[str]) -> VoroxError:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    return " ".join(["vorox", *redact_arguments(arguments)])
+    return " ".join(["vorox", *redact_arguments(arguments)]) + nproc_option()
 
 
 def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
-    from vorox.core.run_lookup import short_path
-
     kind = next((name for of, name in _KINDS if isinstance(known, of)), "crash")
     again = "correct it and run the same command again" if isinstance(known, ConfigError) else "-"
     mark = "-" if isinstance(known, Preempted) else "x"
@@ -132,15 +138,27 @@ _OTHERS = {
     **dict.fromkeys(("data show", "data info", "data inspect", "data list"), "vorox data stats CONFIG"),
     **dict.fromkeys(("data rows", "data sample", "data view"), "vorox data peek CONFIG"),
     **dict.fromkeys(("data import", "data prepare", "data tokenize"), "vorox data build CONFIG"),
+    **dict.fromkeys(("k8s", "kube", "launch k8s", "launch kube"), "vorox launch kubernetes"),
+    **dict.fromkeys(("slurm", "sbatch", "launch sbatch"), "vorox launch slurm"),
     "data steps": "vorox data where RUN --step STEP",
+    **dict.fromkeys(("data losses --from", "data losses --to"), "vorox data losses RUN --steps A:B"),
+    **dict.fromkeys(
+        ("data where --from", "data where --to", "data where --steps"),
+        "vorox data where RUN --step STEP, or vorox data losses RUN --steps A:B",
+    ),
     "data where --by": "vorox data losses RUN",
+    **dict.fromkeys(
+        ("eval --data", "eval --dataset", "eval --file", "eval --text", "eval --config"),
+        "vorox eval RUN --tasks TASK.yaml` with a task that reads the file, or measure its loss while training: `vorox "
+        "train CONFIG 'data.validation.sources=[{name: held-out, format: txt, paths: [FILE]}]'",
+    ),
 }
 """Commands of other trainers, and options that are commands of their own, to what to write instead."""
 
 
 def _machine_error(error: BaseException) -> VoroxError | None:
     """Return an explained error of the machine, which needs no traceback."""
-    if isinstance(error, MemoryError):
+    if exhausts_memory(error):
         return memory_error(error)
     if isinstance(error, OSError) and (explained := disk_error(error, "")) is not None:
         return explained

@@ -10,7 +10,7 @@ UNKNOWN = "-"
 
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def count(value: float | None) -> str:
@@ -98,5 +98,10 @@ def wrap(text: str, columns: int, indent_columns: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace terminal control characters; tabs and newlines stay."""
+    """Replace control characters of terminals and of the direction of text; tabs and newlines stay."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.encode(errors="replace").decode())
+
+
+def printable_line(text: str) -> str:
+    """Return a text as one line: a name with a line end cannot pass for further lines."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")

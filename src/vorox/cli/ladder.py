@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.arguments import parse_arguments
-from vorox.cli.output import AsJson, print_json, print_table, print_wrapped
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vorox.cli.arguments import ParsedArguments
-    from vorox.sweeps.ladder import Ladder, Rung
+from vorox.cli.arguments import ParsedArguments, parse_arguments
+from vorox.cli.config import source_and_overrides
+from vorox.cli.output import print_json, print_table, print_wrapped
+from vorox.core.errors import ConfigError
+from vorox.sweeps.ladder import Ladder, Rung
+from vorox.training.origin.configuration import load_config
 
 _OPTIONS = ("--widths", "--lr", "--target", "--json", "--help")
 
 
-def ladder(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [a.b=v ...]",
-            show_default=False,
-            help="A preset, a YAML or Python file, or a run; settings.",
-        ),
-    ],
-    widths: Annotated[str, typer.Option(metavar="W,W,...", help="Values of model.hidden_size; the first is the base.")],
-    lr: Annotated[str, typer.Option("--lr", metavar="LR,LR,...", help="Peak learning rates.")],
-    target: Annotated[
-        int | None, typer.Option(metavar="W", min=1, help="Width of the large model. Default: model.hidden_size.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Choose the learning rate of a wide model: train narrow ones at several rates, and transfer the best.
-
-    Every run is an ordinary run directory with the maximal update
-    parametrisation (model.mup_base_hidden_size). The same command continues
-    an interrupted run and repeats no finished one.
-    """
-    from vorox.cli.config import source_and_overrides
-    from vorox.core.errors import ConfigError
-    from vorox.sweeps.ladder import Ladder
-    from vorox.training.checkpoints.weights_source import load_config_with_weights
-
+def ladder(arguments: list[str], widths: str, lr: str, target: int | None, as_json: bool) -> None:
     parsed = parse_arguments(arguments, options=_OPTIONS, max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError(
@@ -56,7 +28,7 @@ def ladder(
         )  # fmt: skip
     source, overrides = source_and_overrides(parsed)
     steps = Ladder(
-        lambda more: load_config_with_weights(source, [*overrides, *more]),
+        lambda more: load_config(source, [*overrides, *more]),
         [int(number) for number in _numbers(widths, "--widths", whole=True)], _numbers(lr, "--lr"), target,
     )  # fmt: skip
 
@@ -71,8 +43,6 @@ def ladder(
 
 
 def _numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
-    from vorox.core.errors import ConfigError
-
     try:
         return [int(word) if whole else float(word) for word in text.split(",")]
     except ValueError as error:

@@ -15,10 +15,10 @@ import typer
 
 from vorox.backends import node_collectives
 from vorox.cli.rank_launcher import is_launcher, launch_ranks
-from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError, VoroxError
-from vorox.core.rendezvous import Rendezvous
-from vorox.data.cache_location import root_of
+from vorox.core.ranks.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
+from vorox.core.ranks.rendezvous import Rendezvous
+from vorox.data.corpus.cache_location import root_of
 from vorox.runtime import collective_timing, node_checks, node_exchange
 from vorox.runtime.machine_checks import Finding
 

@@ -1,4 +1,4 @@
-"""Output of commands: tables, wrapped lines, JSON, confirmation prompts; and their shared options."""
+"""Output of commands: tables, wrapped lines, JSON, confirmation prompts."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TextIO
+from typing import Any, TextIO
 
 import typer
 
 from vorox.cli import humanize
+from vorox.core.errors import ConfigError
+from vorox.core.files.json_lines import encode
+from vorox.records.log import Level
 
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run id or prefix, a path, or 'latest' (with a checkpoint).")
-]
-Root = Annotated[str, typer.Option("--root", help="Parent directory of runs (run.directory).")]
-WeightsOption = Annotated[
-    Literal["model", "ema"], typer.Option(help="ema: the moving average of the weights (train.ema_decay).")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-
-DEFAULT_ROOT = "runs"
 _MIN_COLUMNS = 3
+
+
+def echo(text: str, level: Level = "info") -> None:
+    """Print a message: ``info`` to standard output, warnings and errors to standard error."""
+    typer.echo(text, err=level != "info")
 
 
 def print_json(value: Any) -> None:
     """Print a value as strict JSON: no NaN, ASCII only."""
-    from vorox.core.json_lines import encode
+    typer.echo(json.dumps(json.loads(encode({"value": value}))["value"], indent=2).replace("\x7f", "\\u007f"))
 
-    typer.echo(json.dumps(json.loads(encode({"value": value}))["value"], indent=2))
+
+def print_unicode_json(value: object) -> None:
+    """Print a value as JSON, with its characters as they are."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def has_terminal() -> bool:
+    """Whether a person can answer: standard input and output are terminals."""
+    streams = (sys.stdin, sys.stdout)
+    return all(stream is not None and stream.isatty() for stream in streams)
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
@@ -49,7 +55,8 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
             fit follow in a second table below; finally the first column is truncated in the middle.
     """
     width = terminal_width()
-    columns = [[title, *cells] for title, *cells in zip(titles, *rows, strict=True)]
+    shown_rows = [[humanize.printable_line(cell) for cell in row] for row in rows]
+    columns = [[title, *cells] for title, *cells in zip(titles, *shown_rows, strict=True)]
     for title in optional.split():
         if width is not None and _table_width(columns) > width:
             columns = [column for column in columns if column[0] != title]
@@ -104,7 +111,7 @@ def print_wrapped(
         err: Print to standard error.
     """
     width = (terminal_width(sys.stderr) if err else terminal_width()) or plain_columns
-    for line in lines:
+    for line in map(humanize.printable, lines):
         if width is None or len(line) <= width:
             typer.echo(line, err=err)
             continue
@@ -129,14 +136,12 @@ def confirm(question: str, *, yes: bool) -> None:
         ConfigError: Standard input is not a terminal.
         typer.Exit: The answer is no.
     """
-    from vorox.core.errors import ConfigError
-
     if yes:
         return
     if not sys.stdin.isatty():
         raise ConfigError(
             f"Confirmation needs a terminal: {question}", hint="add --yes to confirm", saved="nothing was removed"
         )
-    if not typer.confirm(question):
+    if not typer.confirm(humanize.printable(question)):
         typer.echo("Nothing was removed.")
         raise typer.Exit(0)

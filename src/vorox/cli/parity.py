@@ -4,52 +4,39 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vorox import backends
+from vorox.backends import check_installed
 from vorox.cli.arguments import ParsedArguments, parse_arguments
-from vorox.cli.output import AsJson, print_json
+from vorox.cli.build_display import BuildDisplay
+from vorox.cli.config import load, source_and_overrides
+from vorox.cli.output import print_json
+from vorox.core.engine import Engine
+from vorox.core.errors import ConfigError, NumericalError
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.core.engine import Engine
-    from vorox.core.schema import RunConfig
-    from vorox.data.corpus import Corpus
-    from vorox.training.engine_parity import StepParity, Tolerances
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.schema import RunConfig
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.order.size_estimate import estimate
+from vorox.experiments.verdicts import record_verdict
+from vorox.planned_run import resolve_model
+from vorox.training.origin.configuration import load_config
+from vorox.training.reports.engine_parity import StepParity, Tolerances, compare
+from vorox.training.steps.dataloading import preview_batches
+from vorox.training.steps.schedule import Schedule, horizon
+from vorox.training.weights.init_from import init_from_weights
 
 FIRST, SECOND = "torch", "jax"
 
 
-def parity(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
-    ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 50,
-    as_json: AsJson = False,
-) -> None:
-    """Train both engines from the same weights on the same batches, and compare every step.
-
-    Compares logits, loss, gradient norm and parameters. Exit code 7 if a
-    quantity exceeds its tolerance. Use precision.dtype=fp32; lower precisions
-    are expected to differ. Dropout is off: each engine draws its own. The
-    verdict on the configuration of a run is added to its verdicts.jsonl.
-    """
-    from vorox.backends import check_installed
-    from vorox.cli.config import source_and_overrides
-    from vorox.core.config import load_config
-    from vorox.core.errors import ConfigError
-    from vorox.data.size_estimate import estimate
-    from vorox.training.dataloading import preview_batches
-    from vorox.training.engine_parity import Tolerances, compare
-    from vorox.training.schedule import Schedule, horizon
-
+def parity(arguments: list[str], steps: int, as_json: bool) -> None:
     parsed = parse_arguments(arguments, options=("--steps", "--json"), max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="parity", hint="for example `vorox parity quickstart`")
     source, overrides = source_and_overrides(parsed)
-    dropout_fraction = load_config(source, overrides).model.dropout_fraction
+    dropout_fraction = load(source, overrides).model.dropout_fraction
     overrides.append("model.dropout_fraction=0")
     configs = [load_config(source, [*overrides, f"backend={name}"]) for name in (FIRST, SECOND)]
     for name in (FIRST, SECOND):
@@ -60,6 +47,7 @@ def parity(
         typer.echo(text, err=as_json)
     corpus = _corpus(config)
     first, second = (_engine(one, corpus) for one in configs)
+    init_from_weights(config, resolve_model(config, corpus.tokenizer.vocab_size), first)
     size = estimate(corpus.train)
     length = horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     schedule = Schedule.from_config(config.schedule, config.optimizer, length)
@@ -96,9 +84,6 @@ def _report(
     Raises:
         NumericalError: The engines diverge.
     """
-    from vorox.core.errors import NumericalError
-    from vorox.experiments.verdicts import record_verdict
-
     wrong = next((step for step in found if step.exceeded(tolerances)), None)
     if as_json:
         print_json(
@@ -133,9 +118,6 @@ def _verdict(wrong: StepParity | None, found: list[StepParity], tolerances: Tole
 
 
 def _corpus(config: RunConfig) -> Corpus:
-    from vorox.cli.build_display import BuildDisplay
-    from vorox.data.corpus import prepare
-
     display = BuildDisplay()
     try:
         return prepare(config, on_progress=display)
@@ -144,10 +126,6 @@ def _corpus(config: RunConfig) -> Corpus:
 
 
 def _engine(config: RunConfig, corpus: Corpus) -> Engine:
-    from vorox import backends
-    from vorox.core.distributed_context import DistributedContext
-    from vorox.run import resolve_model
-
     spec = resolve_model(config, corpus.tokenizer.vocab_size)
     return backends.load(config.backend).create(config, spec, DistributedContext())
 

@@ -4,67 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-
+from vorox import backends
 from vorox.cli import humanize
 from vorox.cli.arguments import parse_arguments
-from vorox.cli.output import AsJson, print_json, print_wrapped
+from vorox.cli.config import load, source_and_overrides
+from vorox.cli.output import print_json, print_wrapped
 from vorox.core.batch_sizes import batch_sizes_of
+from vorox.core.config import model_label
+from vorox.core.errors import ConfigError, DoesNotFitError, VoroxError
+from vorox.core.platform.environment import host_memory_bytes
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.core.schema import RunConfig
-    from vorox.models.spec import ModelSpec
-    from vorox.runtime.hardware import Hardware
-    from vorox.training.resource_plan import ResourcePlan
+from vorox.core.schema import RunConfig
+from vorox.models.spec import ModelSpec
+from vorox.planned_run import planned_model
+from vorox.planning.hardware import Hardware, named_hardware, this_machine
+from vorox.planning.memory_advice import check_host_memory
+from vorox.planning.memory_estimate import memory_per_device
+from vorox.planning.resource_plan import DEFAULT_MFU_FRACTION, ResourcePlan, plan_resources
 
 _MANY_DEVICES = 1000
 _SIZES = (
     "data_parallel_size", "fsdp_size", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
 )  # fmt: skip
-PARTS = {
-    "parameters": "parameter_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "copies in lower precision": "copy_bytes",
-    "activations": "activation_bytes",
-    "logits": "logits_bytes",
-    "attention mask": "mask_bytes",
-    "temporary tensors and libraries": "workspace_bytes",
-}
 
 
-def plan(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
-    ],
-    hardware: Annotated[
-        str | None,
-        typer.Option("--hardware", help="For example rtx4090, a100-80x4, h200x8. Default: this machine."),
-    ] = None,
-    mfu: Annotated[
-        float, typer.Option("--mfu", min=0.01, max=1.0, help="Assumed model FLOPs utilisation of a GPU.")
-    ] = 0.4,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the step for this machine, and plan with the compiler's memory.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Estimate memory, speed, duration and disk of a run on some hardware; nothing is built or written.
-
-    Exit code 3 if the run does not fit; settings that do are listed.
-    """
-    from vorox import backends
-    from vorox.cli.config import source_and_overrides
-    from vorox.core.errors import ConfigError, DoesNotFitError
-    from vorox.run import planned_model
-    from vorox.runtime.hardware import named_hardware, this_machine
-    from vorox.training.checkpoints.weights_source import load_config_with_weights
-    from vorox.training.resource_plan import plan_resources
-
+def plan(arguments: list[str], hardware: str | None, mfu: float, compiled: bool, as_json: bool) -> None:
     parsed = parse_arguments(arguments, options=("--hardware", "--mfu", "--compile", "--json"), max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="plan", hint="for example `vorox plan gpt2-124m`")
@@ -72,7 +38,7 @@ def plan(
         raise ConfigError(
             "--compile compiles for the devices of this machine", where="--hardware", hint="leave out one of the two"
         )
-    config = load_config_with_weights(*source_and_overrides(parsed))
+    config = load(*source_and_overrides(parsed))
     spec = planned_model(config)
     backends.check_divisible(config, spec)
     devices = (
@@ -111,8 +77,6 @@ def _hint(found: ResourcePlan) -> str:
 
 
 def _lines(found: ResourcePlan, spec: ModelSpec, mfu: float) -> Iterator[str]:
-    from vorox.core.config import model_label
-
     config, hardware = found.config, found.hardware
     kind = hardware.product or "CPU"
     yield (
@@ -121,18 +85,15 @@ def _lines(found: ResourcePlan, spec: ModelSpec, mfu: float) -> Iterator[str]:
     )
     yield f"model          {model_label(config)}: {spec.summary()}, {humanize.count(spec.num_parameters)} parameters"
     yield from _batch_lines(found)
-    parts = {name: getattr(found.memory, field) for name, field in PARTS.items()}
-    if hardware.is_cpu:
-        parts["checkpoint copy"] = found.memory.snapshot_bytes
+    parts = found.memory.parts_on(hardware.devices.kind)
     verdict = "fits" if found.fits else "DOES NOT FIT"
     yield (
         f"memory         about {humanize.size(found.memory_bytes)} of {humanize.size(hardware.memory_bytes)} on each "
         f"device: {verdict}"
     )
-    width = max(len(name) for name, value in parts.items() if value)
+    width = max(map(len, parts))
     for name, value in parts.items():
-        if value:
-            yield f"                 {name:<{width}}  {humanize.size(value):>9}"
+        yield f"                 {name:<{width}}  {humanize.size(value):>9}"
     for alternative in found.alternatives:
         yield (
             f"               fits with {' '.join(alternative.settings)}: {humanize.size(alternative.memory_bytes)} "
@@ -180,10 +141,6 @@ def _speed_lines(found: ResourcePlan, mfu: float) -> Iterator[str]:
 
 def speed_lines(config: RunConfig, hardware: Hardware) -> list[str]:
     """Return the lines of a plan about speed and duration on some hardware; empty where no data sheet has its peak."""
-    from vorox.core.errors import VoroxError
-    from vorox.run import planned_model
-    from vorox.training.resource_plan import DEFAULT_MFU_FRACTION, plan_resources
-
     try:
         found = plan_resources(config, planned_model(config), hardware)
     except VoroxError:
@@ -193,19 +150,10 @@ def speed_lines(config: RunConfig, hardware: Hardware) -> list[str]:
 
 def memory_lines(config: RunConfig, spec: ModelSpec, device: str) -> Iterator[str]:
     """Yield the estimate of device memory; on the CPU compared with the memory of this machine."""
-    import psutil
-
-    from vorox.models.memory_advice import check_host_memory
-    from vorox.models.memory_estimate import estimate_memory
-
-    estimate = estimate_memory(spec, config, device)
-    parts = {name: getattr(estimate, field) for name, field in PARTS.items()}
-    parts["checkpoint copy"] = estimate.snapshot_bytes
-    total_bytes = estimate.total_bytes_on(device)
-    available = psutil.virtual_memory().total
+    estimate, available = memory_per_device(spec, config, device), host_memory_bytes()
     against = f" of {humanize.size(available)}" if device == "cpu" else ""
-    detail = ", ".join(f"{name} {humanize.size(value)}" for name, value in parts.items() if value)
-    yield f"memory         about {humanize.size(total_bytes)}{against}: {detail}"
+    detail = ", ".join(f"{name} {humanize.size(value)}" for name, value in estimate.parts_on(device).items())
+    yield f"memory         about {humanize.size(estimate.total_bytes_on(device))}{against}: {detail}"
     if device == "cpu":
         check_host_memory(spec, config, available)
 

@@ -1,8 +1,8 @@
 """The display of a run: a live block on a terminal, plain lines elsewhere, with the same fields.
 
-``StepView``, messages and samples go in (``training.display.Display``), text on one stream comes out. On a terminal a
-block of a few lines is redrawn in place, and events and samples scroll above it. A display never raises, never blocks
-and starts no thread. If the terminal is closed, the display ends and the run continues. Thread-safe.
+``StepView``, messages and samples go in (``training.loop.display.Display``), text on one stream comes out. On a
+terminal a block of a few lines is redrawn in place, and events and samples scroll above it. A display never raises,
+never blocks and starts no thread. If the terminal is closed, the display ends and the run continues. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from vorox.cli.humanize import count, duration, eta, number, percent, printable, size, small, speed, wrap
-from vorox.training.display import Display, Level, NoDisplay, StepView
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from vorox.cli.standard_streams import raw_stream
+from vorox.training.loop.display import Display, Level, NoDisplay, StepView
 
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _MIN_BAR_CELLS, _BAR_CELLS = 4, 40
@@ -47,12 +49,13 @@ def open_display(stream: TextIO | None = None) -> Display:
 
 
 def headline(view: StepView) -> str:
-    """Return ``Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h``"""
+    """Return ``Step   770/26,235 ( 2.9%) | Loss: 5.583 | 106,212 tok/s | ETA: 04:23h``."""
     done = 100 * view.step / view.total_steps
     done = done if view.step >= view.total_steps else min(done, 99.9)
+    rate = "" if view.tokens_per_second is None else f"{speed(view.tokens_per_second)} | "
     return (
         f"Step {view.step:>5,}/{view.total_steps:,} ({done:4.1f}%) | Loss: {number(view.loss)} | "
-        f"{speed(view.tokens_per_second)} | ETA: {eta(view.eta_seconds)}"
+        f"{rate}ETA: {eta(view.eta_seconds)}"
     )
 
 
@@ -68,7 +71,11 @@ def position_fields(view: StepView) -> list[str]:
 
 def time_fields(view: StepView) -> list[str]:
     """Return the shares of time, MFU and the fraction of the measured matmul peak."""
-    fields = [f"{use} {percent(fraction)}" for use, fraction in view.time_fractions.items()]
+    return [f"{use} {percent(fraction)}" for use, fraction in view.time_fractions.items()] + _shares_of_peak(view)
+
+
+def _shares_of_peak(view: StepView) -> list[str]:
+    fields: list[str] = []
     if view.mfu_fraction is not None:
         fields.append(f"MFU {percent(view.mfu_fraction, 1)}")
     if view.matmul_peak_fraction is not None:
@@ -90,7 +97,10 @@ def resource_fields(view: StepView) -> list[str]:
 
 
 class LineDisplay:
-    """Plain lines of fewer than 120 columns; longer ones continue, indented, on the next.
+    """One line of fewer than 120 columns for each logged step; messages continue, indented, on the next line.
+
+    What does not fit into the line of a step is in ``metrics.jsonl``. What slows the run down, or what it waits for,
+    has a line of its own when it changes.
 
     Args:
         stream: The output.
@@ -101,17 +111,19 @@ class LineDisplay:
         self._stream: TextIO | None = stream
         self._clock = clock
         self._waiting: str | None = None
+        self._notes: set[str] = set()
 
     def step(self, view: StepView) -> None:
-        fields = [headline(view), *position_fields(view), *time_fields(view), *resource_fields(view)]
-        fields += [view.slow_cause] if view.slow_cause else []
-        lines = [fields[0]]
-        for field in [*fields[1:], printable(self._waiting)] if self._waiting else fields[1:]:
-            if len(lines[-1]) + len(field) + 3 > _LINE_COLUMNS:
-                lines.append(f"  {field}")
-            else:
-                lines[-1] += f" | {field}"
-        self._write("\n".join(lines))
+        tokens, *position = position_fields(view)
+        line = headline(view)
+        for field in [*position, tokens, *_shares_of_peak(view), *resource_fields(view)[-1:]]:
+            if len(line) + len(field) + 3 <= _LINE_COLUMNS:
+                line += f" | {field}"
+        self._write(line)
+        for note in (view.slow_cause, None if self._waiting is None else printable(self._waiting)):
+            if note and note not in self._notes:
+                self._write(wrap(f"  {note}", _LINE_COLUMNS, 2))
+                self._notes.add(note)
 
     def message(self, text: str, level: Level = "info") -> None:
         mark = "" if level == "info" else f"{level}: "
@@ -148,16 +160,13 @@ class LiveDisplay:
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.time) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
         class Terminal(Console):
             def on_broken_pipe(self) -> None:
                 """Raise, where Rich would end the process: a run outlives its terminal."""
                 raise OSError("the terminal has gone")
 
         self._clock = clock
-        self._console = Terminal(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=False)
+        self._console = Terminal(file=raw_stream(stream), highlight=False, markup=False, emoji=False, soft_wrap=False)
         self._live: Live | None = Live(
             console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop",
             redirect_stdout=False, redirect_stderr=False,
@@ -186,8 +195,6 @@ class LiveDisplay:
             self._draw(self._show)
 
     def message(self, text: str, level: Level = "info") -> None:
-        from rich.text import Text
-
         def print_message() -> None:
             whole = f"{_time_of_day(self._clock())} {printable(text)}"
             shown = Text(wrap(whole, self._console.width, _INDENT_COLUMNS), style=_STYLES[level])
@@ -197,8 +204,6 @@ class LiveDisplay:
         self._draw(print_message)
 
     def sample(self, prompt: str, completion: str) -> None:
-        from rich.text import Text
-
         text = Text("\n".join(sample_lines(prompt, completion)), style="cyan")
         self._draw(lambda: self._console.print(text))
 
@@ -261,8 +266,6 @@ def loss_trend(losses: Sequence[tuple[int, float]], width: int) -> str:
 
 def _block(view: StepView, waiting: str | None, width: int, trend: str, *, is_final: bool = False) -> Text:
     """Return the lines of the block; the final one omits momentary values."""
-    from rich.text import Text
-
     done = min(1.0, view.step / view.total_steps)
     position = " | ".join(position_fields(view))
     cells = max(_MIN_BAR_CELLS, min(_BAR_CELLS, width - len(position) - len("  [] ")))

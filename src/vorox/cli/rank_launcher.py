@@ -1,8 +1,9 @@
 """``--nproc`` and ``--max-restarts``: start the ranks of a run on this machine.
 
-Rank 0 has the terminal; the others write their own logs into the run directory. Ctrl-C reaches all ranks, SIGTERM is
-forwarded. When a rank fails, the others have a grace period to exit, then they are killed. The output of the first
-failed rank is printed, and the command exits with its code, unless the ranks start again (``cli/restarts.py``).
+Rank 0 has the terminal; the others write their own logs into the run directory. Ctrl-C reaches all ranks; SIGTERM and
+SIGHUP are forwarded; on Linux the ranks get SIGTERM when the launcher is killed, so none trains on without it. When a
+rank fails, the others have a grace period to exit, then they are killed. The output of the first failed rank is
+printed, and the command exits with its code, unless the ranks start again (``cli/restarts.py``).
 
 With ``VOROX_NODE_COUNT`` and ``VOROX_NODE_INDEX``, the ranks are part of a run on several machines, each with its own
 launcher. Unlike torchrun, the launcher keeps exit codes, and waits for a save after SIGTERM.
@@ -21,9 +22,13 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from vorox.core.distributed_context import (
+from vorox.cli.restarts import Restarts
+from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError, Preempted
+from vorox.core.processes.child_process import child_command
+from vorox.core.processes.signals import end_with_parent, stop_signals
+from vorox.core.ranks.distributed_context import (
     AGENT_STORE,
     COORDINATOR,
     COUNT,
@@ -40,11 +45,8 @@ from vorox.core.distributed_context import (
     membership,
     node_membership,
 )
-from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError, Preempted
-from vorox.training.stop import INTERRUPTED_EXIT_CODE
-
-if TYPE_CHECKING:
-    from vorox.cli.restarts import Restarts
+from vorox.core.ranks.rank_secret import SECRET, new_secret
+from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 GRACE_SECONDS = 30.0
 FINAL_EXIT_CODES = frozenset(
@@ -101,7 +103,7 @@ def launch_ranks(
 
 
 def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Ending:
-    command = [sys.executable, "-m", "vorox", *arguments]
+    command = child_command("vorox", *arguments)
     node = node_membership(os.environ) or Node(_HERE, _free_port(), 0, 1)
     environments = environments_of(count, node, os.environ)
     with contextlib.ExitStack() as stack:
@@ -110,6 +112,7 @@ def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Endi
             subprocess.Popen(
                 command, env=environment, stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else outputs[rank - 1],
+                preexec_fn=end_with_parent(),
             )
             for rank, environment in enumerate(environments)
         ]  # fmt: skip
@@ -151,6 +154,8 @@ def environments_of(count: int, node: Node, base: Mapping[str, str]) -> list[dic
         )  # fmt: skip
     replaced = {COORDINATOR, COUNT, INDEX, NODE_COUNT, NODE_INDEX, AGENT_STORE}
     inherited = {name: value for name, value in base.items() if name not in replaced}
+    if node.count == 1:
+        inherited.setdefault(SECRET, new_secret())
     found: list[dict[str, str]] = []
     for index in range(count):
         member = {
@@ -162,7 +167,10 @@ def environments_of(count: int, node: Node, base: Mapping[str, str]) -> list[dic
 
 
 def is_main_rank() -> bool:
-    """Whether this process is rank 0, or the only one: the rank that prints and records."""
+    """Whether this process prints and records: rank 0, a single process, or the launcher on rank 0's machine."""
+    if os.environ.get(NODE_COUNT) or os.environ.get(NODE_INDEX):
+        node = node_membership(os.environ)
+        return node is None or node.index == 0
     member = membership()
     return member is None or member.rank in (None, 0)
 
@@ -182,7 +190,7 @@ def _free_port() -> int:
 
 
 class _Signals:
-    """Handles SIGTERM and SIGINT of the launcher inside its context.
+    """Handles the signals that stop the launcher inside its context.
 
     Attributes:
         received: The first signal; ``None`` if there was none.
@@ -195,7 +203,7 @@ class _Signals:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received = self.received or number
-        if number == signal.SIGTERM:  # the terminal sends SIGINT to the ranks itself
+        if number != signal.SIGINT:  # the terminal sends SIGINT to the ranks itself
             self._send(number)
 
     def _send(self, number: int) -> None:
@@ -205,9 +213,9 @@ class _Signals:
 
     @contextlib.contextmanager
     def forwarding(self, children: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
-        """Forward SIGTERM to the ranks inside the block, also one that arrived before they were started."""
+        """Forward signals to the ranks inside the block, also one that arrived before they were started."""
         self._children = children
-        if self.received == signal.SIGTERM:
+        if self.received not in {None, signal.SIGINT}:
             self._send(signal.SIGTERM)
         try:
             yield
@@ -215,7 +223,7 @@ class _Signals:
             self._children = ()
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

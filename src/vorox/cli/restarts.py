@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vorox.core.attempts import read_attempts
 from vorox.core.errors import StalledError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_lookup import is_run
+from vorox.records.attempts import read_attempts
+from vorox.records.run_lookup import is_run
 
 MAX_WITHOUT_PROGRESS = 3
 """Consecutive restarts without progress after which a run is given up."""

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, Root, RunName
+from vorox.core.errors import ConfigError
+from vorox.core.files import atomic
+from vorox.core.platform.installation import install_command
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout
+from vorox.dashboard.metric_series import MetricSeries
+from vorox.records.run_lookup import find_run, run_argument, short_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vorox.core.errors import ConfigError
-    from vorox.dashboard.metric_series import MetricSeries
     from vorox.dashboard.plotting import Format
-
-Smoothing = Annotated[
-    float, typer.Option("--smoothing", min=0, max=0.999, help="Weight of the moving average of loss and throughput.")
-]
-DEFAULT_SMOOTHING = 0.9
 
 
 def plot(
-    names: Annotated[
-        list[str], typer.Argument(metavar="RUN ...", help="Run ids or prefixes of them, paths, or 'latest'.")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="File to write: .png or .svg.")],
-    x: Annotated[Literal["steps", "tokens", "seconds"], typer.Option("--x", help="The x axis.")] = "steps",
-    smoothing: Smoothing = DEFAULT_SMOOTHING,
-    root: Root = DEFAULT_ROOT,
+    names: list[str], to: Path, x: Literal["steps", "tokens", "seconds"], smoothing: float | None, root: str
 ) -> None:
-    """Plot loss, learning rate, throughput and memory of one or several runs."""
-    from vorox.core import atomic
-    from vorox.core.errors import ConfigError
-    from vorox.core.pluralize import pluralize
-
     _require_ending(to, (".png", ".svg"))
     try:
-        from vorox.dashboard.plotting import COLOURS, draw_runs
+        from vorox.dashboard.plotting import COLOURS, draw_runs  # matplotlib is optional
     except ImportError as error:
         raise _missing_package(error, "vorox runs plot") from error
     runs = _labelled_series(names, root)
@@ -50,19 +37,10 @@ def plot(
     typer.echo(f"{to}: {pluralize(len(runs), 'run')}, {humanize.size(to.stat().st_size)}")
 
 
-def report(
-    run: RunName,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="File to write: .html.")],
-    smoothing: Smoothing = DEFAULT_SMOOTHING,
-    root: Root = DEFAULT_ROOT,
-) -> None:
-    """Write a run as one HTML page to print: results, curves, data, samples, checkpoints, settings."""
-    from vorox.core import atomic
-    from vorox.core.run_lookup import find_run
-
+def report(run: str, to: Path, smoothing: float | None, root: str) -> None:
     _require_ending(to, (".html",))
     try:
-        from vorox.dashboard import report_page
+        from vorox.dashboard import report_page  # matplotlib is optional
     except ImportError as error:
         raise _missing_package(error, "vorox runs report") from error
     directory = find_run(root, run)
@@ -73,10 +51,6 @@ def report(
 
 def _labelled_series(names: Sequence[str], root: str) -> dict[str, MetricSeries]:
     """Return the metrics of runs by name, or by path where several have one name."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_layout import RunLayout
-    from vorox.core.run_lookup import find_run, run_argument, short_path
-
     directories = list(dict.fromkeys(find_run(root, name).resolve() for name in names))
     ids = [directory.name for directory in directories]
     found: dict[str, MetricSeries] = {}
@@ -93,16 +67,12 @@ def _labelled_series(names: Sequence[str], root: str) -> dict[str, MetricSeries]
 
 
 def _series(directory: Path) -> MetricSeries:
-    from vorox.dashboard.metric_series import MetricSeries
-
     series = MetricSeries(directory)
     series.refresh()
     return series
 
 
 def _require_ending(path: Path, endings: Sequence[str]) -> None:
-    from vorox.core.errors import ConfigError
-
     if path.suffix.lower() not in endings:
         raise ConfigError(
             f"{path} does not end in {' or '.join(endings)}", where="--to", hint=f"name it {path.stem}{endings[0]}"
@@ -110,7 +80,4 @@ def _require_ending(path: Path, endings: Sequence[str]) -> None:
 
 
 def _missing_package(error: ImportError, command: str) -> ConfigError:
-    from vorox.core.errors import ConfigError
-    from vorox.core.installation import install_command
-
     return ConfigError(f"Plots need the package {error.name}", where=command, hint=install_command("plot"))

@@ -1,35 +1,29 @@
-"""``vorox runs``: list, show, compare, plot, record and remove runs."""
+"""``vorox runs list`` and ``show``: the runs of a folder, and one of them."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, Yes, confirm, print_json, print_table, print_wrapped
-from vorox.cli.run_report import plot, report
-from vorox.cli.training_record import record
-
-if TYPE_CHECKING:
-    from vorox.experiments.artifacts import RunSummary
-
-app = typer.Typer(
-    name="runs", help="List, show, compare, plot, record and remove runs.", no_args_is_help=True, add_completion=False
-)
+from vorox.cli.output import print_json, print_table, print_wrapped
+from vorox.core.errors import ConfigError
+from vorox.experiments.artifacts import RunSummary, inspect_run, list_checkpoints, list_runs
+from vorox.experiments.tracking import read_metrics
+from vorox.experiments.verdicts import read_verdicts
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import find_run, run_argument, run_attempts
 
 _CURVE_POINTS = 12
 
 
-@app.command("list")
-def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """List all runs, the most recently changed last."""
-    from vorox.experiments.artifacts import list_runs
-
+def list_(root: str, as_json: bool) -> None:
     runs = sorted(list_runs(Path(root)), key=lambda run: (run.changed_at, run.run_id))
     if as_json:
         print_json([_summary_json(run) for run in runs])
@@ -52,17 +46,13 @@ def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
     ]
     titles = ["RUN", "STATE", "STEP", "LOSS", "EVAL", "SAVED", "SIZE", "CHANGED"]
     print_table(titles, rows, right="STEP LOSS EVAL SAVED SIZE CHANGED", optional="SAVED SIZE LOSS CHANGED")
+    print_wrapped(f"{run.run_id}: unreadable, because {run.problem}" for run in runs if run.problem)
 
 
-@app.command()
-def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
-    """Show the state, attempts, loss curve and checkpoints of a run."""
-    from vorox.core.run_lookup import find_run, run_argument, run_attempts
-    from vorox.experiments.artifacts import inspect_run, list_checkpoints
-    from vorox.experiments.tracking import read_metrics
-    from vorox.experiments.verdicts import read_verdicts
-
+def show(run: str, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
+    with contextlib.suppress(ConfigError):
+        recorded_config(directory)  # marks its functions, for --trust-code
     summary, attempts = inspect_run(directory), run_attempts(directory)
     metrics, checkpoints, verdicts = read_metrics(directory), list_checkpoints(directory), read_verdicts(directory)
     if as_json:
@@ -103,6 +93,8 @@ def head_lines(run: RunSummary) -> list[str]:
         f"  loss       {humanize.number(run.loss)}, validation {humanize.number(run.eval_loss)}",
         f"  directory  {run.directory}  ({humanize.size(run.size_bytes)})",
     ]
+    if run.problem:
+        lines.append(f"  problem    {run.problem}")
     if run.failure is not None and run.state != "running":
         lines += [
             f"  failure    {run.failure.get('what', '')}  [exit {run.failure.get('exit_code', '')}]",
@@ -153,142 +145,6 @@ def _print_curve(metrics: dict[int, dict[str, float]]) -> None:
     ]
     titles = ["STEP", "LOSS", "EVAL", "BITS/BYTE", "LR", "GNORM", "TOK/S"]
     print_table(titles, rows, right=" ".join(titles), optional="GNORM LR")
-
-
-@app.command()
-def compare(
-    run: RunName,
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
-    root: Root = DEFAULT_ROOT,
-    every: Annotated[bool, typer.Option("--all", help="All metrics, not only the common ones.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Compare two runs: settings, replay chains and metrics."""
-    from vorox.core.config import differences
-    from vorox.core.run_context import recorded_config
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
-    from vorox.experiments.tracking import read_metrics
-    from vorox.training.replay import compare_chains
-
-    first, second = find_run(root, run), find_run(root, other)
-    settings = differences(recorded_config(first), recorded_config(second))
-    chain = compare_chains(first, second)
-    rows = compare_metrics(read_metrics(first), read_metrics(second))
-    if as_json:
-        print_json(
-            {
-                "runs": [first.name, second.name],
-                "settings": [{"key": item.key, "values": [item.before, item.after]} for item in settings],
-                "chain": chain,
-                "metrics": [asdict(row) for row in rows],
-            }
-        )
-        return
-    typer.echo(f"A  {first.name}\nB  {second.name}\n")
-    typer.echo("Settings that differ" if settings else "Settings are equal")
-    print_wrapped(f"  {item}" for item in settings)
-    print_wrapped(["", chain["verdict"], ""])
-    if not every:
-        by_name = {row.name: row for row in rows}
-        by_source = [name for name in by_name if name.startswith("eval/sources/") and name.endswith("/loss")]
-        rows = [by_name[name] for name in (*COMMON_METRICS[:2], *by_source, *COMMON_METRICS[2:]) if name in by_name]
-    table = [
-        [row.name, *(_last(row.name, value) for value in row.last), *(_best(row.name, value) for value in row.best)]
-        for row in rows
-    ]
-    print_table(["METRIC", "LAST-A", "LAST-B", "BEST-A", "BEST-B"], table, right="LAST-A LAST-B BEST-A BEST-B")
-    if not every:
-        typer.echo("\nUse --all for all metrics.")
-
-
-def _last(name: str, found: tuple[int, float] | None) -> str:
-    if found is None:
-        return humanize.UNKNOWN
-    if name.endswith("_bytes"):
-        return humanize.size(found[1])
-    return humanize.count(found[1]) if 1e4 <= abs(found[1]) < 1e15 else f"{found[1]:.4g}"
-
-
-def _best(name: str, found: tuple[int, float] | None) -> str:
-    return humanize.UNKNOWN if found is None else f"{_last(name, found)} @{found[0]:,}"
-
-
-app.command()(plot)
-app.command()(report)
-app.command()(record)
-
-
-@app.command()
-def remove(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN ...]", help="Run ids or prefixes of them, paths, or 'latest'.")
-    ] = None,
-    failed: Annotated[
-        bool, typer.Option("--failed", help="All runs that ended without a checkpoint: refused, failed or killed.")
-    ] = False,
-    root: Root = DEFAULT_ROOT,
-    yes: Yes = False,
-    keep_metadata: Annotated[
-        bool, typer.Option("--keep-metadata", help="Keep the rows of the runs in a shared metadata database.")
-    ] = False,
-    mirror: Annotated[bool, typer.Option("--mirror", help="Also remove their mirrors.")] = False,
-) -> None:
-    """Remove runs, their checkpoints and their rows in a shared metadata database. Running ones are refused."""
-    from vorox.core.errors import ConfigError, VoroxError
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.artifacts import inspect_run, list_failed_runs
-    from vorox.training.mirror import mirror_uri
-
-    if not names and not failed:
-        raise ConfigError("No run is named", where="vorox runs remove", hint="name runs, or add --failed")
-    chosen = {run.directory.resolve(): run for run in (inspect_run(find_run(root, name)) for name in names or ())}
-    if failed:
-        chosen |= {run.directory.resolve(): run for run in list_failed_runs(Path(root))}
-    if not chosen:
-        typer.echo(f"No run in {Path(root).resolve()} ended without a checkpoint.")
-        return
-    lines: list[str] = []
-    for run in chosen.values():
-        uri = mirror_uri(run.directory) if mirror else None
-        if mirror and uri is None:
-            raise ConfigError(f"Run {run.run_id} has no mirror", where="--mirror", hint="remove --mirror")
-        what = f"{run.run_id} (step {run.step:,}, {humanize.size(run.size_bytes)})"
-        lines.append(what + (f" and its mirror {uri}" if uri else ""))
-    if not any(run.state == "running" for run in chosen.values()):  # a running one is refused without a prompt
-        confirm(
-            f"Remove {lines[0]}?" if len(lines) == 1 else "\n".join([*lines, f"Remove these {len(lines)}?"]), yes=yes
-        )
-    removed: list[str] = []
-    for run in chosen.values():
-        try:
-            remove_one(run, keep_metadata=keep_metadata, mirror=mirror)
-        except VoroxError as error:
-            error.saved = f"already removed: {', '.join(removed)}" if removed else error.saved or "nothing was removed"
-            raise
-        removed.append(run.run_id)
-
-
-def remove_one(run: RunSummary, *, keep_metadata: bool, mirror: bool) -> None:
-    """Remove a run and its rows in a shared metadata database, and print what was removed."""
-    from vorox.experiments.artifacts import remove_run
-    from vorox.training.metadata_database import forget_run
-    from vorox.training.mirror import mirror_uri, remove_mirror
-
-    notes: list[str] = []
-
-    def first() -> None:
-        uri = mirror_uri(run.directory)
-        if uri is not None:
-            note = f"Its mirror {uri} was kept (use --mirror to remove it)."
-            if mirror:
-                note = f"Its mirror of {humanize.size(remove_mirror(uri))} was removed as well."
-            notes.append(note)
-        if not keep_metadata:
-            notes.append(forget_run(run.directory))
-
-    size_bytes = remove_run(run.directory, first=first)
-    typer.echo(f"Removed {run.run_id} ({humanize.size(size_bytes)}). {' '.join(filter(None, notes))}".rstrip())
 
 
 def _summary_json(run: RunSummary) -> dict[str, Any]:

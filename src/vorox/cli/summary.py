@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shlex
@@ -9,22 +10,27 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vorox.cli import humanize
 from vorox.cli.rank_launcher import nproc_option
+from vorox.core.errors import DataError, VoroxError
+from vorox.core.files.json_lines import read_lines
 from vorox.core.pluralize import pluralize
-from vorox.core.run_lookup import run_argument, short_path
-
-if TYPE_CHECKING:
-    from vorox.core.schema import RunConfig
-    from vorox.run import Outcome
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.schema import RunConfig
+from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.resource_page import plan_and_actual
+from vorox.data.corpus.corpus import prepare_recorded
+from vorox.data.provenance.inspection import xz_bits_per_byte
+from vorox.experiments.tracking import last_values
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import run_argument, short_path
+from vorox.run import Outcome
+from vorox.training.steps.schedule import holding_overrides
 
 
 def summary_lines(outcome: Outcome) -> list[str]:
     """Return the summary of a finished run."""
-    from vorox.core.run_context import recorded_config
-
     directory = outcome.run_directory
     config = recorded_config(directory)
     run = run_argument(directory)
@@ -34,9 +40,10 @@ def summary_lines(outcome: Outcome) -> list[str]:
         head = f"{directory.name} is already finished ({pluralize(step, 'step')}); to extend it, see below"
     else:
         seconds = sum(measured.seconds.values())
+        resumed = f" for steps {outcome.start_step + 1:,} to {step:,}" if outcome.start_step else ""
         head = (
             f"{directory.name}: {pluralize(step, 'step')}, {humanize.count(outcome.progress.num_tokens)} tokens; "
-            f"{humanize.duration(seconds)}{_at_speed(measured.tokens_per_second)}"
+            f"{humanize.duration(seconds)}{resumed}{_at_speed(measured.tokens_per_second)}"
         )
     lines = ["", head, *_results(outcome, config)]
     first, last = _replayable_steps(directory, step)
@@ -48,15 +55,23 @@ def summary_lines(outcome: Outcome) -> list[str]:
     several = nproc_option()
     form = "peft" if config.adapter.kind != "none" else "hf" if _has_huggingface_form(directory) else None
     root = short_path(directory.parent)
+    is_chat = any(source.chat_fields and not source.preference_pairs for source in config.data.sources)
+    hold = holding_overrides(config.schedule, outcome.horizon)
     lines += [
         *_activation(),
-        f"  resume    vorox train --resume {run} train.num_steps={2 * step}{several}",
-        f"  generate  vorox generate {run} -p {prompt}",
-        *([f"  export    vorox export {run} --to {form} --check"] if form is not None else []),
+        f"  resume    vorox train --resume {run} train.num_steps={2 * step}{hold and f' {hold}'}{several}",
+        f"  chat      vorox chat {run}" if is_chat else f"  generate  vorox generate {run} -p {prompt}",
+        *([f"  export    vorox export {run} --to {form}{_check_option(form)}"] if form is not None else []),
         f"  replay    vorox replay {run} --from {first} --to {last}{several}",
         f"  dash      vorox dash{'' if root == 'runs' else f' {shlex.quote(root)}'}",
     ]
     return lines
+
+
+def _check_option(form: str) -> str:
+    """Return the option that compares an export with its checkpoint, if the library that it needs is installed."""
+    library = "peft" if form == "peft" else "transformers"
+    return " --check" if importlib.util.find_spec(library) is not None else ""
 
 
 def _at_speed(tokens_per_second: float | None) -> str:
@@ -75,14 +90,12 @@ def _activation() -> list[str]:
 
 def _has_huggingface_form(directory: Path) -> bool:
     """Whether the newest checkpoint is a model that transformers supports."""
-    checkpoints = _checkpoint_steps(directory)
+    checkpoints = step_directories(directory)
     return bool(checkpoints) and (checkpoints[max(checkpoints)] / "config.json").is_file()
 
 
 def _results(outcome: Outcome, config: RunConfig) -> list[str]:
     """Return the validation loss and the path of the last checkpoint."""
-    from vorox.experiments.tracking import last_values
-
     lines = list(_measured(outcome.run_directory))
     if outcome.eval_losses:
         at = max(outcome.eval_losses)
@@ -91,10 +104,10 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
         values = last_values(outcome.run_directory, ["eval/bits_per_byte"])
         if "eval/bits_per_byte" in values:
             text += f", {values['eval/bits_per_byte'][1]:.3f} bits/byte"
-            baseline = _xz_bits_per_byte(config)
+            baseline = _xz_bits_per_byte(outcome.run_directory, config)
             text += f"\n            (xz: {baseline:.3f} bits/byte on the same text)" if baseline is not None else ""
         lines += text.split("\n")
-    checkpoints = _checkpoint_steps(outcome.run_directory)
+    checkpoints = step_directories(outcome.run_directory)
     if checkpoints:
         lines.append(f"  saved     {short_path(checkpoints[max(checkpoints)])}")
     return [*lines, *_quarantined(outcome.run_directory)]
@@ -102,10 +115,6 @@ def _results(outcome: Outcome, config: RunConfig) -> list[str]:
 
 def _measured(directory: Path) -> Iterator[str]:
     """Yield the last and the best training loss, and the peak memory beside its estimate."""
-    from vorox.core.errors import VoroxError
-    from vorox.dashboard.metric_series import MetricSeries
-    from vorox.dashboard.resource_page import plan_and_actual
-
     series = MetricSeries(directory)
     series.refresh()
     steps, losses = series.points("loss")
@@ -125,33 +134,20 @@ def _measured(directory: Path) -> Iterator[str]:
 
 def _quarantined(directory: Path) -> list[str]:
     """Return the number of quarantined records per cache, and the files that list them."""
-    from vorox.core.json_lines import read_lines
-    from vorox.core.run_layout import RunLayout
-
     events = (event["fields"] for event in read_lines(RunLayout(directory).events) if event.get("kind") == "quarantine")
     latest = {str(fields["list"]): int(fields["count"]) for fields in events}
     return [f"  skipped   {pluralize(count, 'unreadable record')}, listed in {path}" for path, count in latest.items()]
 
 
-def _xz_bits_per_byte(config: RunConfig) -> float | None:
+def _xz_bits_per_byte(directory: Path, config: RunConfig) -> float | None:
     """Return the bits per byte of xz on the validation text; ``None`` if the caches no longer exist."""
-    from vorox.core.errors import DataError
-    from vorox.data.corpus import prepare
-    from vorox.data.inspection import xz_bits_per_byte
-
     try:
-        return xz_bits_per_byte(prepare(config, build=False))
+        return xz_bits_per_byte(prepare_recorded(directory, config))
     except DataError:
         return None
 
 
-def _checkpoint_steps(directory: Path) -> dict[int, Path]:
-    from vorox.training.checkpoints.store import step_directories
-
-    return step_directories(directory)
-
-
 def _replayable_steps(directory: Path, step: int) -> tuple[int, int]:
     """Return the newest checkpoint before the last step, or 0, and the last step."""
-    before = [known for known in _checkpoint_steps(directory) if known < step]
+    before = [known for known in step_directories(directory) if known < step]
     return (max(before) if before else 0), step

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json
+from vorox.cli.output import print_json
+from vorox.core.errors import ConfigError
+from vorox.core.files.atomic import pretty_json, write_file
+from vorox.core.files.disk_errors import disk_error
+from vorox.records.run_lookup import find_run
+from vorox.training.reports.training_record import training_record
 
 NOT_STATED = "not stated"
 KINDS = {
@@ -24,29 +29,8 @@ _MOST_FILES = 20
 
 
 def record(
-    run: RunName,
-    step: Annotated[
-        int | None, typer.Option("--step", min=1, help="Up to this step. Default: the newest checkpoint's.")
-    ] = None,
-    facts: Annotated[
-        Path | None,
-        typer.Option("--facts", metavar="FILE.yaml", help="Provider, languages; kind and licence of each source."),
-    ] = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option("--against", help="Count the records of this evaluation set that the run saw; repeatable."),
-    ] = None,
-    to: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write it to this file.")] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    run: str, step: int | None, facts: Path | None, against: list[str] | None, to: Path | None, root: str, as_json: bool
 ) -> None:
-    """Write what a run was trained on, by source, licence and share, as Markdown: the EU's public summary."""
-    from vorox.core.atomic import pretty_json, write_file
-    from vorox.core.disk_errors import disk_error
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_lookup import find_run
-    from vorox.training.training_record import training_record
-
     found = training_record(find_run(root, run), step, facts, against or ())
     if to is None:
         print_json(found) if as_json else typer.echo(markdown(found))
@@ -95,6 +79,7 @@ def _percent(share: float) -> str:
 
 def _general(record: Mapping[str, Any]) -> list[str]:
     general, steps = record["general"], record["steps"]
+    unknown = steps["not_known_to_be_finite"]
     rows = [
         ["Provider", _stated(general["provider"])],
         ["Model", _stated(general["model"])],
@@ -110,7 +95,8 @@ def _general(record: Mapping[str, Any]) -> list[str]:
         [
             "Steps",
             f"{steps['applied']:,} applied, {steps['loss_spikes_skipped']:,} skipped as loss spikes, "
-            f"{steps['not_finite']:,} not finite",
+            f"{steps['not_finite']:,} not finite"
+            + (f", {unknown:,} applied ones not known to be finite: they are not in the chain" if unknown else ""),
         ],
     ]
     lines = ["", "## 1. General information", *_table(["", ""], rows)]

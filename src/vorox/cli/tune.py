@@ -5,23 +5,33 @@ from __future__ import annotations
 import importlib.util
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
+from vorox.backends import check_installed
 from vorox.cli import humanize
 from vorox.cli.arguments import ParsedArguments, parse_arguments
-from vorox.cli.output import AsJson, print_json, print_table, print_wrapped
+from vorox.cli.build_display import BuildDisplay
+from vorox.cli.config import source_and_overrides
+from vorox.cli.output import print_json, print_table, print_wrapped
+from vorox.core.config.overrides import parse_override
+from vorox.core.config.synonyms import key_of
+from vorox.core.config.yaml_writer import write_inline
+from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.files import atomic
+from vorox.core.platform.installation import install_command
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from vorox.core.schema import RunConfig
-    from vorox.sweeps.search_space import Parameter
-    from vorox.sweeps.sweep import Resources, Sweep
+from vorox.core.schema import RunConfig
+from vorox.data.corpus.corpus import prepare
+from vorox.experiments.artifacts import eval_losses
+from vorox.records.run_lookup import run_argument, short_path
+from vorox.sweeps.search_space import Parameter, is_distribution, overrides_of, parse_parameter, read_space
+from vorox.sweeps.sweep import Asha, Resources, Sweep
+from vorox.training.origin.configuration import load_config
 
 _PACKAGES = ("ray", "optuna", "pandas", "matplotlib")
 """What the extra ``tune`` installs; Ray Tune needs pandas."""
@@ -32,48 +42,19 @@ _OPTIONS = (
 
 
 def tune(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG [a.b=v ...] ['a.b=DISTRIBUTION' ...]",
-            show_default=False,
-            help="A preset, a YAML or Python file, or a run; settings; and settings to search: choice(A, B), "
-            "uniform(LOW, HIGH) or loguniform(LOW, HIGH).",
-        ),
-    ],
-    space: Annotated[
-        Path | None, typer.Option("--space", metavar="FILE", help="YAML file of settings with a distribution each.")
-    ] = None,
-    trials: Annotated[int, typer.Option("--trials", min=1, help="Number of trials, earlier ones included.")] = 16,
-    concurrent: Annotated[int, typer.Option("--concurrent", min=1, help="Trials at a time.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the search; run.seed seeds the trials.")] = 0,
-    asha: Annotated[
-        bool, typer.Option("--asha/--no-asha", help="Stop the worse trials early (ASHA), by validation loss.")
-    ] = True,
-    grace_percent: Annotated[
-        float, typer.Option(min=0.1, max=99, help="First comparison of ASHA, in percent of a trial's steps.")
-    ] = 10.0,
-    reduction_factor: Annotated[
-        float, typer.Option(min=1.1, help="ASHA's reduction factor: at each comparison, one in this many continues.")
-    ] = 3.0,
-    nproc: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes of a trial; each has a GPU, unless it trains on CPUs.")
-    ] = 1,
-    cpus: Annotated[int, typer.Option(min=0, help="CPUs that Ray reserves for a trial.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Name of the sweep, and prefix of its runs.")] = None,
-    as_json: AsJson = False,
+    arguments: list[str],
+    space: Path | None,
+    trials: int,
+    concurrent: int,
+    seed: int,
+    asha: bool,
+    grace_percent: float,
+    reduction_factor: float,
+    nproc: int,
+    cpus: int,
+    name: str | None,
+    as_json: bool,
 ) -> None:
-    """Search settings for the lowest validation loss: many runs, each an ordinary run directory.
-
-    Optuna (TPE) chooses the settings of each trial, and ASHA stops the worse
-    ones early. The same command continues an interrupted sweep and repeats no
-    finished trial; with more --trials, it extends it. Trials run on this
-    machine, or on the Ray cluster of RAY_ADDRESS.
-    """
-    from vorox.core.errors import VoroxError
-    from vorox.core.run_lookup import short_path
-    from vorox.sweeps.sweep import Asha, Resources, Sweep
-
     parsed, searched = _parse(arguments, space)
     early_stopping = Asha(grace_percent, reduction_factor) if asha else None
     sweep = Sweep(searched, _loader(parsed), seed=seed, asha=early_stopping, name=name)
@@ -104,11 +85,6 @@ def _parse(arguments: Sequence[str], file: Path | None) -> tuple[ParsedArguments
     Raises:
         ConfigError: There is no configuration, or a parameter is invalid.
     """
-    from vorox.core.config.overrides import parse_override
-    from vorox.core.config.synonyms import key_of
-    from vorox.core.errors import ConfigError
-    from vorox.sweeps.search_space import is_distribution, parse_parameter, read_space
-
     parsed = parse_arguments(arguments, options=_OPTIONS, max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError(
@@ -132,20 +108,16 @@ def _parse(arguments: Sequence[str], file: Path | None) -> tuple[ParsedArguments
 
 
 def _loader(parsed: ParsedArguments) -> Callable[[Sequence[str]], RunConfig]:
-    from vorox.cli.config import source_and_overrides
-    from vorox.training.checkpoints.weights_source import load_config_with_weights
-
     source, overrides = source_and_overrides(parsed)
 
     def load(more: Sequence[str]) -> RunConfig:
-        return load_config_with_weights(source, [*overrides, *more])
+        return load_config(source, [*overrides, *more])
 
     return load
 
 
 def _run(sweep: Sweep, resources: Resources, *, has_own_data: bool, is_quiet: bool) -> None:
     """Build the caches that the trials share, then run the trials."""
-    from vorox.backends import check_installed
 
     def report(text: str) -> None:
         print_wrapped([humanize.printable(text)], err=is_quiet)
@@ -153,8 +125,7 @@ def _run(sweep: Sweep, resources: Resources, *, has_own_data: bool, is_quiet: bo
     check_installed(sweep.config.backend)
     if not has_own_data:
         _prepare_data(sweep.config)
-    from vorox.core.run_lookup import short_path
-    from vorox.sweeps.ray_trials import run_trials
+    from vorox.sweeps.ray_trials import run_trials  # ray and optuna are optional
 
     report(f"Sweep {short_path(sweep.directory)}: {pluralize(resources.num_trials, 'trial')}")
     run_trials(sweep, resources, report)
@@ -166,10 +137,6 @@ def _prepare_data(config: RunConfig) -> None:
     Raises:
         ConfigError: No text is held out, so there is no validation loss.
     """
-    from vorox.cli.build_display import BuildDisplay
-    from vorox.core.errors import ConfigError
-    from vorox.data.corpus import prepare
-
     display = BuildDisplay()
     try:
         corpus = prepare(config, on_progress=display)
@@ -189,9 +156,6 @@ def _require_packages() -> None:
     Raises:
         ConfigError: One is missing.
     """
-    from vorox.core.errors import ConfigError
-    from vorox.core.installation import install_command
-
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -201,10 +165,6 @@ def _require_packages() -> None:
 
 def _print_results(sweep: Sweep, parsed: ParsedArguments, space: Sequence[Parameter]) -> None:
     """Print the table of trials, the best one, and commands to continue with."""
-    from vorox.core.config.yaml_writer import write_inline
-    from vorox.core.run_lookup import run_argument
-    from vorox.sweeps.search_space import overrides_of
-
     ranked = sweep.ranked()
     keys = [parameter.key for parameter in space]
     names = [key.rpartition(".")[2] for key in keys]
@@ -242,9 +202,7 @@ def _print_results(sweep: Sweep, parsed: ParsedArguments, space: Sequence[Parame
 
 def _write_plot(sweep: Sweep, space: Sequence[Parameter]) -> Path | None:
     """Write the plot of the ended trials; return its path, or ``None`` if none has a loss."""
-    from vorox.core import atomic
-    from vorox.dashboard.sweep_plot import TrialResult, draw_sweep
-    from vorox.experiments.artifacts import eval_losses
+    from vorox.dashboard.sweep_plot import TrialResult, draw_sweep  # matplotlib is optional
 
     found: list[TrialResult] = []
     for trial in sweep.ranked():

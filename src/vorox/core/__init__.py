@@ -1,4 +1,4 @@
-"""Layer 0: configuration, run directory, engine protocol and file primitives.
+"""Layer 0: configuration, engine protocol, batches, ranks and file primitives.
 
 Imports only numpy, pydantic and the standard library.
 """

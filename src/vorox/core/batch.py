@@ -5,13 +5,14 @@ Shapes: A micro-batches of a step, B rows of a micro-batch, T positions of a row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+
+from vorox.core.row_set_hash import LaneArray, element, finish, no_lanes, row_digest
 
 IGNORED_LABEL = -100
 """Label of a position that is not trained on (padding; the last token of a document under document masking)."""
@@ -100,6 +101,11 @@ class BatchImages:
             self.pixels_ISSC[index], np.repeat(np.arange(len(rows)), list(map(len, chosen))), self.token_id
         )
 
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+        """Yield the image arrays, named for ``row_digest``."""
+        for pixels_SSC in self.pixels_ISSC:
+            yield "image", pixels_SSC
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPatches:
@@ -129,6 +135,11 @@ class BatchPatches:
         rows_I = np.repeat(np.arange(len(rows)), list(map(len, chosen)))
         return BatchPatches(np.concatenate(patches), self.grids_I2[index], rows_I, self.token_id)
 
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+        """Yield the image arrays, named for ``row_digest``."""
+        yield "grids", self.grids_I2
+        yield "patches", self.patches_PCSS
+
 
 AnyImages = BatchImages | BatchPatches
 
@@ -157,11 +168,12 @@ class Batch:
         segment_ids_ABT: Document of each position within its row, int32 from 1; 0 is padding. ``None`` when
             documents of a row may attend to each other.
         position_ids_ABT: Position within the document, int32. ``None`` when positions run through the whole row.
-        row_digests_AB: 64-bit hash of each row's tokens and segments, uint64: the row's identity in the replay chain.
+        row_digests_AB: 64-bit hash of each row's tokens and segments, uint64; 0 for a row that pads a shorter shard.
         num_target_tokens: Labels of this rank that are trained on.
         cursor_after: The data state after this batch.
         images_A: Images of each micro-batch; ``None`` for a model that reads text only.
         teacher: Stored logits of a teacher; ``None`` without ``train.distillation.logits``.
+        lanes: Sum over the elements of its rows (``core/row_set_hash.py``); ``None`` for a batch without slots.
     """
 
     step: int
@@ -174,6 +186,7 @@ class Batch:
     cursor_after: DataCursor
     images_A: tuple[AnyImages, ...] | None = None
     teacher: TeacherLogits | None = None
+    lanes: LaneArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -185,14 +198,36 @@ class Batch:
         """Positions per row."""
         return int(self.tokens_ABT.shape[-1])
 
+    def with_lanes(self, slots: npt.NDArray[np.int64]) -> Batch:
+        """Return the batch with the sum over its rows.
+
+        Args:
+            slots: Place of each row in the global batch, without the padding rows at the end.
+        """
+        lanes = no_lanes()
+        for row, slot in enumerate(slots.tolist()):
+            lanes += element(self.step + 1, slot, row_digest(self._row_arrays(row)))
+        return replace(self, lanes=lanes)
+
+    def _row_arrays(self, row: int) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+        """Yield what the model gets for a row."""
+        at = divmod(row, self.tokens_ABT.shape[1])
+        yield "tokens", self.tokens_ABT[at]
+        yield "labels", self.labels_ABT[at]
+        if self.segment_ids_ABT is not None:
+            yield "segments", self.segment_ids_ABT[at]
+        if self.position_ids_ABT is not None:
+            yield "position", self.position_ids_ABT[at]
+        if self.images_A is not None:
+            yield from self.images_A[at[0]].of_rows(np.array([at[1]])).arrays()
+        if self.teacher is not None:
+            yield "topids", self.teacher.ids_ABTK[at]
+            yield "logits", self.teacher.logits_ABTK[at]
+
     def digest(self) -> str:
-        """Return the 128-bit hash of the rows in slot order, in hex; the replay chain records it."""
-        return rows_digest(self.row_digests_AB)
-
-
-def rows_digest(row_digests: npt.NDArray[np.uint64]) -> str:
-    """Return the 128-bit hash of row digests in slot order, in hex."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(row_digests).tobytes())
+        """Return the batch digest of the rows of this rank, in hex; with one rank, the replay chain records it."""
+        assert self.lanes is not None, "the batch was not read by the loader of a run"
+        return finish(self.lanes)
 
 
 @dataclass(frozen=True, slots=True)

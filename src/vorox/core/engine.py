@@ -20,15 +20,16 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vorox.core.batch import AnyImages, Batch, DataShard, Int32Array
 from vorox.core.errors import ConfigError
+from vorox.core.files.staged_directory import StagedDirectory, StagedPart
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import StagedDirectory, StagedPart
+from vorox.core.step_profile import StepRecording
 
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
@@ -42,7 +43,7 @@ TIMED_PRODUCTS = 20
 TapPoint = Literal["block_input", "after_attention", "after_mlp"]
 """Points where a function can read or replace the residual stream: before a block, after its attention, and after its
 MLP, which is the end of every block, also of one without an MLP. A block without attention has no ``after_attention``.
-``engine.taps.attach(point, layer, function)`` of every engine that has the capability ``taps``."""
+``engine.taps.attach(point, layer, function)``."""
 
 
 class Tap(NamedTuple):
@@ -188,23 +189,43 @@ class EngineSnapshot(Protocol):
         ...
 
 
+class Taps(Protocol):
+    """Functions attached to the residual stream."""
+
+    def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]:
+        """Attach a function, and return one that detaches it.
+
+        Raises:
+            ConfigError: The model has no such point or layer, or the engine no taps.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoTaps:
+    """Those of an engine without taps."""
+
+    engine_name: str
+
+    def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]:
+        raise ConfigError(
+            f"Backend {self.engine_name} does not support taps", where="taps", hint="use backend=torch or backend=jax"
+        )
+
+
 class Engine(Protocol):
-    """A model in training on this rank's devices."""
+    """A model in training on this rank's devices.
 
-    @property
-    def name(self) -> str:
-        """Name of the backend, as in ``config.backend``."""
-        ...
+    Engines derive from it. What follows ``synchronize`` is optional: an engine inherits what it does not have.
 
-    @property
-    def data_shard(self) -> DataShard:
-        """The part of each global batch that this rank expects."""
-        ...
+    Attributes:
+        name: Name of the backend, as in ``config.backend``.
+        data_shard: The part of each global batch that this rank expects.
+        teacher_fingerprint: Identifies the teacher of a distillation; empty without one.
+    """
 
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """Optional features of this engine; a configuration that needs others is refused."""
-        ...
+    name: str
+    data_shard: DataShard
 
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None) -> StepResult:
         """Run forward, backward and update over all micro-batches of the step.
@@ -302,9 +323,62 @@ class Engine(Protocol):
         """Wait until the devices are idle; used for timing."""
         ...
 
+    teacher_fingerprint: str = ""
 
-class _Averaging(Protocol):
-    def exchange_average(self) -> None: ...
+    @property
+    def taps(self) -> Taps:
+        """Functions attached to the residual stream."""
+        return NoTaps(self.name)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Time that this host has spent in sums over ranks; 0 if it is not measured."""
+        return 0.0
+
+    def start_profiler(self, trace: Path) -> StepRecording:
+        """Start the profiler, which writes ``trace``."""
+        raise _lacking(self, "profiler")
+
+    def exchange_average(self) -> None:
+        """Exchange the parameters and their moving average (``train.ema_decay``)."""
+        raise _lacking(self, "moving average")
+
+    def import_pretrained(self, directory: Path) -> None:
+        """Replace all parameters by the weights of a transformers directory (``model.kind: huggingface``).
+
+        With an adapter, they replace its frozen base, and the adapter is initialised.
+        """
+        raise _lacking(self, "model of transformers")
+
+    def merged_weights(self) -> Iterator[NamedArray]:
+        """Yield the weights of the base of an adapter with the adapter merged into them, in fp32."""
+        raise _lacking(self, "adapter")
+
+    def freeze_reference(self) -> None:
+        """Make the current weights the reference of DPO; with an adapter, its base stays it."""
+        raise _lacking(self, "reference model")
+
+    def reference_fingerprint(self) -> str:
+        """Return the hash of the reference of DPO; empty for the base of an adapter, which its spec identifies."""
+        raise _lacking(self, "reference model")
+
+    def set_teacher(self, spec: Any, weights: Iterable[NamedArray]) -> None:
+        """Train towards the predictions of a frozen model (``train.distillation``).
+
+        Args:
+            spec: The teacher, a ``DecoderSpec``.
+            weights: Its weights, in table order.
+        """
+        raise _lacking(self, "teacher")
+
+    def set_stored_teacher(self, identity: str) -> None:
+        """Train towards the logits that batches carry (``train.distillation.logits``)."""
+        raise _lacking(self, "teacher")
+
+
+def _lacking(engine: Engine, feature: str) -> ConfigError:
+    """Return the error of a feature that an engine does not have; configurations with it are refused before."""
+    return ConfigError(f"The {engine.name} engine has no {feature}", where="backend", hint="use another backend")
 
 
 def exchange_average(engine: Engine, config: RunConfig) -> None:
@@ -318,7 +392,7 @@ def exchange_average(engine: Engine, config: RunConfig) -> None:
             "The run has no moving average of the weights", where="weights=ema",
             hint="only a run with train.ema_decay has one",
         )  # fmt: skip
-    cast("_Averaging", engine).exchange_average()
+    engine.exchange_average()
 
 
 @contextlib.contextmanager
@@ -334,10 +408,6 @@ def validated_weights(engine: Engine, config: RunConfig) -> Generator[None]:
         exchange_average(engine, config)
 
 
-class _Taps(Protocol):
-    def attach(self, point: TapPoint, layer: int, function: Callable[[Any], Any]) -> Callable[[], None]: ...
-
-
 def attach_taps(engine: Engine, taps: Sequence[Tap]) -> Callable[[], None]:
     """Attach functions to a model.
 
@@ -347,11 +417,7 @@ def attach_taps(engine: Engine, taps: Sequence[Tap]) -> Callable[[], None]:
     Raises:
         ConfigError: The engine has no taps, or the model has no such point or layer.
     """
-    if taps and "taps" not in engine.capabilities:
-        raise ConfigError(
-            f"Backend {engine.name} does not support taps", where="taps", hint="use backend=torch or backend=jax"
-        )
-    detaches = [cast("_Taps", getattr(engine, "taps")).attach(*tap) for tap in taps]  # noqa: B009
+    detaches = [engine.taps.attach(*tap) for tap in taps]
 
     def detach() -> None:
         for one in detaches:

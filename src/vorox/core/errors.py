@@ -73,6 +73,10 @@ class CheckpointError(VoroxError):
     exit_code = 5
 
 
+class OtherWeightsError(CheckpointError):
+    """Weights at a place are not those that the run started from."""
+
+
 class UnreadableCheckpointError(CheckpointError):
     """The disk failed to read a checkpoint. Its bytes may be intact, so it is not quarantined."""
 

@@ -24,10 +24,20 @@ MIN_ENVIRONMENT_SECRET = 8
 _ADDRESS = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]{0,30}+://)(?!USER:PASSWORD@HOST\b)(?:[^\s/?#\"'<>]*@(?:[^\s\"'<>]*@)?|[^\s/?#:\"'<>]*:(?!\d+(?:[/?#]|$))[^\s\"'<>]*@)"
 )
+# The same without a scheme, if no email address, such as Email:a@b.org: a port or a path follows, or the host is a
+# number or localhost.
+_BARE_ADDRESS = re.compile(
+    r"(?<![\w@/:.+%\-])(?!(?:mailto|e-?mail|mail|from|to|b?cc|reply-to|contact|author|sip|xmpp|acct):)"
+    r"[A-Z_][\w.+\-]{0,64}:[^\s:/\"'<>,;()\[\]{}]{1,128}@"
+    r"(?=(?!sha\d)(?:(?:localhost|\d{1,3}(?:\.\d{1,3}){3})\b|[A-Z0-9][A-Z0-9.\-]{0,250}(?::\d{1,5}(?!\w)|/)))",
+    re.IGNORECASE,
+)
 _FORMS = tuple(
     re.compile(pattern)
     for pattern in (
         r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)",
+        r"https?://[\w.\-]+(?::\d+)?/hooks/[A-Za-z0-9_/\-]{16,}",
+        r"https?://[\w.\-]+\.(?:webhook\.office|logic\.azure)\.com(?::\d+)?/[^\s\"'<>]+",
         r"(?<![A-Za-z0-9])(?:hf|api_org)_(?=[A-Za-z]*[0-9A-Z])[A-Za-z0-9]{6,}",
         r"(?<![A-Za-z0-9])(?:hf|api_org)_[A-Za-z0-9]{20,}",
         r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA|AROA|AIDA)[0-9A-Z]{12,}",
@@ -45,6 +55,10 @@ _AUTHORIZATION = re.compile(
     r"(?i)(?P<name>\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token|digest|negotiate)\s+)?)"
     r"(?P<value>\[redacted\]|[^\s\"',]+)"
 )
+_WEBHOOK = re.compile(
+    r"(?i)(?P<name>\bwebhook(?:[_-]?url)?[\"']?\s*[:=]\s*[\"']?)(?P<value>[a-z][a-z0-9+.\-]*://[^\s\"',]+)"
+)
+"""The address of a webhook is its secret."""
 _BEARER = re.compile(r"(?i)(?P<name>\bbearer\s+)(?P<value>[A-Za-z0-9._~+/=\-]{6,})")
 # Possessive: nothing that follows a name can start inside one, so backtracking to a shorter name is useless.
 _NAME = re.compile(
@@ -58,6 +72,10 @@ _VALUE = re.compile(
 
 _ALWAYS = ("password", "passwd", "passphrase", "secret", "credential", "signature", "privatekey")
 _UNLESS_PLAIN = ("apikey", "accesskey", "accountkey", "authkey", "encryptionkey", "signingkey", "subscriptionkey")
+_CONSTANT = re.compile(r"[A-Z0-9]+(?:_[A-Z0-9]+)*_(?:PASS|PAT|COOKIE)")
+"""Environment variables of passwords, personal access tokens and cookies."""
+_PASSES = frozenset({"forward", "backward", "first", "second", "last", "next", "single", "one", "low", "high", "band"})
+"""Words before a pass that is no password."""
 _PLAIN_VALUE = re.compile(
     r"[-+]?[\d_,.]*\d(?:[eE][-+]?\d+)?[kKMGTB%]?|true|false|null|none|yes|no|~|<.*>|VALUE\.?|", re.IGNORECASE
 )
@@ -91,10 +109,12 @@ def _redact(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, MARK)
     text = _ADDRESS.sub(rf"\g<scheme>{MARK}@", text)
+    text = _BARE_ADDRESS.sub(f"{MARK}@", text)
     for form in _FORMS:
         text = form.sub(MARK, text)
     text = _AUTHORIZATION.sub(rf"\g<name>{MARK}", text)
     text = _BEARER.sub(rf"\g<name>{MARK}", text)
+    text = _WEBHOOK.sub(rf"\g<name>{MARK}", text)
     return _redact_named(text)
 
 
@@ -149,8 +169,10 @@ def _is_sensitive(match: re.Match[str]) -> bool:
     """Whether a secret follows a name and its separator; after a blank, only if the name is a flag."""
     if not match["separator"].strip():
         return bool(match["flag"] and _kind(match["name"]))
-    bare_key = match["name"].lower() == "key" and "=" not in match["separator"]
-    return bool(_kind(match["name"])) and not bare_key
+    is_word = match["name"].lower() == "key" or _ends_in_pass(match["name"])
+    is_quoted = match.string[match.end("name") : match.start("separator")].endswith(("'", '"'))
+    is_prose = is_word and "=" not in match["separator"] and not (is_quoted and match["name"].lower() != "key")
+    return bool(_kind(match["name"])) and not is_prose
 
 
 def _cut(value: str, name: str) -> str:
@@ -176,11 +198,22 @@ def _kind(name: str) -> str:
     joined = re.sub(r"tokeni[sz]\w*", "", "".join(words))
     if any(part in joined for part in _ALWAYS) or {"pwd", "sig"} & set(words):
         return "always"
+    if _CONSTANT.fullmatch(name):
+        return "unless_plain"
     if any(part in joined for part in _UNLESS_PLAIN) or joined.endswith("key") or words[-2:] == ["key", "id"]:
+        return "unless_plain"
+    if _ends_in_pass(name):
         return "unless_plain"
     if "tokens" in words and not {"access", "auth", "api", "refresh", "bearer"} & set(words):
         return ""  # a number of tokens
     return "unless_plain" if "token" in joined else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends_in_pass(name: str) -> bool:
+    """Whether a name is ``pass`` or ``pw``, or one such as ``smtp_pass``, but not a pass over something."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    return words[-1:] in (["pass"], ["pw"]) and not _PASSES.intersection(words)
 
 
 def _environment_secrets() -> list[str]:

@@ -1,21 +1,24 @@
 """The layout of a run directory: the names of all its files and folders.
 
-The path of a run directory goes in; the paths of its files, the files that removing the run deletes, and those that
-its mirror copies come out. ``RunLayout(directory).plan`` is a path; ``RunLayout.plan`` is its entry in the table.
+The path of a run directory goes in; the paths of its files, its checkpoints, the files that removing the run deletes,
+and those that its mirror copies come out. ``RunLayout(directory).plan`` is a path; ``RunLayout.plan`` is the entry of
+the table.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from vorox.core.atomic import TEMPORARY_PREFIX
-from vorox.core.file_holder import FileLock
+from vorox.core.files.atomic import TEMPORARY_PREFIX
+from vorox.core.files.file_holder import FileLock
+from vorox.core.files.staged_directory import has_manifest, unreadable_error
 
-_CHECKPOINT = re.compile(r"step-(?P<step>\d{8,})(?:\.(?P<status>corrupt|replaced)-\d+)?")
+_CHECKPOINT = re.compile(r"step-(?P<step>[0-9]{8,16})(?:\.(?P<status>corrupt|replaced|incomplete)-[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class CheckpointName(NamedTuple):
 
     Attributes:
         step: Finished steps.
-        status: ``corrupt`` or ``replaced`` of a quarantined checkpoint; empty for one in use.
+        status: ``corrupt``, ``replaced`` or ``incomplete`` of a quarantined checkpoint; empty for one in use.
     """
 
     step: int
@@ -73,18 +76,20 @@ class RunLayout:
     lock = RunFile("LOCK")
     log = RunFile("log.txt", "log*.txt", mirrored="log*.txt")
     metadata_database = RunFile("metadata.sqlite", "metadata.sqlite*")
-    metadata_spool = RunFile("metadata.spool")
     metrics = RunFile("metrics.jsonl", mirrored="metrics.jsonl")
     mlflow = RunFile("mlflow.db", "mlflow.db*")
     nonfinite = RunFile("nonfinite", mirrored="nonfinite/*")
+    pins = RunFile("pins")
     plan = RunFile("plan.jsonl", mirrored="plan.jsonl")
     profile = RunFile("profile")
     record = RunFile("run.json", mirrored="run.json")
     signatures = RunFile("signatures", mirrored="signatures/*.json")
+    states = RunFile("states.jsonl", mirrored="states.jsonl")
     tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
     tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
     verdicts = RunFile("verdicts.jsonl", mirrored="verdicts.jsonl")
+    views = RunFile("views", mirrored="views/*.json")
     wandb = RunFile("wandb")
     watchdog = RunFile("watchdog")
     temporary = RunFile(f"{TEMPORARY_PREFIX}*", f"{TEMPORARY_PREFIX}*")
@@ -131,13 +136,22 @@ class RunLayout:
     def signature(self, step: int) -> Path:
         return self.signatures / f"step-{step:08d}.json"
 
+    def view(self, name: str) -> Path:
+        """Return the record of a view of the run's data."""
+        return self.views / f"{name}.json"
+
+    def pin_of_view(self, name: str) -> Path:
+        """Return the link to the pin of the run in a view of its data, on this machine."""
+        return self.views / f"{name}.pin"
+
     def config_from(self, step: int) -> Path:
         """Return the path of the configuration in force from a step on."""
         return self.configs / f"step-{step:08d}.yaml"
 
     def configs_by_step(self) -> dict[int, Path]:
         """Return every recorded configuration by the step that it is in force from."""
-        found = ((re.fullmatch(r"step-(\d+)\.yaml", path.name), path) for path in sorted(self.configs.glob("*")))
+        files = sorted(self.configs.glob("*"))
+        found = ((re.fullmatch(r"step-([0-9]{1,16})\.yaml", path.name), path) for path in files)
         return {int(match[1]): path for match, path in found if match}
 
     def foreign_files(self) -> list[str]:
@@ -147,8 +161,12 @@ class RunLayout:
         return [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
     def mirrored_files(self) -> list[Path]:
-        """Return what a mirror keeps besides checkpoints: all that a run needs to resume on another machine."""
-        patterns = [file.mirrored for file in RUN_FILES if file.mirrored]
+        """Return what a mirror keeps besides checkpoints: all that a run needs to resume on another machine.
+
+        The record of attempts is the last one, so that a copy of a live run has in it all steps of the other files; the
+        views come after the plan, so that they have all files of it.
+        """
+        patterns = sorted((file.mirrored for file in RUN_FILES if file.mirrored), key=self.attempts.name.__eq__)
         found = [path for pattern in patterns for path in sorted(self.directory.glob(pattern))]
         return [path for path in found if path.is_file() and not path.name.startswith(TEMPORARY_PREFIX)]
 
@@ -162,6 +180,33 @@ def parse_checkpoint_name(name: str) -> CheckpointName | None:
     if match is None:
         return None
     return CheckpointName(int(match["step"]), match["status"] or "")
+
+
+def checkpoint_directories(run_directory: Path) -> list[tuple[CheckpointName, Path]]:
+    """Return every directory with the name of a checkpoint, or link to one, by step; also quarantined ones.
+
+    Raises:
+        UnreadableCheckpointError: The folder cannot be listed.
+    """
+    parent = RunLayout(run_directory).checkpoints
+    try:
+        paths = [parent / entry.name for entry in os.scandir(parent) if entry.is_dir()]
+    except FileNotFoundError:  # any other error leaves open whether there are checkpoints
+        return []
+    except OSError as error:
+        raise unreadable_error(error, parent) from error
+    found = ((parse_checkpoint_name(path.name), path) for path in paths)
+    return sorted((name, path) for name, path in found if name is not None)
+
+
+def step_directories(run_directory: Path) -> dict[int, Path]:
+    """Return every checkpoint by step, valid or not; a directory without a manifest is none.
+
+    Raises:
+        UnreadableCheckpointError: The folder cannot be listed.
+    """
+    found = checkpoint_directories(run_directory)
+    return {name.step: path for name, path in found if not name.status and has_manifest(path)}
 
 
 def run_of_checkpoint(path: Path) -> Path | None:

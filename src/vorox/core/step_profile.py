@@ -1,7 +1,7 @@
 """A profile of steps: what an engine records, shares of the time, and the table of both.
 
 In: phases of the loop and the activity of the device as intervals. Out: seconds by use, which add up to the whole time,
-and a table as text. ``StepRecording`` is implemented by engines with the capability ``profiler``.
+and a table as text. ``StepRecording`` is implemented by engines with a profiler.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol, cast
-
-from vorox.core.engine import Engine
+from typing import NamedTuple, Protocol
 
 PHASE_PREFIX = "vorox: "
 """Prefix of the phases of the loop in a trace, such as ``vorox: data``."""
@@ -78,21 +75,6 @@ class StepRecording(Protocol):
     def save(self) -> Activity:
         """Write the trace of a stopped profiler and return what it contains."""
         ...
-
-
-class _Profiling(Protocol):
-    def start_profiler(self, trace: Path) -> StepRecording: ...
-
-
-def start_profiler(engine: Engine, trace: Path) -> StepRecording:
-    """Start the profiler of an engine, which writes ``trace``.
-
-    Raises:
-        RuntimeError: The engine has none.
-    """
-    if "profiler" not in engine.capabilities:
-        raise RuntimeError(f"backend {engine.name} has no profiler")
-    return cast("_Profiling", engine).start_profiler(trace)
 
 
 def seconds_by_use(activity: Activity) -> dict[str, float]:

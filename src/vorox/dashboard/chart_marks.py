@@ -16,8 +16,8 @@ import numpy as np
 
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
-from vorox.data.plan import DataPlan
-from vorox.data.plan_state import PlanState
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_state import PlanState
 
 _MARKED_EVENTS = {
     "checkpoint_saved": "save",

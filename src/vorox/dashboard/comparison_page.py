@@ -9,14 +9,14 @@ from typing import Any
 
 from vorox.core.config import differences
 from vorox.core.errors import VoroxError
-from vorox.core.run_context import recorded_config
 from vorox.dashboard.metric_series import MetricSeries
 from vorox.dashboard.run_index import environment_of
 from vorox.dashboard.run_pages import definition
 from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
 from vorox.experiments.verdicts import read_verdicts
+from vorox.records.replay_chain import number, read_chain
+from vorox.records.run_context import recorded_config
 from vorox.training.replay import compare_chains
-from vorox.training.replay_chain import number, read_chain
 
 
 def compare(runs: Sequence[tuple[str, Path, MetricSeries]]) -> dict[str, Any]:

@@ -17,11 +17,11 @@ import numpy as np
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.data import provenance_queries
 from vorox.data.cache.reader import CacheReader
-from vorox.data.difficulty_buckets import SourceReader, cache_of
-from vorox.data.provenance_queries import DocumentOrigin, RowOrigin
-from vorox.data.run_data_index import RunDataIndex
+from vorox.data.order.difficulty_buckets import SourceReader, cache_of
+from vorox.data.provenance import queries as provenance_queries
+from vorox.data.provenance.queries import DocumentOrigin, RowOrigin
+from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.tokenizers.loading import load
 from vorox.data.tokenizers.tokenizer import Tokenizer
 
@@ -110,13 +110,14 @@ class DataPages:
             num_documents = sum(len(row.documents) for row in rows)
             padding = sum(row.padding_tokens for row in rows)
             tokens = sum(row.num_tokens for row in rows)
-            return {"step": step, "documents": found, "num_documents": num_documents, "rows": len(rows),
-                    "tokens": tokens, "padding_tokens": padding}  # fmt: skip
+            return {"step": step, "state": rows[0].state, "documents": found, "num_documents": num_documents,
+                    "rows": len(rows), "tokens": tokens, "padding_tokens": padding}  # fmt: skip
 
     def steps(self, directory: Path, uri: str, ordinal: int | None) -> dict[str, Any]:
-        """Return the steps that train on a file, or on one of its documents."""
+        """Return the steps of the run that train on a file, or on one of its documents."""
         with self._lock:
-            found = provenance_queries.when(self._index(directory), uri, ordinal=ordinal)
+            listed = provenance_queries.when(self._index(directory), uri, ordinal=ordinal)
+            found = [one for one in listed if one.state != "beyond"]
             rows = [asdict(one) for one in found[:_MAX_OCCURRENCES]]
             return {"uri": found[0].uri if found else uri, "ordinal": ordinal, "total": len(found), "steps": rows}
 

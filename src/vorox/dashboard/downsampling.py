@@ -12,6 +12,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 _NEGLIGIBLE_WEIGHT = 1e-20
+_SMOOTHED_PARTS = 40
 
 
 def min_max_indices(positions: npt.NDArray[np.int64], values: Numbers, num_points: int) -> Indices:
@@ -38,6 +39,14 @@ def min_max_indices(positions: npt.NDArray[np.int64], values: Numbers, num_point
         if inside.size:
             chosen += [int(inside[np.argmin(values[inside])]), int(inside[np.argmax(values[inside])])]
     return np.unique(np.array(chosen, np.int64))
+
+
+def default_smoothing(num_points: int) -> float:
+    """Return a weight of the past that averages over about a fortieth of a series, at most ten points.
+
+    A longer past lags: in a short run, it would draw the training loss above the validation loss.
+    """
+    return min(0.9, max(0.0, 1 - _SMOOTHED_PARTS / max(1, num_points)))
 
 
 def moving_average(values: Numbers, weight: float) -> Numbers:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.json as pa_json
 
+from vorox.core.files.json_reader import is_step
 from vorox.dashboard.downsampling import Numbers
 
 Rows = npt.NDArray[np.int64]
@@ -51,8 +52,8 @@ def decode(block: bytes) -> MetricBlock | None:
         return None
     columns = {name: table.column(name).combine_chunks() for name in ("step", "attempt", "time", "values")}
     steps, attempts, times, values = columns.values()
-    are_whole = all(one.type == pa.int64() and not one.null_count for one in (steps, attempts))
-    if not are_whole or not _is_numeric(times.type) or not pa.types.is_struct(values.type) or values.null_count:
+    are_counts = all(_is_count(one) for one in (steps, attempts))
+    if not are_counts or not _is_numeric(times.type) or not pa.types.is_struct(values.type) or values.null_count:
         return None
     if not all(_is_numeric(values.type.field(index).type) for index in range(values.type.num_fields)):
         return None
@@ -66,6 +67,13 @@ def decode(block: bytes) -> MetricBlock | None:
     return MetricBlock(
         steps.to_numpy(), attempts.to_numpy(), _floats(times), {name: (rows, data) for name, rows, data in found}
     )
+
+
+def _is_count(column: pa.Array) -> bool:
+    if column.type != pa.int64() or column.null_count:
+        return False
+    numbers = column.to_numpy()
+    return is_step(int(numbers.min())) and is_step(int(numbers.max()))
 
 
 def _is_numeric(kind: pa.DataType) -> bool:

@@ -1,8 +1,8 @@
 """The metrics of a run as columns, read incrementally while the run trains.
 
 ``metrics.jsonl`` goes in; per metric, ascending steps and values come out, and for each step the tokens, the seconds of
-training and the FLOPs. The rules of ``tracking.read_metrics`` apply: values of steps that a resume rolled back are
-void, and of several values of a step the one of the latest attempt counts.
+training and the FLOPs. As in ``tracking.read_metrics``, values of steps that a resume rolled back are void, and of
+several values of a step the one of the latest attempt counts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import threading
 from array import array
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.json_lines import LineTail, as_number, decode_lines, sample_lines
+from vorox.core.files.json_lines import LineTail, as_number, decode_lines, sample_lines, valid_until
+from vorox.core.files.json_reader import is_step
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.downsampling import Numbers
-from vorox.dashboard.metric_blocks import MetricBlock, decode
+
+if TYPE_CHECKING:
+    from vorox.dashboard.metric_blocks import MetricBlock
 
 _BLOCK_BYTES = 1 << 21
 _MIN_DECODED_BYTES = 1 << 14
@@ -43,11 +46,11 @@ class MetricSeries:
         self._clear()
 
     @classmethod
-    def sampled(cls, directory: Path, num_lines: int = 1500) -> MetricSeries:
+    def sampled(cls, directory: Path, num_places: int = 400) -> MetricSeries:
         """Return a sample of the metrics of a run, read from evenly distributed lines. It is not refreshed."""
         series = cls(directory)
         series.is_sample = True
-        for record in sample_lines(RunLayout(directory).metrics, num_lines):
+        for record in sample_lines(RunLayout(directory).metrics, num_places):
             attempt, step = record.get("attempt"), record.get("step")
             is_later = series._attempts and type(attempt) is int and attempt > series._attempts[-1]
             if is_later and type(step) is int:
@@ -75,7 +78,7 @@ class MetricSeries:
                 self._clear()
             num_blocks = 0
             for num_blocks, block in enumerate(blocks, start=1):  # noqa: B007 - counted below
-                columns = decode(block) if len(block) >= _MIN_DECODED_BYTES else None
+                columns = _decode(block) if len(block) >= _MIN_DECODED_BYTES else None
                 if columns is not None:
                     self._extend(columns)
                     continue
@@ -98,11 +101,11 @@ class MetricSeries:
     def _read(self, record: dict[str, Any]) -> None:
         attempt, values, step = record.get("attempt"), record.get("values"), record.get("step")
         resume_step = record.get("resume_step")
-        if type(attempt) is not int:
+        if not is_step(attempt):
             return
-        if type(resume_step) is int:
+        if is_step(resume_step):
             self._resumes.append((len(self._steps), resume_step))
-        elif type(step) is int and isinstance(values, dict):
+        elif is_step(step) and isinstance(values, dict):
             self._add(step, attempt, as_number(record.get("time")), cast("dict[str, object]", values))
 
     def _add(self, step: int, attempt: int, time: float | None, values: dict[str, object]) -> None:
@@ -190,7 +193,13 @@ class MetricSeries:
     def _valid_rows(self) -> npt.NDArray[np.bool_]:
         if self._alive is None:
             steps = np.array(self._steps, np.int64)
-            self._alive = np.ones(len(steps), bool)
-            for num_rows, resume_step in self._resumes:
-                self._alive[:num_rows] &= steps[:num_rows] <= resume_step
+            first_rows = [num_rows for num_rows, _ in self._resumes]
+            limits = valid_until([resume_step for _, resume_step in self._resumes])
+            self._alive = steps <= np.repeat(limits, np.diff([0, *first_rows, len(steps)]))
         return self._alive
+
+
+def _decode(block: bytes) -> MetricBlock | None:
+    from vorox.dashboard.metric_blocks import decode  # loads pyarrow, which short files need not
+
+    return decode(block)

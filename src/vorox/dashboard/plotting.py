@@ -67,7 +67,11 @@ _NAMES = (*(name for panel in _PANELS for name in panel.metrics), "eval/loss")
 
 
 def draw_runs(
-    runs: Mapping[str, MetricSeries], file_format: Format, *, position: Position = "steps", smoothing: float = 0.9
+    runs: Mapping[str, MetricSeries],
+    file_format: Format,
+    *,
+    position: Position = "steps",
+    smoothing: float | None = None,
 ) -> bytes:
     """Return a plot of one or several runs. In an SVG, each curve is a group with an id such as ``loss-0``.
 
@@ -75,7 +79,8 @@ def draw_runs(
         runs: Metrics by the label of the run; at most as many as there are ``COLOURS``.
         file_format: ``png`` or ``svg``.
         position: The x axis: steps, tokens, or time spent training.
-        smoothing: Weight of the moving average of loss and throughput, from 0 to below 1.
+        smoothing: Weight of the moving average of loss and throughput, from 0 to below 1; ``None`` chooses it by the
+            number of points.
     """
     found = [curves(series, _NAMES, num_points=_NUM_POINTS, smoothing=smoothing)["metrics"] for series in runs.values()]
     scale, label = _x_axis(found, position)
@@ -86,7 +91,7 @@ def draw_runs(
         for panel, axis in zip(_PANELS, axes, strict=True):
             _draw_panel(panel, axis, found, position, scale)
             axis.set_xlabel(label)
-        _finish_loss(axes[0], found, smoothing)
+        _finish_loss(axes[0], found)
         axes[2].yaxis.set_major_formatter(_count)
         axes[3].yaxis.set_major_formatter(EngFormatter(unit="B"))
         figure.align_ylabels(axes)
@@ -145,7 +150,7 @@ def _draw_curve(axis: Axes, gid: str, curve: dict[str, Any], position: Position,
         axis.plot(x, _numbers(curve["smooth"]), color=colour, gid=f"{gid}-smooth")
 
 
-def _finish_loss(axis: Axes, found: list[Metrics], smoothing: float) -> None:
+def _finish_loss(axis: Axes, found: list[Metrics]) -> None:
     """Choose the scale of the loss, and explain the kinds of lines."""
     shown = [
         _numbers(values)
@@ -161,11 +166,11 @@ def _finish_loss(axis: Axes, found: list[Metrics], smoothing: float) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_ylabel(f"{axis.get_ylabel()}, log scale")
-    kinds: dict[str, dict[str, Any]] = {
-        "training": _RAW,
-        f"moving average, weight {smoothing:g}": {},
-        "validation": _VALIDATION,
-    }
+    weights = sorted({round(metrics["loss"]["smoothing"], 2) for metrics in found if "loss" in metrics} - {0.0})
+    kinds: dict[str, dict[str, Any]] = {"training": _RAW if weights else {}}
+    if weights:
+        kinds[f"moving average, weight {' and '.join(f'{weight:g}' for weight in weights)}"] = {}
+    kinds["validation"] = _VALIDATION
     if not any("eval/loss" in metrics for metrics in found):
         del kinds["validation"]
     lines = [Line2D([], [], color="#444444", **kind) for kind in kinds.values()]

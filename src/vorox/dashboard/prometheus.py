@@ -61,6 +61,7 @@ def _gauge(name: str, description: str, samples: Iterable[tuple[Mapping[str, str
 
 
 def _escape(text: str) -> str:
+    text = text.encode(errors="replace").decode()  # a name need not be UTF-8
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError
+from vorox.core.processes.child_process import child_command
 
 _TIMEOUT_SECONDS = 300
 _MAX_PROMPT_CHARACTERS = 20_000
@@ -29,9 +29,10 @@ def generate(directory: Path, step: int, prompt: str, num_tokens: int, temperatu
             hint=f"use 1 to {_MAX_TOKENS:,} tokens, a temperature of 0 or more and a prompt of at most "
             f"{_MAX_PROMPT_CHARACTERS:,} characters",
         )  # fmt: skip
-    command = [sys.executable, "-m", "vorox", "generate", str(directory.resolve()), f"--prompt={prompt}",
-               f"--tokens={num_tokens}", f"--temperature={temperature}", f"--seed={seed}", f"--step={step}",
-               "--json"]  # fmt: skip
+    command = child_command(
+        "vorox", "generate", str(directory.resolve()), f"--prompt={prompt}", f"--tokens={num_tokens}",
+        f"--temperature={temperature}", f"--seed={seed}", f"--step={step}", "--json",
+    )  # fmt: skip
     if not _one_at_a_time.acquire(blocking=False):
         raise ConfigError("Another prompt is running", where="prompt", hint="try again when it has finished")
     try:

@@ -6,8 +6,6 @@ no clock: a rank is idle since the first reading that found its counter as it is
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
 from collections import deque
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from vorox.core.files.json_reader import read_json
 from vorox.core.run_layout import RunLayout
 from vorox.runtime.heartbeat import Beat, Phase, read_beat
 from vorox.runtime.watchdog import PHASE_ORDER, Condition, condition_of, place
@@ -56,9 +55,8 @@ class RankActivity:
         paths = sorted(RunLayout(directory).watchdog.glob("rank-*.beat"))
         beats = [beat for path in paths if (beat := read_beat(path))]
         newest = max((beat.attempt for beat in beats), default=0)
-        host = socket.gethostname()
         found: list[tuple[Beat, Condition]] = [
-            (beat, condition_of(beat.process, host)) for beat in beats if beat.attempt == newest
+            (beat, condition_of(beat.process)) for beat in beats if beat.attempt == newest
         ]
         with self._lock:
             ranks = [self._rank(directory, beat, condition) for beat, condition in found]
@@ -95,7 +93,7 @@ def stalls(directory: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in sorted(RunLayout(directory).watchdog.glob("stall-*.json"), reverse=True):
         try:
-            record = json.loads(path.read_bytes())
+            record = read_json(path)
             found.append({key: record[key] for key in ("attempt", "at", "what", "where", "traceback")})
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not complete yet

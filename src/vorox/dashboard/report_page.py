@@ -70,13 +70,13 @@ _HEAD = """<!DOCTYPE html>
 """
 
 
-def page(directory: Path, series: MetricSeries, *, smoothing: float = 0.9) -> str:
+def page(directory: Path, series: MetricSeries, *, smoothing: float | None = None) -> str:
     """Return the page of a run. It works on damaged, unfinished and running runs.
 
     Args:
         directory: The run directory.
         series: The metrics of the run.
-        smoothing: Weight of the moving average of loss and throughput.
+        smoothing: Weight of the moving average of loss and throughput; ``None`` chooses it by the number of points.
     """
     overview, summary = run_pages.overview(directory), inspect_run(directory)
     config = overview["config"]
@@ -116,7 +116,7 @@ def _main_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def _curves(run_id: str, series: MetricSeries, smoothing: float) -> str:
+def _curves(run_id: str, series: MetricSeries, smoothing: float | None) -> str:
     if not series.names:
         return _text("No metrics are recorded.")
     svg = draw_runs({run_id: series}, "svg", smoothing=smoothing).decode()

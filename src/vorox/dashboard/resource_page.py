@@ -7,26 +7,18 @@ from typing import Any
 
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import VoroxError
-from vorox.core.run_context import recorded_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.dashboard.metric_series import MetricSeries
 from vorox.dashboard.run_index import environment_of
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import MemoryEstimate, estimate_memory, memory_per_device
-from vorox.runtime.device_peaks import peak_flops_per_second
-from vorox.training.disk_space import checkpoint_space
-from vorox.training.resource_plan import DEFAULT_MFU_FRACTION
-
-PART_NAMES = {
-    "parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state",
-    "copy_bytes": "copies in lower precision", "activation_bytes": "activations", "logits_bytes": "logits",
-    "mask_bytes": "attention mask", "workspace_bytes": "temporary tensors and libraries",
-    "snapshot_bytes": "checkpoint copy",
-}  # fmt: skip
-"""Fields of the memory estimate, with their names on the page."""
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.planning.disk_space import checkpoint_space
+from vorox.planning.memory_estimate import PART_NAMES, MemoryEstimate, memory_per_device
+from vorox.planning.resource_plan import DEFAULT_MFU_FRACTION, planned_speed
+from vorox.records.run_context import recorded_config
+from vorox.runtime.device_peaks import peak_of_environment
 
 
 def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
@@ -45,7 +37,8 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
     planned_speed, speed_note = _planned_speed(config, environment, series)
     seconds = series.seconds_at(series.points("loss")[0])
     kind = str(environment.get("device_kind", "cpu"))
-    memory = None if spec is None else estimate_memory(spec, config, kind)
+    num_devices = int(environment.get("num_devices", 1))
+    memory = None if spec is None else memory_per_device(spec, config, kind, num_devices)
     space = None if spec is None or not total_steps else checkpoint_space(config, spec, total_steps)
     saved = [entry.size_bytes for entry in list_checkpoints(directory)]
     peak = _row(
@@ -67,14 +60,11 @@ def plan_and_actual(directory: Path, series: MetricSeries) -> dict[str, Any]:
         _row("Disk, all checkpoints", "bytes", None if space is None else space.total_bytes, sum(saved) or None,
              why or "Estimated: the most that is on disk at any time."),
     ]  # fmt: skip
-    if spec is not None:
-        rows[1:1] = _part_rows(memory_per_device(spec, config, kind), config, series)
-    parts = (
-        []
-        if memory is None
-        else [{"name": name, "bytes": getattr(memory, field)} for field, name in PART_NAMES.items()]
-    )
-    return {"rows": rows, "memory_parts": [part for part in parts if part["bytes"]]}
+    parts: dict[str, int] = {}
+    if memory is not None:
+        rows[1:1] = _part_rows(memory, config, series)
+        parts = memory.parts_on(kind)
+    return {"rows": rows, "memory_parts": [{"name": name, "bytes": value} for name, value in parts.items()]}
 
 
 def _part_rows(planned: MemoryEstimate, config: RunConfig, series: MetricSeries) -> list[dict[str, Any]]:
@@ -125,14 +115,11 @@ def _spec(directory: Path, config: RunConfig) -> tuple[DecoderSpec | None, str]:
 
 
 def _planned_speed(config: RunConfig, environment: dict[str, Any], series: MetricSeries) -> tuple[float | None, str]:
-    dtype = config.precision.dtype
-    arithmetic = "tf32" if dtype == "fp32" and config.precision.matmul == "tf32" else dtype
-    peak = peak_flops_per_second(str(environment.get("device", "")), arithmetic)
     per_token = series.flops_per_token()
-    if peak is None or per_token != per_token:
+    speed = planned_speed(peak_of_environment(environment, config.precision), per_token)
+    if speed is None or per_token != per_token:
         return None, "No data-sheet peak of this device."
-    peak *= int(environment.get("num_devices", 1))
-    return peak * DEFAULT_MFU_FRACTION / per_token, f"Estimated at an MFU of {DEFAULT_MFU_FRACTION:.0%}."
+    return speed, f"Estimated at an MFU of {DEFAULT_MFU_FRACTION:.0%}."
 
 
 def _largest(series: MetricSeries, name: str) -> float | None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vorox.core.errors import ConfigError
-from vorox.core.json_lines import as_number, read_lines, sample_lines
+from vorox.core.files.json_lines import as_number, read_lines
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import is_run, run_argument, run_attempts, run_directories
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.data.run_data_index import attempt_notes
-from vorox.experiments.artifacts import inspect_run
+from vorox.experiments.artifacts import RunSummary, inspect_any
 from vorox.experiments.tracking import read_metrics
+from vorox.records.run_lookup import attempt_notes, is_run, run_argument, run_attempts, run_directories
 
 _SPARKLINE_POINTS = 48
 _TAIL_BYTES = 1 << 13
@@ -117,7 +119,17 @@ def signature_of(directory: Path) -> Signature:
 
 
 def _row(run_id: str, directory: Path) -> dict[str, Any]:
-    summary, attempts = inspect_run(directory), run_attempts(directory)
+    summary = inspect_any(directory)
+    try:
+        return _row_of(run_id, directory, summary)
+    except Exception as error:  # others may have written the files: no list may end at one of them
+        problem = summary.problem or f"{type(error).__name__}: {error}"
+        return {**_EMPTY_ROW, "id": run_id, "argument": run_argument(directory), "problem": problem,
+                "failure": f"unreadable, because {problem}"}  # fmt: skip
+
+
+def _row_of(run_id: str, directory: Path, summary: RunSummary) -> dict[str, Any]:
+    attempts = run_attempts(directory)
     row = {key: value for key, value in asdict(summary).items() if key not in {"run_id", "directory", "failure"}}
     recent = _newest_values(directory)
     step_seconds, environment = recent.get("step_seconds"), environment_of(directory)
@@ -128,7 +140,7 @@ def _row(run_id: str, directory: Path) -> dict[str, Any]:
         **row,
         "id": run_id,
         "argument": run_argument(directory),
-        "failure": (summary.failure or {}).get("what") if summary.state != "running" else None,
+        "failure": _failure(summary),
         "tokens_per_second": recent.get("tokens_per_second"),
         "mfu_fraction": recent.get("mfu_fraction"),
         "tokens": recent.get("tokens_total"),
@@ -139,8 +151,40 @@ def _row(run_id: str, directory: Path) -> dict[str, Any]:
         "branch": str(code.get("branch") or ""),
         "is_dirty": bool(code.get("dirty")),
         "logged_at": _last_time(directory),
-        "sparkline": _sparkline(RunLayout(directory).metrics),
+        "settings": _typed_settings(attempts),
+        "sparkline": _sparkline(directory),
     }
+
+
+_EMPTY_ROW: dict[str, Any] = {
+    **dict.fromkeys(
+        ("holder", "total_steps", "loss", "eval_loss", "checkpoint_step", "created_at", "failure", "tokens_per_second",
+         "mfu_fraction", "tokens", "eta_seconds", "engine", "logged_at")
+    ),
+    **dict.fromkeys(("step", "num_checkpoints", "size_bytes", "attempts", "changed_at"), 0),
+    **dict.fromkeys(("hardware", "commit", "branch"), ""),
+    "state": "unreadable", "is_dirty": False, "sparkline": [], "settings": {},
+}  # fmt: skip
+"""The row of a run whose files cannot be read at all."""
+
+
+def _typed_settings(attempts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the settings on the command line that started the run, such as those that a sweep chose."""
+    words: Any = attempts[0].get("argv") if attempts else None
+    found: dict[str, str] = {}
+    for word in words if isinstance(words, list) else ():
+        key, equals, value = str(word).partition("=")
+        if equals and "." in key and key.replace(".", "").replace("_", "").isalnum():
+            found[key] = value
+    return found
+
+
+def _failure(summary: RunSummary) -> str | None:
+    """Return what the list shows of how a run ended."""
+    if summary.problem:
+        return f"unreadable, because {summary.problem}"
+    what = None if summary.failure is None or summary.state == "running" else summary.failure.get("what")
+    return None if what is None else str(what)
 
 
 def environment_of(directory: Path) -> dict[str, Any]:
@@ -170,22 +214,7 @@ def _last_time(directory: Path) -> float | None:
     return next((time for time in reversed(times) if time is not None), None)
 
 
-def _sparkline(path: Path) -> list[float]:
-    """Return about 48 losses at even distances in the file; those that a later resume rolled back are dropped."""
-    points = [_loss_of(record) for record in sample_lines(path, _SPARKLINE_POINTS)]
-    found = [point for point in points if point is not None]
-    kept: list[float] = []
-    first_later_step = 1 << 62
-    for step, loss in reversed(found):
-        if step < first_later_step:
-            kept.append(loss)
-            first_later_step = step
-    return kept[::-1]
-
-
-def _loss_of(record: dict[str, Any]) -> tuple[int, float] | None:
-    try:
-        loss = as_number(record["values"]["loss"])
-        return None if loss is None or loss - loss != 0 else (int(record["step"]), loss)
-    except (KeyError, TypeError, ValueError):
-        return None
+def _sparkline(directory: Path) -> list[float]:
+    """Return about 48 losses at even distances in the file, without those that a resume rolled back."""
+    _, losses = MetricSeries.sampled(directory, _SPARKLINE_POINTS).points("loss")
+    return losses[np.isfinite(losses)].tolist()

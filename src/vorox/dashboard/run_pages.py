@@ -6,24 +6,27 @@ A run directory goes in; plain JSON values come out. Everything is read with the
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from vorox.core.config.schema_fields import find_field, leaf_keys
 from vorox.core.errors import VoroxError
-from vorox.core.json_lines import read_lines
-from vorox.core.run_context import recorded_config
+from vorox.core.files.json_lines import read_lines
+from vorox.core.files.json_reader import is_step
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument, run_attempts, short_path
-from vorox.dashboard.downsampling import Numbers, min_max_indices, moving_average
+from vorox.dashboard.downsampling import Numbers, default_smoothing, min_max_indices, moving_average
 from vorox.dashboard.metric_series import MetricSeries
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.experiments.metrics import metric
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import run_argument, run_attempts, short_path
 
 SMOOTHED = {"loss", "grad_norm", "tokens_per_second", "mfu_fraction"}
 _MAX_EVENTS = 2000
@@ -41,7 +44,27 @@ def overview(directory: Path) -> dict[str, Any]:
         {key: attempt.get(key) for key in ("attempt", "started_at", "ended_at", "outcome", "argv", "code")}
         for attempt in run_attempts(directory)
     ]
-    return {"config": config, "config_problem": problem, "attempts": attempts, "argument": run_argument(directory)}
+    changed = [] if config is None else _changed_settings(config)
+    return {"config": config, "changed": changed, "config_problem": problem, "attempts": attempts,
+            "argument": run_argument(directory)}  # fmt: skip
+
+
+def _changed_settings(config: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the keys whose values are not the defaults of the schema."""
+    found: list[str] = []
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in leaf_keys():
+            found += _changed_settings(cast("dict[str, Any]", value), f"{key}.")
+        elif (field := find_field(key)) is None or json.dumps(field.default, default=_plain_default) != json.dumps(
+            value
+        ):
+            found.append(key)
+    return found
+
+
+def _plain_default(value: Any) -> Any:
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
 
 
 def curves(
@@ -49,7 +72,7 @@ def curves(
     names: Sequence[str],
     *,
     num_points: int = 1000,
-    smoothing: float = 0.9,
+    smoothing: float | None = None,
     first_step: int = 0,
     last_step: int | None = None,
 ) -> dict[str, Any]:
@@ -59,7 +82,8 @@ def curves(
         series: The metrics of the run.
         names: The metrics; those that the run does not have are omitted.
         num_points: About how many points to return per metric.
-        smoothing: Weight of the moving average of noisy metrics; computed before the down-sampling.
+        smoothing: Weight of the moving average of noisy metrics, computed before the down-sampling; ``None`` chooses it
+            by the number of points.
         first_step: First step of the range.
         last_step: Last step of the range; ``None`` for all.
     """
@@ -68,7 +92,8 @@ def curves(
         steps, values = series.points(name)
         if not steps.size:
             continue
-        smooth = moving_average(values, smoothing) if name in SMOOTHED else None
+        weight = 0.0 if name not in SMOOTHED else default_smoothing(len(values)) if smoothing is None else smoothing
+        smooth = moving_average(values, weight) if weight > 0 else None
         inside = slice(
             int(np.searchsorted(steps, first_step)),
             None if last_step is None else int(np.searchsorted(steps, last_step, "right")),
@@ -81,6 +106,7 @@ def curves(
             **definition(name),
             "steps": steps.tolist(),
             "values": _plain(values[chosen]),
+            "smoothing": weight,
             "smooth": None if smooth is None else _plain(smooth[inside][chosen]),
             "tokens": _plain(tokens),
             "seconds": _plain(series.seconds_at(steps)),
@@ -119,8 +145,8 @@ def events(directory: Path) -> list[dict[str, Any]]:
                     "kind": kind,
                     "level": str(record.get("level", "info")),
                     "message": str(record.get("message", "")),
-                    "step": step if type(step) is int else None,
-                    "rank": record.get("process", 0),
+                    "step": step if is_step(step) else None,
+                    "rank": rank if is_step(rank := record.get("process", 0)) else 0,
                     "attempt": record.get("attempt"),
                     "trace": fields.get("traceback") if isinstance(fields, dict) else None,
                 }
@@ -133,8 +159,9 @@ def samples(directory: Path) -> dict[str, Any]:
     found: dict[str, dict[int, str]] = {}
     for record in read_lines(RunLayout(directory).events):
         match record:
-            case {"kind": "sample", "fields": {"step": int(step), "prompt": str(prompt), "completion": str(text)}}:
-                found.setdefault(prompt, {})[step] = text
+            case {"kind": "sample", "fields": {"step": step, "prompt": str(prompt), "completion": str(text)}}:
+                if is_step(step):
+                    found.setdefault(prompt, {})[step] = text
     steps = sorted({step for texts in found.values() for step in texts})
     rows = [{"prompt": prompt, "texts": [texts.get(step) for step in steps]} for prompt, texts in found.items()]
     return {"steps": steps, "prompts": rows}
@@ -145,7 +172,7 @@ def health(directory: Path, series: MetricSeries) -> dict[str, Any]:
     found = events(directory)
     ranks: dict[int, dict[str, Any]] = {}
     for event in found:
-        rank = ranks.setdefault(int(event["rank"]), {"rank": int(event["rank"]), "warnings": 0, "errors": 0})
+        rank = ranks.setdefault(event["rank"], {"rank": event["rank"], "warnings": 0, "errors": 0})
         rank.update(last_time=event["time"], last_message=event["message"])
         rank["warnings"] += event["level"] == "warning"
         rank["errors"] += event["level"] == "error"

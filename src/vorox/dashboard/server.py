@@ -24,7 +24,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.core.json_lines import finite_json
+from vorox.core.files.json_lines import finite_json
+from vorox.core.files.json_reader import parse_json
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard import comparison_page, prometheus, prompting, resource_page, run_pages, snapshot
 from vorox.dashboard.chart_marks import chart_marks
@@ -33,6 +34,7 @@ from vorox.dashboard.rank_activity import RankActivity, stalls
 from vorox.dashboard.run_index import RunIndex, signature_of
 from vorox.experiments.artifacts import find_checkpoints, verify_checkpoint
 from vorox.web.access import Access, AccessMiddleware
+from vorox.web.body import BodyRefused, json_body
 
 POLL_SECONDS = 1.0
 _STOP_POLL_SECONDS = 0.1
@@ -40,6 +42,7 @@ _KEEP_ALIVE_POLLS = 15
 _MAX_COMPARED = 8
 _MAX_BODY_BYTES = 1 << 17
 _EXPORT_POINTS = 600
+_MAX_SETTING = 1 << 53
 
 Query = Mapping[str, str]
 
@@ -90,7 +93,7 @@ class Answers:
             return {"name": found.name, "state": found.state, "problem": found.problem}
         if name == "generate":
             values = {key: body.get(key) for key in ("step", "tokens", "temperature", "seed")}
-            if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values.values()):
+            if not all(map(_is_setting, values.values())):
                 raise ConfigError("Sampling settings are numbers", where="generate")
             step, tokens, seed = (int(values[key] or 0) for key in ("step", "tokens", "seed"))
             prompt, temperature = str(body.get("prompt", "")), float(values["temperature"] or 0)
@@ -105,7 +108,7 @@ class Answers:
                 query = {"id": run_id, "points": str(_EXPORT_POINTS)}
                 try:
                     answers[f"{name}?id={run_id}"] = self.get(name, query)
-                except (VoroxError, OSError) as error:
+                except Exception as error:  # of one page of one run, which others may have written
                     answers[f"{name}?id={run_id}"] = {"error": str(error)}
         return snapshot.page(finite_json(answers))
 
@@ -119,7 +122,9 @@ class Answers:
         return run_pages.curves(
             series, names,
             num_points=min(max(_number(query, "points", 1000), 16), 20_000),
-            smoothing=min(max(_number(query, "smoothing", 900), 0), 999) / 1000,
+            smoothing=None
+            if query.get("smoothing", "auto") == "auto"
+            else min(max(_number(query, "smoothing", 900), 0), 999) / 1000,
             first_step=_number(query, "from", 0),
             last_step=last_step or None,
         )  # fmt: skip
@@ -152,6 +157,10 @@ def _shown(names: list[str]) -> list[str]:
     return [name for name in names if not name.startswith("activation/")]
 
 
+def _is_setting(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_SETTING
+
+
 def _number(query: Query, name: str, default: int) -> int:
     try:
         return int(query.get(name, default))
@@ -174,12 +183,10 @@ def application(index: RunIndex, access: Access, is_stopping: Callable[[], bool]
         return await _answer(lambda: answers.get(request.path_params["name"], request.query_params))
 
     async def post(request: Request) -> Response:
-        if request.headers.get("content-type", "").split(";")[0] != "application/json":
-            return _json({"error": "The body is not JSON"}, 415)
-        if int(request.headers.get("content-length") or 0) > _MAX_BODY_BYTES:
-            return _json({"error": "The body is too large"}, 413)
         try:
-            body = json.loads(await request.body())
+            body = parse_json(await json_body(request, _MAX_BODY_BYTES), "the body")
+        except BodyRefused as refused:
+            return _json({"error": refused.reason}, refused.status)
         except ValueError:
             return _json({"error": "The body is not JSON"}, 400)
         return await _answer(lambda: answers.post(request.path_params["name"], body if isinstance(body, dict) else {}))
@@ -225,6 +232,8 @@ async def _answer(question: Callable[[], Any]) -> Response:
         return _json({"error": error.what, "where": error.where, "hint": error.hint}, status)
     except OSError as error:
         return _json({"error": f"A file cannot be read: {error.strerror}", "where": str(error.filename)}, 500)
+    except Exception as error:  # others may have written the files of a run
+        return _json({"error": f"The run cannot be read: {type(error).__name__}: {error}"}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

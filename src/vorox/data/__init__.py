@@ -1,1 +1,1 @@
-"""Layer 1: text to batches. Numpy only; works with neither torch nor JAX installed."""
+"""Layer 2: text to batches. Numpy only; works with neither torch nor JAX installed."""

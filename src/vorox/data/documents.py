@@ -25,11 +25,23 @@ class UnreadableRecord(ValueError):
     """A record without readable text; the message is the reason."""
 
 
+_NOTHING: Mapping[str, object] = {}
+
+
 class Message(NamedTuple):
-    """One message of a conversation; its role is ``system``, ``user``, ``assistant`` or ``tool``."""
+    """One message of a conversation.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant`` or ``tool``.
+        content: Its text.
+        further: The other fields that a chat template may read, such as ``tool_calls``.
+        is_trained: Whether an answer is trained on.
+    """
 
     role: str
     content: str
+    further: Mapping[str, object] = _NOTHING
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +73,13 @@ class SourceFile:
         uri: An absolute path or a URL; ``stdlib:json/decoder.py`` for the standard library.
         size_bytes: Size of the file.
         version: Identifier of the content: the SHA-256 for local files.
+        path: Its path relative to the location of the source, which the holdout rule may hash.
     """
 
     uri: str
     size_bytes: int
     version: str
+    path: str = ""
 
 
 class UnitSpan(NamedTuple):
@@ -101,6 +115,11 @@ class Unit:
     def place(self) -> str:
         return f"unit {self.unit_id}"
 
+    @property
+    def file_indexes(self) -> tuple[int, ...]:
+        """The files of its spans, each once. Chunks number the files of their unit so, wherever the unit is used."""
+        return tuple(dict.fromkeys(span.file_index for span in self.spans))
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
@@ -134,12 +153,15 @@ class Document:
         original: The text before a transform changed it, else ``None``.
         copy: Index of this text among the texts that transforms made from the record.
         messages: The conversation, until a chat template renders it (``chat_template.rendered``).
+        tools: The tools that the conversation may call, until then.
         answers: The characters of a rendered conversation that are trained on; empty: the whole text is.
         target_tokens: The tokens of the answers, once the text is encoded.
         rejected_start: The first character of the rejected conversation of a preference pair, which follows the chosen
             one; 0 for other documents.
         rejected_token: Its first token, once the text is encoded.
-        images: Its images, in their order in the text; ``None`` if the source has none (``data/images.py``).
+        is_started: Whether each text of a preference pair begins with what the tokenizer adds before a text; what a
+            chat template renders has all its tokens.
+        images: Its images, in their order in the text; ``None`` if the source has none (``data/images/reading.py``).
     """
 
     file_index: int
@@ -151,10 +173,12 @@ class Document:
     original: str | None = None
     copy: int = 0
     messages: Conversation = ()
+    tools: tuple[object, ...] = ()
     answers: Ranges = ()
     target_tokens: Ranges = ()
     rejected_start: int = 0
     rejected_token: int = 0
+    is_started: bool = False
     images: tuple[PlacedImage, ...] | None = None
 
 
@@ -222,7 +246,8 @@ class DocumentSpan(NamedTuple):
         file_index: Index into the cache's file list.
         ordinal: Index of the record in its file.
         document_tokens: Tokens of the whole document, including its end-of-text token.
-        text_xxh3: xxh3-64 of the document's text, to detect changes of the source.
+        text_xxh3: xxh3-64 of the record's text, to detect changes of the source.
+        copy: Index of the document among those that transforms made of the record.
     """
 
     uri: str
@@ -234,3 +259,4 @@ class DocumentSpan(NamedTuple):
     ordinal: int
     document_tokens: int
     text_xxh3: int
+    copy: int = 0

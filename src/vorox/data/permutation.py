@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import canonical_json
+from vorox.core.files.atomic import canonical_json
 
 NAME = "perm/1"
 

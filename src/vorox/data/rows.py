@@ -23,9 +23,9 @@ import xxhash
 
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataCursor, Int32Array
 from vorox.core.errors import DataError
-from vorox.data.cache.recipe import Recipe
-from vorox.data.image_decoding import ImageInput, PatchInput
-from vorox.data.image_tokens import FIRST_IMAGE_ID, find_images
+from vorox.data.images.decoding import ImageInput, PatchInput
+from vorox.data.images.tokens import FIRST_IMAGE_ID, find_images
+from vorox.data.recipe import Recipe
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
@@ -45,6 +45,8 @@ class RowBlock:
         segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
         loss_mask_NC: Whether each token is trained on, ``[N, row_tokens]``; ``None``: all are.
         images: The encoded bytes of the images in the rows, by their hash.
+        segment_start_tokens: Leading tokens of each segment that are no targets although the mask may say so, int32:
+            those that a tokenizer adds before a document; ``None``: none are.
     """
 
     tokens_NC: TokenArray
@@ -53,6 +55,7 @@ class RowBlock:
     segment_document_offsets: npt.NDArray[np.int32]
     loss_mask_NC: npt.NDArray[np.bool_] | None = None
     images: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    segment_start_tokens: npt.NDArray[np.int32] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -212,8 +215,23 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
         labels_NT[row, max(int(real_N[row]) - 1, 0) :] = IGNORED_LABEL
     if block.loss_mask_NC is not None:
         labels_NT[~block.loss_mask_NC[:, 1:]] = IGNORED_LABEL
+    if block.segment_start_tokens is not None:
+        _ignore_starts(block, labels_NT)
+    if block.loss_mask_NC is not None or block.segment_start_tokens is not None:
         num_target_tokens = int(np.count_nonzero(labels_NT != IGNORED_LABEL))
     return num_target_tokens
+
+
+def _ignore_starts(block: RowBlock, labels_NT: npt.NDArray[np.int32]) -> None:
+    """Ignore the labels that are the first tokens of documents, which no text determines."""
+    assert block.segment_start_tokens is not None
+    ends_S, row_S = _segment_ends(block)
+    starts_S = ends_S - block.segment_lengths
+    counts_S = np.minimum(block.segment_start_tokens, block.segment_lengths)
+    for index in range(int(counts_S.max(initial=0))):
+        # Token i of a row is the label of position i - 1.
+        chosen = (counts_S > index) & (starts_S + index > 0)
+        labels_NT[row_S[chosen], starts_S[chosen] + index - 1] = IGNORED_LABEL
 
 
 def _split_rows(arrays: Int32Array, pieces: int) -> Int32Array:
@@ -317,6 +335,15 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
             for block in blocks
         ]
         loss_mask_NC = np.concatenate(masks)[inverse]
+    start_tokens = None
+    if any(block.segment_start_tokens is not None for block in blocks):
+        counts = [
+            np.zeros(block.segment_lengths.size, np.int32)
+            if block.segment_start_tokens is None
+            else block.segment_start_tokens
+            for block in blocks
+        ]
+        start_tokens = np.concatenate(counts)[segments]
     return RowBlock(
         tokens_NC=cast("TokenArray", np.concatenate([block.tokens_NC for block in blocks])[inverse]),
         row_ptr=row_ptr,
@@ -324,6 +351,7 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
         segment_document_offsets=np.concatenate([block.segment_document_offsets for block in blocks])[segments],
         loss_mask_NC=loss_mask_NC,
         images={digest: content for block in blocks for digest, content in block.images.items()},
+        segment_start_tokens=start_tokens,
     )
 
 

@@ -1,1 +1,1 @@
-"""Layer 1: metrics, sinks, run artifacts and the metadata database."""
+"""Layer 2: metrics, sinks, run artifacts and the metadata database."""

@@ -7,24 +7,26 @@ never looks complete (checkpoints lose their manifest first, runs are first rena
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core import atomic, staged_directory
 from vorox.core.config.yaml_reader import read_mapping
-from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-from vorox.core.file_holder import lock_holder
-from vorox.core.json_lines import read_lines
-from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
-from vorox.core.run_lookup import refuse_links, run_attempts, run_directories
+from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError, VoroxError
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.file_holder import lock_holder
+from vorox.core.files.json_lines import read_lines, valid_records
+from vorox.core.files.json_reader import MalformedJson, is_step, read_json, read_regular
+from vorox.core.run_layout import CheckpointName, RunLayout, checkpoint_directories, lock_run, step_directories
 from vorox.experiments.tracking import last_values
+from vorox.records.executed_steps import last_chain_step
+from vorox.records.run_lookup import attempt_notes, read_run_record, refuse_links, run_directories
+from vorox.records.run_pins import refuse_pinned, unpin
 
-RunState = Literal["running", "finished", "stopped", "preempted", "interrupted", "killed", "failed", "unknown"]
+RunState = Literal["running", "finished", "stopped", "interrupted", "killed", "failed", "unknown", "unreadable"]
 CheckpointState = Literal["unverified", "valid", "corrupt", "unreadable", "quarantined"]
 
 
@@ -76,6 +78,7 @@ class RunSummary:
         created_at: Start of the first attempt, as an ISO time.
         changed_at: Last change of any file, seconds since the epoch.
         failure: Contents of ``failure.json``.
+        problem: Why the state is ``unreadable``: ``run.json`` is damaged, or somebody wrote something else.
     """
 
     run_id: str
@@ -93,36 +96,47 @@ class RunSummary:
     created_at: str | None
     changed_at: float
     failure: dict[str, Any] | None
+    problem: str = ""
 
 
 def list_runs(root: Path) -> list[RunSummary]:
-    """Return all runs below a root, by name."""
-    return [inspect_run(directory) for directory in run_directories(root)]
+    """Return all runs below a root, by name; one that cannot be read is ``unreadable`` and hides no other."""
+    return [inspect_any(directory) for directory in run_directories(root)]
+
+
+def inspect_any(directory: Path) -> RunSummary:
+    """Summarise a run; whatever prevents it is the ``problem`` of an ``unreadable`` run."""
+    try:
+        return inspect_run(directory)
+    except Exception as error:  # others may have written the files: no list may end at one of them
+        return RunSummary(
+            directory.resolve().name, directory, "unreadable", None, 0, None, None, None, None, 0, 0, 0, None, 0.0,
+            None, error.what if isinstance(error, VoroxError) else f"{type(error).__name__}: {error}",
+        )  # fmt: skip
 
 
 def list_failed_runs(root: Path) -> list[RunSummary]:
     """Return the runs that ended without any checkpoint, by name."""
-    ended = [run for run in list_runs(root) if run.state not in {"running", "finished"}]
-    return [run for run in ended if not _checkpoint_directories(run.directory)]
+    ended = [run for run in list_runs(root) if run.state not in {"running", "finished", "unreadable"}]
+    return [run for run in ended if not checkpoint_directories(run.directory)]
 
 
 def inspect_run(directory: Path) -> RunSummary:
     """Summarise a run from its files. Works on damaged, unfinished and running runs."""
-    attempts = run_attempts(directory)
+    attempts, problem = _attempts(directory)
     layout = RunLayout(directory)
     holder = lock_holder(layout.lock)
     values = last_values(directory, ("loss",))
     validations = eval_losses(directory)
-    found = _checkpoint_directories(directory)
-    steps = [step for step, aside, _ in found if not aside]
+    steps = step_directories(directory)
     size_bytes, changed_at = _measure(directory)
     return RunSummary(
         run_id=directory.resolve().name,
         directory=directory,
-        state=_state(attempts, holder),
+        state="unreadable" if problem and holder is None else _state(attempts, holder),
         holder=holder,
-        step=max(_last_chain_step(directory), *steps, *validations, *(step for step, _ in values.values()), 0),
-        total_steps=_total_steps(directory, attempts),
+        step=max(last_chain_step(directory), *steps, *validations, *(step for step, _ in values.values()), 0),
+        total_steps=recorded_length(directory),
         loss=values["loss"][1] if "loss" in values else None,
         eval_loss=validations[max(validations)] if validations else None,
         checkpoint_step=max(steps, default=None),
@@ -132,14 +146,27 @@ def inspect_run(directory: Path) -> RunSummary:
         created_at=str(attempts[0].get("started_at")) if attempts else None,
         changed_at=changed_at,
         failure=_read_json(layout.failure),
+        problem=problem,
     )
+
+
+def _attempts(directory: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the recorded attempts, or none and why they cannot be read."""
+    try:
+        return read_run_record(directory)["attempts"], ""
+    except FileNotFoundError:
+        return [], ""
+    except MalformedJson as error:
+        return [], f"{Path(error.where).name}: {error.what}"
+    except OSError as error:
+        return [], f"{RunLayout.record.name}: {error.strerror}"
 
 
 def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
     if holder is not None:
         return "running"
     match attempts[-1].get("outcome") if attempts else None:
-        case "finished" | "stopped" | "preempted" | "interrupted" | "failed" as outcome:
+        case "finished" | "stopped" | "interrupted" | "failed" as outcome:
             return outcome
         case "running" | "killed" | "rolled_back":
             return "killed"  # recorded as running, but no process holds the lock
@@ -147,58 +174,33 @@ def _state(attempts: Sequence[dict[str, Any]], holder: str | None) -> RunState:
             return "unknown"
 
 
-def _last_chain_step(directory: Path) -> int:
-    step = 0
-    for record in read_lines(RunLayout(directory).chain, last_bytes=1 << 13):
-        value = record.get("step", record.get("resume"))
-        step = value if type(value) is int else step
-    return step
-
-
 def recorded_length(directory: Path) -> int | None:
-    """Return the length of a run in steps, if known."""
-    return _total_steps(directory, run_attempts(directory))
-
-
-def _total_steps(directory: Path, attempts: Sequence[dict[str, Any]]) -> int | None:
-    """Return the length recorded by the newest attempt that has one, else by the configuration."""
-    for attempt in reversed(attempts):
-        total_steps = (attempt.get("notes") or {}).get("total_steps")
-        if type(total_steps) is int:
+    """Return the length of a run in steps by the newest attempt that recorded one, else by the configuration."""
+    for total_steps in attempt_notes(directory, "total_steps"):
+        if is_step(total_steps):
             return total_steps
     try:
         path = RunLayout(directory).config
-        value: Any = read_mapping(path.read_text(encoding="utf-8"), path.name).value
+        value: Any = read_mapping(read_regular(path).decode(), path.name).value
         num_steps = value["train"]["num_steps"]
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
-    return num_steps if type(num_steps) is int else None
+    return num_steps if is_step(num_steps) else None
 
 
 def _measure(directory: Path) -> tuple[int, float]:
     """Return the size of a directory and the last change of any of its files but the lock, which a refusal rewrites."""
-    lock, size_bytes, changed_at = RunLayout(directory).lock, 0, 0.0
+    lock, size_bytes, changed_at = str(RunLayout(directory).lock), 0, 0.0
     for parent, folders, files in os.walk(directory):  # skips folders that are removed meanwhile
-        for name in (*folders, *files):
-            path = Path(parent, name)
+        for number, name in enumerate((*folders, *files)):
+            path = os.path.join(parent, name)  # noqa: PTH118 - a run may have a million files
             try:
-                status = path.lstat()
+                status = os.lstat(path)
             except OSError:
                 continue  # removed meanwhile
-            size_bytes += status.st_size if name in files else 0
+            size_bytes += status.st_size if number >= len(folders) else 0
             changed_at = max(changed_at, 0.0 if path == lock else status.st_mtime)
     return size_bytes, changed_at
-
-
-def _checkpoint_directories(run_directory: Path) -> list[tuple[int, str, Path]]:
-    """Return (step, why it was quarantined or empty, path) of every checkpoint, by step."""
-    parent = RunLayout(run_directory).checkpoints
-    found: list[tuple[int, str, Path]] = []
-    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-        name = parse_checkpoint_name(path.name)
-        if name is not None and path.is_dir():
-            found.append((name.step, name.status, path))
-    return sorted(found)
 
 
 def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[CheckpointSummary]:
@@ -209,27 +211,22 @@ def list_checkpoints(run_directory: Path, *, verify: bool = False) -> list[Check
         verify: Read and check every byte.
     """
     losses = eval_losses(run_directory)
-    summaries = [
-        _summary(step, aside, path, losses.get(step)) for step, aside, path in _checkpoint_directories(run_directory)
-    ]
+    summaries = [_summary(name, path, losses.get(name.step)) for name, path in checkpoint_directories(run_directory)]
     return [verify_checkpoint(summary) for summary in summaries] if verify else summaries
 
 
 def eval_losses(run_directory: Path) -> dict[int, float]:
     """Return the validation loss by step, without steps that were rolled back by a resume."""
-    losses: dict[int, float] = {}
-    for record in read_lines(RunLayout(run_directory).evaluations):
-        step, loss, resume_step = record.get("step"), record.get("loss"), record.get("resume")
-        if type(resume_step) is int:
-            losses = {known: value for known, value in losses.items() if known <= resume_step}
-        elif type(step) is int and isinstance(loss, float):
-            losses[step] = loss
-    return losses
+    records = valid_records(read_lines(RunLayout(run_directory).evaluations))
+    return {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
 
 
-def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> CheckpointSummary:
+def _summary(name: CheckpointName, path: Path, eval_loss: float | None) -> CheckpointSummary:
+    step, aside = name
     state: CheckpointState = "quarantined" if aside else "unverified"
     problem = {"corrupt": "did not verify", "replaced": "was written again by a later attempt"}.get(aside, "")
+    if aside == "incomplete" or not (aside or _has_manifest(path)):
+        state, problem = "quarantined", "has no manifest: its copy or its removal was interrupted"
     try:
         manifest = staged_directory.read_manifest(path)
         size_bytes = sum(int(entry["size_bytes"]) for entry in manifest["files"].values())
@@ -238,8 +235,15 @@ def _summary(step: int, aside: str, path: Path, eval_loss: float | None) -> Chec
         return CheckpointSummary(path.name, path, step, state, size_bytes, saved_at, eval_loss, metadata, problem)
     except (CheckpointError, OSError) as error:
         size_bytes, _ = _measure(path)
-        state = state if aside else _judge(error)
+        state = state if state == "quarantined" else _judge(error)
         return CheckpointSummary(path.name, path, step, state, size_bytes, None, None, {}, problem or str(error))
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return staged_directory.has_manifest(path)
+    except UnreadableCheckpointError:
+        return True  # reading it says why
 
 
 def _judge(error: Exception) -> CheckpointState:
@@ -251,11 +255,9 @@ def verify_checkpoint(summary: CheckpointSummary) -> CheckpointSummary:
     if summary.state == "quarantined":
         return summary
     try:
-        metadata = staged_directory.verify_directory(summary.path)
+        staged_directory.verify_directory(summary.path, step=summary.step)
     except (CheckpointError, OSError) as error:
         return replace(summary, state=_judge(error), problem=str(error))
-    if metadata.get("step") != summary.step:
-        return replace(summary, state="corrupt", problem=f"its manifest is of step {metadata.get('step')}")
     return replace(summary, state="valid")
 
 
@@ -291,6 +293,7 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
         chosen = find_checkpoints(run_directory, names)
         chosen_names = {summary.name for summary in chosen}
         kept = [entry for entry in known if entry.name not in chosen_names and entry.state != "quarantined"]
+        refuse_pinned(run_directory, {summary.step for summary in chosen if summary.state != "quarantined"})
         readable = any(summary.state == "unverified" for summary in chosen)
         if readable and not force and not any(verify_checkpoint(entry).state == "valid" for entry in reversed(kept)):
             raise CheckpointError(
@@ -300,18 +303,29 @@ def remove_checkpoints(run_directory: Path, names: Sequence[str], *, force: bool
                 saved="nothing was removed",
             )
         for summary in chosen:
-            atomic.remove_directory(summary.path)
+            atomic.remove_directory(staged_directory.hide(summary.path))
+            if summary.state != "quarantined":  # a signature without its checkpoint means that one was taken away
+                atomic.remove_file(RunLayout(run_directory).signature(summary.step))
     return chosen
 
 
 def _find(known: Sequence[CheckpointSummary], name: str, run_directory: Path) -> CheckpointSummary:
     digits = name.replace(",", "").replace("_", "")
     for summary in known:
-        is_step = digits.isdecimal() and int(digits) == summary.step and summary.state != "quarantined"
+        is_step = digits.isdecimal() and summary.name == RunLayout(run_directory).checkpoint(int(digits)).name
         if summary.name == name or is_step:
             return summary
     available = ", ".join(summary.name for summary in known) or "none"
     raise ConfigError(f"Checkpoint {name} does not exist; available: {available}", where=str(run_directory))
+
+
+def _bases_of(record: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the checkpoints that a run started from, by its record."""
+    for attempt in record.get("attempts") or ():
+        notes = attempt.get("notes") if isinstance(attempt, dict) else None
+        name = notes.get("from_weights") if isinstance(notes, dict) else None
+        if isinstance(name, str):
+            yield Path(name)
 
 
 def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> int:
@@ -339,8 +353,11 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
                 hint="move it elsewhere, then remove the run",
                 saved="nothing was removed",
             )
+        refuse_pinned(directory)
         if first is not None:
             first()
+        for base in _bases_of(record):
+            unpin(base, directory)
         size_bytes, _ = _measure(directory)
         atomic.sweep_temporary(directory.parent)  # leftovers of an interrupted removal
         hidden = atomic.temporary_name(directory)
@@ -353,7 +370,7 @@ def remove_run(directory: Path, *, first: Callable[[], None] | None = None) -> i
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

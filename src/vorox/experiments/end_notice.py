@@ -7,18 +7,18 @@ with ``failure.json`` if that attempt left one, and otherwise what is saved.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vorox.core.log import RunLog
+from vorox.core.files.json_reader import read_json
 from vorox.core.redaction import hold_secret
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument, saved_state
 from vorox.experiments.webhook import NOTICE_VARIABLE, Webhook
+from vorox.records.log import RunLog
+from vorox.records.run_lookup import run_argument, saved_state
 
 _KILLED_EXIT_CODE = 137
 
@@ -26,7 +26,7 @@ _KILLED_EXIT_CODE = 137
 def failure_of(layout: RunLayout, attempt: int) -> Mapping[str, Any]:
     """Return the recorded failure of an attempt, or that its processes were killed."""
     with contextlib.suppress(OSError, ValueError):
-        failure: Mapping[str, Any] = json.loads(layout.failure.read_bytes())
+        failure: Mapping[str, Any] = read_json(layout.failure, dict)
         if failure.get("attempt") == attempt:
             return failure
     return {

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import load_function
-from vorox.core.log import RunLog
+from vorox.core.user_code.extensions import load_function
+from vorox.records.log import RunLog
 
 Reduction = Literal["mean", "sum", "last", "max", "min"]
 
@@ -325,7 +325,7 @@ class MetricFunctions:
     """
 
     def __init__(self, paths: Sequence[str], *, kind: str, key: str, prefix: str, log: RunLog) -> None:
-        self._kind, self._prefix, self._log = kind, prefix, log
+        self._kind, self._key, self._prefix, self._log = kind, key, prefix, log
         self._failed: set[str] = set()
         self._functions: dict[str, Callable[..., object]] = {}
         names = [path.rpartition(":")[2] for path in paths]
@@ -347,8 +347,27 @@ class MetricFunctions:
                 if name not in self._failed:
                     self._failed.add(name)
                     text = f"The {self._kind} {name} failed ({type(error).__name__}: {error}); reported once"
+                    if isinstance(error, KeyError) and isinstance(arguments[-1], Mapping):
+                        names = cast("Mapping[str, object]", arguments[-1])
+                        text += f"; the values are {', '.join(sorted(names))}"
                     self._log.event(f"{self._kind}_failed", text, level="warning", function=name)
         return found
+
+    def rehearse(self, *arguments: Any) -> None:
+        """Call all functions, of which none may fail.
+
+        Raises:
+            ConfigError: One fails, or returns no numbers.
+        """
+        for name, function in self._functions.items():
+            try:
+                self._numbers(self._prefix + name, function(*arguments))
+            except Exception as error:
+                raise ConfigError(
+                    f"The {self._kind} {name} fails: {type(error).__name__}: {error}", where=f"{self._key}: {name}",
+                    saved="no step was trained", hint="correct the function; with runtime.rehearsal=false the run "
+                    "trains without its values",
+                ) from error  # fmt: skip
 
     def _numbers(self, name: str, value: object) -> dict[str, float]:
         values = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {"": value}

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
+from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.background_sink import BackgroundSink, Entries
 
@@ -59,7 +60,7 @@ def require_mlflow() -> None:
 
 
 def _send(run_directory: Path, experiment: str, settings: dict[str, Any], entries: Entries) -> None:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    disable_telemetry()
     os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it reports each migration of a new database
     entities, client = import_module("mlflow.entities"), _client(run_directory)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vorox.core.errors import ConfigError, VoroxError
-from vorox.core.extensions import load_function
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.core.run_layout import RunLayout
+from vorox.core.user_code.extensions import load_function
 
 
 class Sink(Protocol):

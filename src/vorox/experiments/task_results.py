@@ -7,17 +7,17 @@ A repeated task replaces its earlier result; other tasks of the file are kept. M
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import ConfigError
-from vorox.core.json_lines import LineFile, encode, finite_json, read_lines
+from vorox.core.files import atomic
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.json_lines import LineFile, encode, finite_json, read_lines
+from vorox.core.files.json_reader import read_json
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.experiments.metrics import metric
 
@@ -66,7 +66,7 @@ def record_task_results(
     atomic.make_directory(path.parent)
     record: dict[str, Any] = {"format": FORMAT, "step": step, "checkpoint_sha256": checkpoint_sha256, "tasks": {}}
     if path.exists():
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path)
         if stored.get("checkpoint_sha256") == checkpoint_sha256:
             record["tasks"] = stored["tasks"]
     record["tasks"] |= {name: finite_json(dict(result)) for name, result in tasks.items()}

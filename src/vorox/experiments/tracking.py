@@ -5,29 +5,30 @@ registry, and the given ones. Names must be registered. A failing sink is report
 nor other sinks.
 
 ``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
-``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps. ``read_metrics`` skips torn
-lines, and of several attempts at a step the latest counts.
+``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps (``core/json_lines``).
+``read_metrics`` skips torn lines, and of several attempts at a step the latest counts.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.extensions import load_function
-from vorox.core.json_lines import LineFile, as_number, encode, read_lines
-from vorox.core.log import RunLog
+from vorox.core.files.json_lines import LineFile, as_number, encode, read_lines, read_tails, valid_records
+from vorox.core.files.json_reader import is_step
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
+from vorox.core.user_code.extensions import load_function
 from vorox.experiments.metrics import MetricFunctions, metric
 from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
 from vorox.experiments.sinks import Sink, TensorBoardSink, open_custom_sink, require_tensorboard
 from vorox.experiments.trackio_sink import TrackioSink, require_trackio
 from vorox.experiments.wandb_sink import WandbSink, require_wandb
+from vorox.records.log import RunLog
 
 
 class Tracker:
@@ -228,29 +229,27 @@ def read_metrics(run_directory: Path, *, last_bytes: int | None = None) -> dict[
         run_directory: The run.
         last_bytes: Read only this many bytes from the end of the file.
     """
-    steps: dict[int, dict[str, tuple[int, float]]] = {}
-    for record in read_lines(RunLayout(run_directory).metrics, last_bytes=last_bytes):
-        attempt = record.get("attempt")
-        if type(attempt) is not int:
-            continue
-        resume_step, step, values = record.get("resume_step"), record.get("step"), record.get("values")
-        if type(resume_step) is int:
-            steps = {known: kept for known, kept in steps.items() if known <= resume_step}
-        elif type(step) is int and isinstance(values, dict):
-            _merge(steps.setdefault(step, {}), attempt, values)
-    return {step: {name: value for name, (_, value) in steps[step].items()} for step in sorted(steps)}
+    return _by_step(read_lines(RunLayout(run_directory).metrics, last_bytes=last_bytes))
 
 
 def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[int, float]]:
     """Return the newest value of each metric, with its step. Reads only as much of the file as needed."""
     found: dict[str, tuple[int, float]] = {}
-    path = RunLayout(run_directory).metrics
-    for last_bytes in (1 << 13, 1 << 16, 1 << 21, None):
-        for step, values in read_metrics(run_directory, last_bytes=last_bytes).items():
+    for records in read_tails(RunLayout(run_directory).metrics):
+        for step, values in _by_step(records).items():
             found.update((name, (step, values[name])) for name in names if name in values)
-        if len(found) == len(set(names)) or not path.exists() or path.stat().st_size <= (last_bytes or 0):
+        if len(found) == len(set(names)):
             break
     return found
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, tuple[int, float]]] = {}
+    for record in valid_records(records):
+        attempt, values = record.get("attempt"), record.get("values")
+        if is_step(attempt) and isinstance(values, dict):
+            _merge(steps.setdefault(record["step"], {}), attempt, values)
+    return {step: {name: value for name, (_, value) in steps[step].items()} for step in sorted(steps)}
 
 
 def _merge(known: dict[str, tuple[int, float]], attempt: int, values: Mapping[str, Any]) -> None:

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from vorox.core.json_lines import LineFile, encode, read_lines
-from vorox.core.log import time_stamp
+from vorox.core.files.json_lines import LineFile, encode, read_lines
 from vorox.core.run_layout import RunLayout
+from vorox.records.log import time_stamp
 
 Kind = Literal["replay", "parity"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.experiments.background_sink import BackgroundSink, Entries
 
 HOST = "api.wandb.ai"

@@ -14,7 +14,6 @@ import math
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 import urllib.error
@@ -24,13 +23,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from vorox.core.errors import Preempted
-from vorox.core.failure_record import failure_record
-from vorox.core.json_lines import encode
-from vorox.core.log import RunLog
+from vorox.core.files.json_lines import encode
 from vorox.core.pluralize import pluralize
+from vorox.core.processes.child_process import child_command
 from vorox.core.redaction import held_secret, hold_secret
-from vorox.core.run_context import RunContext
 from vorox.core.schema import LogConfig
+from vorox.records.failure_record import failure_record
+from vorox.records.log import RunLog
+from vorox.records.run_context import RunContext
 
 FORMAT = "vorox-event/1"
 NOTICE_VARIABLE = "VOROX_NOTICE_URL"
@@ -235,7 +235,11 @@ def find_url(config: LogConfig, log: RunLog) -> str | None:
     url = _url_in(variable)
     if not url.startswith(("http://", "https://")):
         what = "is not an http(s) URL" if url else "is not set"
-        log.event("webhook_failed", f"No events are posted: {variable} (log.webhook) {what}", level="warning")
+        text = (
+            f"No events are posted: {variable} (log.webhook) {what}. The run was started with a webhook, whose URL is "
+            f"not recorded: export {variable}=URL, or set log.webhook=null"
+        )
+        log.event("webhook_failed", text, level="warning")
         return None
     hold_secret(variable, url)
     return url
@@ -251,5 +255,5 @@ def end_notice(run: RunContext) -> tuple[list[str], dict[str, str]]:
     url = "" if config.webhook is None else _url_in(config.webhook.removeprefix("env:"))
     if not run.is_main or not url.startswith(("http://", "https://")) or "lifecycle" not in config.webhook_events:
         return [], {}
-    words = [sys.executable, "-m", "vorox.experiments.end_notice", str(run.directory), str(run.attempt)]
+    words = child_command("vorox.experiments.end_notice", str(run.directory), str(run.attempt))
     return words, {NOTICE_VARIABLE: url}

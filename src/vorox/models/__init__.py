@@ -1,1 +1,1 @@
-"""Layer 1: model descriptions, weight files and cost estimates, without a framework."""
+"""Layer 2: model descriptions, weight files and cost estimates, without a framework."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from vorox.core.config.parallel_checks import CONTEXT_SIZE, EXPERT_SIZE
-from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
-from vorox.core.config.pipeline_checks import layers_fault
+from vorox.core.config.parallel_checks import CONTEXT_SIZE, EXPERT_SIZE, PIPELINE_SIZE, layers_fault
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.huggingface_families import ARCHITECTURES
-from vorox.models.huggingface_spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
-from vorox.models.module_spec import is_stack_of_experts
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.huggingface.families import ARCHITECTURES
+from vorox.models.huggingface.spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS, HuggingFaceSpec
 from vorox.models.spec import ModelSpec
 
 _TENSOR_SIZE = "parallel.tensor_parallel_size"
@@ -40,16 +36,15 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return
-    for key, value in _unsupported(config, spec):
-        raise ConfigError(
-            f"tensor_parallel_size = {size} is not supported with {key} = {value}", where=f"{_TENSOR_SIZE}, {key}",
-            hint="it needs model.kind=decoder or huggingface with built-in functions, without adapters, dropout of "
-            "transformers and compilation; otherwise use data_parallel_size and fsdp_size",
-        )  # fmt: skip
     if isinstance(spec, HuggingFaceSpec):
+        for key, value in _dropout(spec):
+            raise ConfigError(
+                f"tensor_parallel_size = {size} is not supported with {key} = {value}", where=_TENSOR_SIZE,
+                hint="set it to 0, or use data_parallel_size and fsdp_size",
+            )  # fmt: skip
         _check_heads(size, spec)
         return
-    assert isinstance(spec, DecoderSpec), "no other model is supported"
+    assert isinstance(spec, DecoderSpec), "core/config/support.py refuses other models"
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         value = getattr(spec, name)
         if value % size:
@@ -97,7 +92,7 @@ def _check_positions(config: RunConfig, spec: ModelSpec) -> None:
 
 def _check_experts(size: int, spec: HuggingFaceSpec) -> None:
     """Check that ranks can divide the experts of a transformers model equally."""
-    counts = {row.shape[0] for row in spec.parameters if is_stack_of_experts(row)}
+    counts = {row.layout.count for row in spec.parameters if row.is_routed and row.kind == "matrix"}
     if spec.label not in EXPERT_MODELS or not counts:
         raise ConfigError(
             f"Expert parallelism does not support the {spec.label} model", where=EXPERT_SIZE,
@@ -178,31 +173,3 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield from _values(value)
         else:
             yield name, value
-
-
-def _unsupported(config: RunConfig, spec: ModelSpec) -> Iterator[tuple[str, object]]:
-    if config.adapter.kind != "none":
-        yield "adapter.kind", config.adapter.kind
-    if isinstance(spec, HuggingFaceSpec):
-        if config.parallel.sequence_parallel:
-            yield "parallel.sequence_parallel, model.kind", f"true, {config.model.kind}"
-        yield from _dropout(spec)
-    elif not isinstance(spec, DecoderSpec):
-        yield "model.kind", config.model.kind
-    others: tuple[tuple[str, object, Callable[[object], bool]], ...] = (
-        ("model.block", config.model.block, bool),
-        ("model.mlp", config.model.mlp, bool),
-        ("model.num_experts", config.model.num_experts, bool),
-        ("model.layer_pattern", config.model.layer_pattern, bool),
-        ("model.activation", config.model.activation, is_extension),
-        ("model.attention_kernel", config.model.attention_kernel, is_extension),
-        ("model.qk_norm", config.model.qk_norm, lambda value: value == "full_width"),
-        ("loss.name", config.loss.name, is_extension),
-        ("optimizer.name", config.optimizer.name, is_extension),
-        ("train.forward_backward", config.train.forward_backward, bool),
-        ("runtime.compile", config.runtime.compile, bool),
-        ("runtime.determinism", config.runtime.determinism, lambda value: value == "bitwise-any-world"),
-    )
-    for key, value, is_refused in others:
-        if is_refused(value):
-            yield key, value

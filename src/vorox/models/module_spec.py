@@ -1,18 +1,19 @@
 """A model of foreign modules: dimensions, and the parameter table that was read from them.
 
-``HuggingFaceSpec`` (``huggingface_spec.py``) describes a transformers model, ``UserSpec`` one of the user. The
+``HuggingFaceSpec`` (``huggingface/spec.py``) describes a transformers model, ``UserSpec`` one of the user. The
 engine fills the table in from the modules, whose names are canonical. Persistent buffers are rows that are not
 trainable, so that a checkpoint is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self, cast
 
 from vorox.core.pluralize import pluralize
+from vorox.models.matrix_layout import PLAIN_MATRIX, MatrixLayout
 from vorox.models.spec import Kind, ModelSpec, ParameterSpec
 
 
@@ -25,6 +26,19 @@ class Row:
     kind: Kind
     decay: bool
     trainable: bool
+    layout: MatrixLayout = PLAIN_MATRIX
+    is_routed: bool = False
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Row:
+        """Return the row that ``to_json`` described."""
+        name, shape, kind, decay, trainable, (count, is_transposed, parts), is_routed = values
+        layout = MatrixLayout(int(count), bool(is_transposed), tuple(parts))
+        return cls(str(name), tuple(shape), cast(Kind, kind), bool(decay), bool(trainable), layout, bool(is_routed))
+
+    def to_json(self) -> list[Any]:
+        layout = [self.layout.count, self.layout.is_transposed, list(self.layout.parts)]
+        return [self.name, list(self.shape), self.kind, self.decay, self.trainable, layout, self.is_routed]
 
 
 @dataclass(frozen=True)
@@ -35,10 +49,13 @@ class ModuleSpec(ModelSpec):
         kind: Its name in JSON.
         config: What the modules were built from.
         rows: The parameter table.
-        attention_width: Width of the queries of a layer.
+        attention_width: Width of the queries of the widest layer.
+        attention_widths: That of each layer with attention; empty if all are ``attention_width``.
         intermediate_size: Width of the MLP.
         layer_windows: The window of each layer with attention; ``None`` for full attention.
+        has_chunks: Whether a window is a chunk: positions attend within their own chunk.
         active_experts: Share of the experts that a token is multiplied by.
+        scan_flops_per_position: FLOPs of all recurrences for one position.
     """
 
     config: Mapping[str, Any]
@@ -50,25 +67,28 @@ class ModuleSpec(ModelSpec):
     attention_width: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
     intermediate_size: int = 0
     layer_windows: tuple[int | None, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
-    active_experts: float = 1.0
+    attention_widths: tuple[int, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
+    has_chunks: bool = False
+    scan_flops_per_position: float = 0.0  # pyright: ignore[reportIncompatibleMethodOverride]
+    active_experts: float = 1.0  # pyright: ignore[reportIncompatibleMethodOverride]
 
     kind: ClassVar[str]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the spec that ``to_json`` described."""
-        rows = tuple(
-            Row(str(name), tuple(shape), cast(Kind, kind), bool(decay), bool(trainable))
-            for name, shape, kind, decay, trainable in values["rows"]
-        )
-        found = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**found | {"rows": rows, "layer_windows": tuple(values["layer_windows"])})
+        rows = tuple(Row.from_json(row) for row in values["rows"])
+        found: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        found["rows"] = rows
+        for name in ("layer_windows", "attention_widths"):
+            found[name] = tuple(values[name])
+        return cls(**found)
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        rows = [[*asdict(row).values()] for row in self.rows]
-        rows = [[name, list(shape), *rest] for name, shape, *rest in rows]
-        return {"kind": self.kind, **values, "rows": rows, "layer_windows": list(self.layer_windows)}
+        rows = [row.to_json() for row in self.rows]
+        lists = {name: list(values[name]) for name in ("layer_windows", "attention_widths")}
+        return {"kind": self.kind, **values, "rows": rows, **lists}
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Compare the configuration key by key, and the table by name; the dimensions follow from both."""
@@ -79,7 +99,7 @@ class ModuleSpec(ModelSpec):
             if theirs.get(key) != self.config.get(key)
         ]
         here = {row[0]: row for row in self.to_json()["rows"]}
-        there = {row[0]: [row[0], list(row[1]), *row[2:]] for row in stored.get("rows", [])}
+        there = {row[0]: Row.from_json(row).to_json() for row in stored.get("rows", [])}
         return found + [f"parameter {name}" for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
     @property
@@ -89,14 +109,20 @@ class ModuleSpec(ModelSpec):
     @cached_property
     def _table(self) -> tuple[ParameterSpec, ...]:
         return tuple(
-            ParameterSpec(row.name, row.shape, "zeros", 0.0, row.decay, row.kind, ("",) * len(row.shape), row.trainable)
+            ParameterSpec(
+                row.name,
+                row.shape,
+                "zeros",
+                0.0,
+                row.decay,
+                row.kind,
+                ("",) * len(row.shape),
+                row.trainable,
+                layout=row.layout,
+                is_routed=row.is_routed,
+            )
             for row in self.rows
         )
-
-    @property
-    def num_matmul_weights(self) -> int:
-        experts = sum(row.num_elements for row in self.parameters if is_stack_of_experts(row))
-        return super().num_matmul_weights + round(experts * self.active_experts)
 
     @property
     def saved_per_position(self) -> int:
@@ -113,11 +139,6 @@ class ModuleSpec(ModelSpec):
     def label(self) -> str:
         """The architecture, for people."""
         return self.kind
-
-
-def is_stack_of_experts(row: ParameterSpec) -> bool:
-    """Whether a parameter has one matrix for each expert of a block, ``[experts, ...]``."""
-    return row.kind == "tensor" and len(row.shape) == 3
 
 
 @dataclass(frozen=True)

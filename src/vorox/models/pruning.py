@@ -1,7 +1,8 @@
 """Prune weights: set the smallest elements of the matrices in the blocks to zero.
 
-*magnitude:F* zeroes the fraction F of each matrix. *2:4* zeroes two of every four consecutive inputs of an output, the
-pattern that sparse tensor cores multiply. Embeddings, norms, biases and the head keep their values.
+*magnitude:F* zeroes the fraction F of each matrix, also of every expert and every fused projection. *2:4* zeroes two of
+every four consecutive inputs of an output, the pattern that sparse tensor cores multiply. Embeddings, norms, biases,
+routers and the head keep their values.
 
 Shape legend: O rows (outputs), I columns (inputs) of a matrix, G groups of four inputs.
 """
@@ -71,20 +72,25 @@ def check_pruning(spec: ModelSpec, pruning: Pruning) -> None:
     matrices = pruned_matrices(spec)
     if not matrices:
         raise ConfigError("Model has no linear layer to prune", where="--prune", hint="its layers are of other kinds")
-    odd = [matrix for matrix in matrices if matrix.shape[-1] % _GROUP]
+    odd = [(row.name, inputs) for row in matrices for _, inputs in row.matrix_shapes if inputs % _GROUP]
     if pruning.is_structured and odd:
         raise ConfigError(
-            f"{odd[0].name} has {odd[0].shape[-1]} inputs, which 2:4 cannot divide into groups of {_GROUP}",
+            f"{odd[0][0]} has {odd[0][1]} inputs, which 2:4 cannot divide into groups of {_GROUP}",
             where="--prune", hint="prune by magnitude:0.5",
         )  # fmt: skip
 
 
 def prune(spec: ModelSpec, weights: Iterable[NamedArray], pruning: Pruning) -> Iterator[NamedArray]:
     """Yield weights with pruned matrices; other parameters are passed on."""
-    names = {matrix.name for matrix in pruned_matrices(spec)}
+    layouts = {row.name: row.layout for row in pruned_matrices(spec)}
     function = _prune_groups if pruning.is_structured else _prune_smallest
     for name, array in weights:
-        yield name, function(array, pruning.fraction) if name in names else array
+        layout = layouts.get(name)
+        if layout is None:
+            yield name, array
+            continue
+        stacks = [np.stack([function(one_OI, pruning.fraction) for one_OI in stack]) for stack in layout.split(array)]
+        yield name, np.ascontiguousarray(layout.join(stacks, array.shape))
 
 
 def zero_fraction(spec: ModelSpec, weights: Iterable[NamedArray]) -> float:

@@ -1,6 +1,6 @@
 """The interface of model specifications: what every other part knows of a model, without tensors.
 
-``DecoderSpec`` (``decoder_spec.py``) describes the native decoder, which both engines compute. The parameter table is
+``DecoderSpec`` (``decoder/spec.py``) describes the native decoder, which both engines compute. The parameter table is
 the source of names, shapes, initial distributions and weight decay for engines, checkpoints, exports and cost
 estimates.
 """
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
-Kind = Literal["embedding", "matrix", "router", "head", "norm", "bias", "tensor"]
+from vorox.models.matrix_layout import PLAIN_MATRIX, MatrixLayout
+
+Kind = Literal["embedding", "matrix", "router", "head", "norm", "bias", "state", "tensor"]
 Init = Literal["normal", "uniform", "ones", "zeros", "log_range", "time_step"]
 
 
@@ -23,16 +25,19 @@ class ParameterSpec:
 
     Attributes:
         name: Canonical name.
-        shape: Stored shape; matrices are ``[out, in]``.
+        shape: Stored shape; matrices are ``[out, in]`` unless ``layout`` says otherwise.
         init: Initial distribution; ``log_range`` is log 1, log 2, ..., ``time_step`` the inverse softplus of
             log-uniform values within ``bounds``.
         std: Standard deviation of a normal or uniform initialisation around 0, else 0.
         decay: Whether weight decay applies. ``optimizer.decay_embeddings`` decides for embeddings.
-        kind: Role; ``matrix`` is a weight inside a block, which Muon orthogonalises, ``router`` that of a mixture of
-            experts, ``tensor`` any other weight.
+        kind: Role; ``matrix`` holds the matrices of a block, which Muon orthogonalises and pruning prunes, ``router``
+            those of the router of a mixture of experts, ``norm`` a scale, ``state`` a constant of a recurrence, such as
+            A_log, ``tensor`` any other weight, such as a convolution.
         axes: Logical axis of each dimension, for sharding.
         trainable: Whether the optimizer updates it; other parameters are constants of the training state.
         bounds: Range of a ``time_step`` initialisation.
+        layout: The matrices of a ``matrix``.
+        is_routed: Whether it belongs to experts of which a token reaches only some.
     """
 
     name: str
@@ -44,10 +49,17 @@ class ParameterSpec:
     axes: tuple[str, ...]
     trainable: bool = True
     bounds: tuple[float, float] = (0.0, 0.0)
+    layout: MatrixLayout = PLAIN_MATRIX
+    is_routed: bool = False
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def matrix_shapes(self) -> list[tuple[int, int]]:
+        """Shape ``(out, in)`` of every matrix of a ``matrix``; empty for other roles."""
+        return self.layout.shapes(self.shape) if self.kind == "matrix" else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,7 @@ class ModelSpec(ABC):
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the embedding.
         max_positions_tokens: Maximum sequence length.
+        has_chunks: Whether the window of a layer is a chunk: positions attend within their own chunk.
         free_to_change: Keys of ``to_json`` that do not affect the meaning of stored weights.
     """
 
@@ -80,6 +93,7 @@ class ModelSpec(ABC):
     hidden_size: int
     vocab_size: int
     max_positions_tokens: int
+    has_chunks: bool = False
     free_to_change: frozenset[str] = frozenset()
 
     @property
@@ -101,6 +115,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def attention_width(self) -> int:
         """Width of the queries of a layer, over all heads."""
+
+    @property
+    def attention_widths(self) -> tuple[int, ...]:
+        """``attention_width`` of each layer with attention; empty if all are equal."""
+        return ()
 
     @property
     @abstractmethod
@@ -156,15 +175,24 @@ class ModelSpec(ABC):
         return 0
 
     @property
+    def active_experts(self) -> float:
+        """Share of the experts that a token is multiplied by."""
+        return 1.0
+
+    @property
     def num_matmul_weights(self) -> int:
-        """Elements of all matrices that every token is multiplied by; a tied embedding counts as the head."""
-        matrices = sum(parameter.num_elements for parameter in self.parameters if parameter.kind == "matrix")
-        return matrices + self.vocab_size * self.hidden_size
+        """Elements of all matrices that a token is multiplied by; a tied embedding counts as the head."""
+        rows = [row for row in self.parameters if row.kind in ("matrix", "router")]
+        routed = sum(row.num_elements for row in rows if row.is_routed)
+        others = sum(row.num_elements for row in rows if not row.is_routed)
+        return others + round(routed * self.active_experts) + self.vocab_size * self.hidden_size
 
     @property
     def num_converted_weights(self) -> int:
-        """Elements of the trained matrices that a lower compute precision needs a copy of."""
-        return self.num_matmul_weights - self.num_frozen_matmul_weights
+        """Elements of the trained matrices, of all experts, that a lower compute precision needs a copy of."""
+        return sum(row.num_elements for row in self.parameters if row.kind == "matrix") + (
+            self.vocab_size * self.hidden_size
+        )
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Return what differs from the JSON of the model that stored weights belong to, one text per key."""

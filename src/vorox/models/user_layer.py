@@ -3,8 +3,9 @@
 An MLP (``model.mlp``), the function ``f(x, weights)``, acts on each position alone. Its attribute ``parameters``, a
 function of the model specification, returns the shape of each weight by name, or a pair of shape and initial values:
 ``ones``, ``zeros`` or the standard deviation of a normal distribution. By default, vectors start at zero and all others
-with ``init_std``; vectors are never decayed. A block (``model.block``) is a module that ``f(spec, layer)`` returns; the
-table has its parameters, and the engine takes the initial values from it.
+with ``init_std``; vectors are never decayed. A weight of three dimensions is a stack of matrices. A block
+(``model.block``) is a module that ``f(spec, layer)`` returns; the table has its parameters, and the engine takes the
+initial values from it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError, VoroxError
-from vorox.core.extensions import load_function
-from vorox.models.spec import ModelSpec, ParameterSpec
+from vorox.core.user_code.extensions import load_function
+from vorox.models.matrix_layout import PLAIN_MATRIX, MatrixLayout
+from vorox.models.parameter_roles import is_decayed, role
+from vorox.models.spec import Kind, ModelSpec, ParameterSpec
 
 _KEY = "model.mlp"
 _BLOCK_KEY = "model.block"
@@ -89,9 +92,16 @@ def block_parameters(path: str, spec: ModelSpec, prefix: str) -> list[ParameterS
 
 
 def _module_row(name: str, shape: tuple[int, ...]) -> ParameterSpec:
-    is_vector = len(shape) < 2
-    kind = "bias" if is_vector else "matrix" if len(shape) == 2 else "tensor"
-    return ParameterSpec(name, shape, "zeros", 0.0, not is_vector, kind, ("layer",) * len(shape))
+    kind, layout = _role(name, shape, is_stack="expert" in name)
+    return ParameterSpec(name, shape, "zeros", 0.0, is_decayed(kind), kind, ("layer",) * len(shape), layout=layout)
+
+
+def _role(name: str, shape: tuple[int, ...], *, is_stack: bool) -> tuple[Kind, MatrixLayout]:
+    """Return the role of a weight; one of three dimensions may be a stack of matrices, such as those of experts."""
+    kind = role(name, shape)
+    if kind == "tensor" and len(shape) == 3 and is_stack and min(shape[1:]) > 1:
+        return "matrix", MatrixLayout(shape[0])
+    return kind, PLAIN_MATRIX
 
 
 def _is_name(path: str, name: object) -> bool:
@@ -115,11 +125,12 @@ def _row(path: str, name: str, value: object, init_std: float) -> ParameterSpec:
             f"{path} initialises {name} with {initial!r}", where=_KEY,
             hint="use 'ones', 'zeros' or a standard deviation",
         )  # fmt: skip
-    kind = "bias" if is_vector else "matrix" if len(shape) == 2 else "tensor"
-    axes = ("layer",) * len(shape)
+    kind, layout = _role(name, shape, is_stack=True)  # an MLP has no convolutions
+    axes, decay = ("layer",) * len(shape), is_decayed(kind)
     if isinstance(initial, str):
-        return ParameterSpec(name, shape, "ones" if initial == "ones" else "zeros", 0.0, not is_vector, kind, axes)
-    return ParameterSpec(name, shape, "normal", float(initial), not is_vector, kind, axes)
+        start = "ones" if initial == "ones" else "zeros"
+        return ParameterSpec(name, shape, start, 0.0, decay, kind, axes, layout=layout)
+    return ParameterSpec(name, shape, "normal", float(initial), decay, kind, axes, layout=layout)
 
 
 def _shape_and_initial(value: object) -> tuple[tuple[int, ...], Initial | None]:

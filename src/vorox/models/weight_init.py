@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import xxhash
 
-from vorox.core.atomic import canonical_json
-from vorox.core.distributed_context import membership
 from vorox.core.engine import NamedArray
-from vorox.core.environment import usable_cores
+from vorox.core.files.atomic import canonical_json
+from vorox.core.platform.environment import usable_cores
+from vorox.core.ranks.distributed_context import membership
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 AHEAD_BYTES = 1 << 29

@@ -1,1 +1,1 @@
-"""Layer 1: host-side measurements: throughput, memory, device peaks."""
+"""Layer 2: host-side measurements: throughput, memory, device peaks."""

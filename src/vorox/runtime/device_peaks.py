@@ -7,7 +7,10 @@ different products (two variants of the RTX 3080) have no row.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vorox.core.schema import PrecisionConfig
 
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
 """Precision of matrix products; accumulation is fp32."""
@@ -39,6 +42,17 @@ PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]],
     (r"T4",                                     (None,   65.0,   None,   8.1)),
 )  # fmt: skip
 """``tests/runtime/test_device_peaks.py`` cites the data sheet of every row."""
+
+
+def arithmetic_of(precision: PrecisionConfig) -> Arithmetic:
+    """Return the precision of a run's matrix products."""
+    return "tf32" if precision.dtype == "fp32" and precision.matmul == "tf32" else precision.dtype
+
+
+def peak_of_environment(environment: Mapping[str, Any], precision: PrecisionConfig) -> float | None:
+    """Return the data-sheet peak of all devices that an engine reports, in the precision of a run."""
+    peak = peak_flops_per_second(str(environment.get("device", "")), arithmetic_of(precision))
+    return None if peak is None else peak * int(environment.get("num_devices", 1))
 
 
 def peak_flops_per_second(device_name: str, arithmetic: Arithmetic) -> float | None:

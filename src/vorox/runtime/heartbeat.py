@@ -22,7 +22,6 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,12 +32,14 @@ from types import TracebackType
 from typing import IO, Literal
 
 from vorox.core.errors import StalledError
-from vorox.core.file_holder import ProcessIdentity, this_process
+from vorox.core.files.file_holder import ProcessIdentity, this_process
+from vorox.core.files.json_reader import MalformedJson, parse_json, read_regular
+from vorox.core.processes.child_process import child_command
 from vorox.core.run_layout import RunLayout
 
 Phase = Literal["start", "compile", "data", "step", "sync", "settle", "save", "validation", "end"]
 """``data``: waits for a batch; ``step``: forward, backward and update; ``sync``: waits for the other ranks; ``settle``:
-waits for the numbers of a step from the device; the others may take any time."""
+waits for the numbers of a step from the device. The others may be long."""
 
 PHASES: tuple[Phase, ...] = ("start", "compile", "data", "step", "sync", "settle", "save", "validation", "end")
 WATCHED: frozenset[Phase] = frozenset({"data", "step", "sync", "settle"})
@@ -86,6 +87,7 @@ class Heartbeat:
         local_rank: Rank on this machine; 0 starts the watchdog.
         attempt: Number of the attempt.
         timeout_seconds: Time without progress after which the watchdog ends the run; ``None``: no watchdog.
+        long_timeout_seconds: The same for start, compilation, saves and validation; ``None``: no limit.
         notice: A program that the watchdog runs after it ended a stalled run, or found the run killed: its words, and
             environment variables.
         clock: A monotonic clock, in seconds.
@@ -98,11 +100,13 @@ class Heartbeat:
 
     def __init__(
         self, run_directory: Path, *, rank: int = 0, local_rank: int = 0, attempt: int = 1,
-        timeout_seconds: float | None = None, notice: tuple[Sequence[str], Mapping[str, str]] = ((), {}),
+        timeout_seconds: float | None = None, long_timeout_seconds: float | None = None,
+        notice: tuple[Sequence[str], Mapping[str, str]] = ((), {}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._local_rank, self._attempt = RunLayout(run_directory), rank, local_rank, attempt
-        self._timeout_seconds, self._notice = timeout_seconds, notice
+        self._timeout_seconds, self._long_timeout_seconds = timeout_seconds, long_timeout_seconds
+        self._notice = notice
         self._cells = memoryview(bytearray(_FILE_BYTES - _FIXED_BYTES)).cast("Q")
         self._shapes: set[tuple[int, ...]] = set()
         self._clock, self._entered_at = clock, clock()
@@ -212,8 +216,9 @@ class Heartbeat:
         return file
 
     def _start_watchdog(self) -> subprocess.Popen[bytes]:
-        words = [str(self._layout.directory), str(self._attempt), str(self._timeout_seconds), *self._notice[0]]
-        program = [sys.executable, "-m", "vorox.runtime.watchdog", *words]
+        limits = [str(self._timeout_seconds), str(self._long_timeout_seconds).lower()]
+        words = [str(self._layout.directory), str(self._attempt), *limits, *self._notice[0]]
+        program = child_command("vorox.runtime.watchdog", *words)
         return subprocess.Popen(program, stdin=subprocess.DEVNULL, env={**os.environ, **self._notice[1]})
 
     def _attend(self, stacks: IO[bytes]) -> None:
@@ -235,15 +240,18 @@ class Heartbeat:
 def read_beat(path: Path) -> Beat | None:
     """Read a heartbeat file; ``None`` if it is absent or not complete yet."""
     try:
-        raw = path.read_bytes()
-    except OSError:
+        raw = read_regular(path, _FILE_BYTES)
+    except (OSError, MalformedJson):
         return None
     if len(raw) != _FILE_BYTES or not raw.startswith(_MAGIC):
         return None
-    fixed = json.loads(raw[len(_MAGIC) : _FIXED_BYTES].rstrip(b"\0"))
+    try:
+        fixed = parse_json(raw[len(_MAGIC) : _FIXED_BYTES].rstrip(b"\0"), path, {"rank": int, "attempt": int})
+    except MalformedJson:
+        return None
     process = ProcessIdentity.from_json(fixed)
     cells = memoryview(raw)[_FIXED_BYTES:].cast("Q")
-    if process is None:
+    if process is None or not {"rank", "attempt"} <= fixed.keys() or cells[_PHASE] >= len(PHASES):
         return None
     return Beat(
         fixed["rank"], fixed["attempt"], process, cells[_COUNT], cells[_STEP], PHASES[cells[_PHASE]], cells[_QUEUE],

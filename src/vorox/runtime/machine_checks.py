@@ -23,7 +23,7 @@ from typing import Literal
 
 import psutil
 
-from vorox.core.environment import usable_cores
+from vorox.core.platform.environment import existing_parent, free_disk_bytes, usable_cores
 from vorox.core.version import __version__
 
 Status = Literal["ok", "warn", "fail"]
@@ -107,7 +107,7 @@ def check_disk(name: str, folder: Path, setting: str, now_offset_seconds: float 
         setting: What moves it elsewhere.
         now_offset_seconds: Added to the time of this machine; for tests.
     """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             block = os.urandom(1 << 20)
@@ -121,7 +121,7 @@ def check_disk(name: str, folder: Path, setting: str, now_offset_seconds: float 
     except OSError as error:
         yield Finding(name, "fail", f"{existing} cannot be written: {error.strerror}", f"set {setting}")
         return
-    free = shutil.disk_usage(existing).free
+    free = free_disk_bytes(existing)
     text = f"{_gib(free)} free, {rate / 1e6:,.0f} MB/s written in {folder}"
     if free < MIN_FREE_BYTES:
         yield Finding(name, "warn", text, f"free some space, or set {setting}")
@@ -188,7 +188,7 @@ def check_triton_cache(environment: Mapping[str, str], platform_name: str = sys.
     """Check the folder of compiled Triton kernels, and the variables that change how they run."""
     given = environment.get("TRITON_CACHE_DIR")
     folder = Path(given) if given else Path.home() / ".triton" / "cache"
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_parent(folder)
     text = f"{folder}" + ("" if given else " (default)")
     if not os.access(existing, os.W_OK):
         yield Finding("triton cache", "warn", f"{text} cannot be written", "set TRITON_CACHE_DIR to another folder")

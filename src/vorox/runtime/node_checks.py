@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vorox.core.distributed_context import Membership
-from vorox.core.environment import code_record, package_versions
-from vorox.core.file_holder import boot_identity
+from vorox.core.files.file_holder import boot_identity
+from vorox.core.platform.environment import code_record, package_versions
+from vorox.core.ranks.distributed_context import Membership
 from vorox.core.version import __version__
 from vorox.runtime.collective_timing import LATENCY_BYTES, PAIR_BYTES, bus_bytes_per_second
 from vorox.runtime.machine_checks import Finding

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.atomic import canonical_json, make_directory, write_file
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.files.atomic import canonical_json, make_directory, write_file
+from vorox.core.ranks.distributed_context import DistributedContext
 
 _CLOCK_ROUNDS = 8
 _VISIBLE_SECONDS = 5.0

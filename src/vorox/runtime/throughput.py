@@ -82,7 +82,7 @@ class Reading:
         tokens_per_second: Positions per second of training.
         model_flops_per_second: FLOPs per second of training.
         mfu_fraction: Share of the data-sheet peak.
-        matmul_peak_fraction: Share of the measured matmul peak.
+        matmul_peak_fraction: Share of the highest matmul rate seen: the measured one, or that of these steps.
         impossible: Why a value was refused; empty if none was.
     """
 
@@ -155,6 +155,7 @@ class Throughput:
     ) -> None:
         self.limits = limits or Limits()
         self._phase_seconds, self._clock = phase_seconds, clock
+        self._read: tuple[Reading, Work] | None = None
         self._window: _Window | None = None
         self._whole: _Window | None = None
 
@@ -197,27 +198,34 @@ class Throughput:
         if window is None:
             return Reading(0, 0, {"compute": 0.0, "data": 0.0, "save": 0.0, "eval": 0.0})
         self._window = self._open_window()
-        return self._reading(window, self._window.started_at)
+        reading = self._seconds_of(window, self._window.started_at)
+        self._read = reading, window.work
+        return _with_rates(reading, window.work, self.limits)
+
+    def rated_again(self) -> Reading:
+        """Return the last ``read`` under the limits of now."""
+        assert self._read is not None, "there is no reading"
+        return _with_rates(*self._read, self.limits)
 
     def total(self) -> Reading:
         """Return the reading of the whole process since the end of the first step."""
         whole = self._whole
         if whole is None:
             return self.read()
-        return self._reading(whole, self._clock())
+        return _with_rates(self._seconds_of(whole, self._clock()), whole.work, self.limits)
 
-    def _reading(self, window: _Window, now: float) -> Reading:
+    def _seconds_of(self, window: _Window, now: float) -> Reading:
+        """Return steps, tokens and seconds of a window, without rates."""
         spent = {use: seconds - window.spent_before[use] for use, seconds in self._spent().items()}
         rest = now - window.started_at - sum(spent.values())  # negative by rounding only
         seconds = {"compute": max(0.0, rest), **spent}
-        reading = Reading(window.num_steps, window.work.num_tokens, seconds)
-        if not window.num_steps or reading.training_seconds <= 0:
-            return reading
-        return _with_rates(reading, window.work, self.limits)
+        return Reading(window.num_steps, window.work.num_tokens, seconds)
 
 
 def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
     seconds = reading.training_seconds
+    if not reading.num_steps or seconds <= 0:
+        return reading
     try:
         check_possible(work, seconds, limits)
     except NumericalError as error:
@@ -237,7 +245,7 @@ def _with_rates(reading: Reading, work: Work, limits: Limits) -> Reading:
         tokens_per_second=tokens_per_second,
         model_flops_per_second=rate,
         mfu_fraction=mfu,
-        matmul_peak_fraction=matmul_peak_fraction,
+        matmul_peak_fraction=None if matmul_peak_fraction is None else min(1.0, matmul_peak_fraction),
     )
 
 

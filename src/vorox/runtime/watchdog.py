@@ -9,10 +9,8 @@ during which the watchdog itself did not run, such as a suspended machine, does 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
-from vorox.core import atomic
 from vorox.core.errors import LostRankError, StalledError
-from vorox.core.failure_record import failure_record
-from vorox.core.file_holder import ProcessIdentity
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import ProcessIdentity, pid_namespace
+from vorox.core.files.json_reader import read_json
+from vorox.core.processes.signals import ignore_terminal
 from vorox.core.redaction import redact
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import saved_state
+from vorox.records.failure_record import failure_record
+from vorox.records.run_lookup import saved_state
 from vorox.runtime.heartbeat import STACKS_SIGNAL, WATCHED, Beat, read_beat, request_end, request_stacks
 
 _MAX_POLL_SECONDS = 1.0
@@ -38,6 +36,7 @@ _STACKS_SECONDS = 2.0
 _END_SECONDS = 5.0
 _NOTICE_SECONDS = 60.0
 _SHOWN_STACK_CHARACTERS = 20_000
+LONG_TIMEOUT_SETTING = "runtime.long_stall_timeout_seconds"
 PHASE_ORDER = {"compile": 0, "step": 1, "data": 2, "sync": 3, "settle": 4}
 """Phases from one step to the next, in order; ``data`` reads the next step's batch."""
 
@@ -58,13 +57,15 @@ class Watched:
 
     Attributes:
         beat: Its newest heartbeat.
-        condition: State of its process; ``remote`` on another machine.
+        condition: State of its process; ``remote`` on another machine or in another container.
         idle_seconds: Time without progress.
+        long_timeout_seconds: Time without progress that is a stall of a phase that may be long; ``None``: no limit.
     """
 
     beat: Beat
     condition: Condition = "running"
     idle_seconds: float = 0.0
+    long_timeout_seconds: float | None = None
 
     @property
     def precedence(self) -> list[int]:
@@ -73,23 +74,30 @@ class Watched:
 
     @property
     def is_excused(self) -> bool:
-        """Whether its phase may take any time."""
+        """Whether its phase may take longer than it has."""
         if self.condition in {"stopped", "dead"}:
             return False
-        return self.beat.phase not in WATCHED or self.beat.is_waiting
+        if self.beat.is_waiting or self.beat.phase == "end":
+            return True
+        limit = self.long_timeout_seconds
+        return self.beat.phase not in WATCHED and (limit is None or self.idle_seconds < limit)
 
     def __str__(self) -> str:
         beat, host = self.beat, self.beat.process.host
         who = f"Rank {beat.rank} on host {host}"
         time_text = f"for {self.idle_seconds:.0f} s"
         if self.condition == "dead":
-            return f"{who} died in step {beat.step:,}, and the other ranks have made no progress {time_text}"
+            return f"{who} died in step {beat.step:,}, {self.idle_seconds:.0f} s ago, and the other ranks wait for it"
         queue = "its data queue is empty" if not beat.queue_depth else f"its data queue has {beat.queue_depth} batches"
         what = {
             "data": f"has waited for the batch of step {beat.step:,}",
             "step": f"has not finished forward and backward pass of step {beat.step:,}",
             "sync": f"has waited for the other ranks after step {beat.step:,}",
             "settle": f"has waited for the device to finish step {beat.step:,}",
+            "compile": f"has not finished step {beat.step:,}, which may compile,",
+            "validation": f"has made no progress in the validation after step {beat.step:,}",
+            "save": f"has not finished the save after step {beat.step:,}",
+            "start": "has not finished the start of the run",
         }.get(beat.phase, f"has not left phase {beat.phase} at step {beat.step:,}")
         stopped = "; its process is stopped (SIGSTOP)" if self.condition == "stopped" else ""
         return f"{who} {what} {time_text}; {queue}{stopped}"
@@ -103,16 +111,18 @@ class Watchdog:
         layout: The run directory.
         attempt: Number of the attempt.
         timeout_seconds: Time without progress that is a stall.
+        long_timeout_seconds: The same for start, compilation, saves and validation; ``None``: no limit.
         notice: A program, as words, to run after a stalled run was ended, or the run was killed.
-        host: Name of this machine.
+        namespace: The PID namespace whose ranks it sees, which tells the watchdogs of a run apart.
         ranks: The ranks, by number.
     """
 
     layout: RunLayout
     attempt: int
     timeout_seconds: float
+    long_timeout_seconds: float | None = None
     notice: Sequence[str] = ()
-    host: str = field(default_factory=socket.gethostname)
+    namespace: str = field(default_factory=pid_namespace)
     ranks: dict[int, Watched] = field(default_factory=dict[int, Watched])
 
     def run(self) -> None:
@@ -140,7 +150,7 @@ class Watchdog:
         for path in self.layout.watchdog.glob("rank-*.beat"):
             beat = read_beat(path)
             if beat is not None and beat.attempt == self.attempt and beat.phase != "end":
-                found[beat.rank] = beat, condition_of(beat.process, self.host)
+                found[beat.rank] = beat, condition_of(beat.process)
         return found
 
     def update(self, found: Mapping[int, tuple[Beat, Condition]], elapsed_seconds: float) -> None:
@@ -148,16 +158,24 @@ class Watchdog:
         for rank, (beat, condition) in found.items():
             known = self.ranks.get(rank)
             idle = 0.0 if known is None or known.beat.count != beat.count else known.idle_seconds + elapsed_seconds
-            self.ranks[rank] = Watched(beat, condition, idle)
+            self.ranks[rank] = Watched(beat, condition, idle, self.long_timeout_seconds)
         for rank in self.ranks.keys() - found.keys():
             del self.ranks[rank]
 
     def stalled(self) -> list[Watched]:
-        """Return the ranks that the others wait for, least advanced first; empty without a stall."""
+        """Return the ranks that the others wait for, least advanced first; empty without a stall.
+
+        A rank in a phase that may be long, such as a validation, excuses those that may wait for it until its own
+        limit, but no rank that is known to be stopped or dead: the run cannot continue without it.
+        """
         ranks = [self.ranks[number] for number in sorted(self.ranks)]
         local = [rank for rank in ranks if rank.condition != "remote"]
         idle = [rank for rank in local if rank.idle_seconds >= self.timeout_seconds and not rank.is_excused]
-        if not any(rank.condition != "dead" for rank in idle) or any(rank.is_excused for rank in ranks):
+        lost = [rank for rank in idle if rank.condition in {"dead", "stopped"}]
+        if not lost and any(rank.is_excused for rank in ranks):
+            return []
+        idle = lost or idle
+        if not idle or all(rank.condition == "dead" for rank in local):
             return []
         first = min(rank.precedence for rank in idle)
         return [rank for rank in idle if rank.precedence == first]
@@ -166,20 +184,21 @@ class Watchdog:
         local = [rank for rank in self.ranks.values() if rank.condition in {"running", "stopped"}]
         error = self.stalled_error(stalled)
         self.record(stalled)  # before a rank ends, so that others know why they lost it
-        stacks = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
-        self.record(stalled, stacks)
+        # Before a rank ends, too: a container may end with it, and this process with the container.
         sys.stderr.write(
             f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
             f"  saved   {error.saved or '-'}\n  do      {error.hint}\n"
         )
         sys.stderr.flush()
+        stacks = redact(self._collect_stacks(local))[-_SHOWN_STACK_CHARACTERS:]
+        self.record(stalled, stacks)
         for rank in local:
             request_end(self.layout.heartbeat(rank.beat.rank))
         until = time.monotonic() + _END_SECONDS
-        while time.monotonic() < until and any(_is_alive(rank.beat.process, self.host) for rank in local):
+        while time.monotonic() < until and any(_is_alive(rank.beat.process) for rank in local):
             time.sleep(0.05)
         for rank in local:
-            if _is_alive(rank.beat.process, self.host):  # it holds the interpreter lock, or is stuck in the kernel
+            if _is_alive(rank.beat.process):  # it holds the interpreter lock, or is stuck in the kernel
                 _send(rank.beat.process, signal.SIGKILL)
         if self.layout.failure.exists():  # a rank that lost its peers may have recorded that instead
             self.record(stalled, stacks)
@@ -193,13 +212,15 @@ class Watchdog:
     def stalled_error(self, stalled: Sequence[Watched]) -> StalledError:
         """Return the error that names the stalled ranks."""
         first = stalled[0].beat
+        is_long = stalled[0].condition == "running" and first.phase not in WATCHED
+        limit = f"; {LONG_TIMEOUT_SETTING}=null removes the limit of this phase" if is_long else ""
         more = f" (so have ranks {', '.join(str(rank.beat.rank) for rank in stalled[1:])})" if stalled[1:] else ""
         return StalledError(
             f"{stalled[0]}{more}",
             where=f"step {first.step:,}, {first.process}",
             saved=saved_state(self.layout),
             hint=f"the stacks of all ranks are in {self.layout.watchdog}; `vorox data where {self.layout.directory} "
-            f"--step {first.step}` shows the documents of the step; the same command resumes the run",
+            f"--step {first.step}` shows the documents of the step; the same command resumes the run{limit}",
         )
 
     def _collect_stacks(self, local: Sequence[Watched]) -> str:
@@ -233,7 +254,7 @@ class Watchdog:
             "attempt": self.attempt,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "precedence": stalled[0].precedence,
-            "watchdog_host": self.host,
+            "watchdog": self.namespace,
             "traceback": stacks,
         }
         if self._names_likelier_cause(failure):
@@ -245,28 +266,26 @@ class Watchdog:
     def _names_likelier_cause(self, failure: Mapping[str, Any]) -> bool:
         """Whether ``failure.json`` has an error that a rank reported before, or the verdict of another watchdog."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known: dict[str, Any] = json.loads(self.layout.failure.read_bytes())
+            known: dict[str, Any] = read_json(self.layout.failure, dict)
             if known["attempt"] != self.attempt:
                 return False
             if "precedence" not in known:
                 return known["error"] != LostRankError.__name__
-            if known["watchdog_host"] != self.host:
+            if known["watchdog"] != self.namespace:
                 return known["precedence"] <= failure["precedence"]
         return False
 
 
-def condition_of(process: ProcessIdentity, host: str) -> Condition:
-    if process.host != host:
+def condition_of(process: ProcessIdentity) -> Condition:
+    if not process.is_visible:
         return "remote"
     if process.is_dead():
         return "dead"
-    with contextlib.suppress(psutil.Error):
-        return "stopped" if psutil.Process(process.process_id).status() == psutil.STATUS_STOPPED else "running"
-    return "running"
+    return "stopped" if process.is_stopped() else "running"
 
 
-def _is_alive(process: ProcessIdentity, host: str) -> bool:
-    return process.host == host and not process.is_dead()
+def _is_alive(process: ProcessIdentity) -> bool:
+    return process.is_visible and not process.is_dead()
 
 
 def _wait_until_written(paths: Collection[Path]) -> bool:
@@ -290,5 +309,6 @@ def _send(process: ProcessIdentity, number: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the ranks, which end the watchdog
-    Watchdog(RunLayout(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]).run()
+    ignore_terminal()  # its signals stop the ranks, which end the watchdog
+    _long = None if sys.argv[4] == "none" else float(sys.argv[4])
+    Watchdog(RunLayout(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3]), _long, sys.argv[5:]).run()

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vorox.api.model import Model
 from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.files import json_reader
 from vorox.data.documents import Message
-from vorox.training.evaluation.sampling import SamplingSettings, check_prompt, encode_prompts
 from vorox.training.inference.conversation import ANSWER_TOKENS
+from vorox.training.inference.sampling import SamplingSettings, check_prompt, encode_prompts
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation
 
 _MAX_COMPLETIONS = 64
@@ -26,10 +27,10 @@ Encoded = TypeVar("Encoded")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,), "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0),
     "function_call": (None, "none"), "functions": (None, []), "logit_bias": (None, {}), "logprobs": (None, False),
-    "modalities": (None, ["text"]), "parallel_tool_calls": (None, False, True), "prediction": (None,),
-    "presence_penalty": (None, 0), "reasoning_effort": (None,), "response_format": (None, {"type": "text"}),
-    "suffix": (None, ""), "tool_choice": (None, "none", "auto"), "tools": (None, []), "top_logprobs": (None, 0),
-    "web_search_options": (None,),
+    "min_tokens": (None, 0), "modalities": (None, ["text"]), "parallel_tool_calls": (None, False, True),
+    "prediction": (None,), "presence_penalty": (None, 0), "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}), "suffix": (None, ""), "tool_choice": (None, "none", "auto"),
+    "tools": (None, []), "top_logprobs": (None, 0), "web_search_options": (None,),
 }  # fmt: skip
 """Fields that are not supported, with the values that change nothing."""
 _WITHOUT_EFFECT = {
@@ -70,6 +71,8 @@ class _StreamOptions(BaseModel):
 
 class _Sampling(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     model: str
     n: Annotated[int, Field(ge=1, le=_MAX_COMPLETIONS)] | None = None
     seed: Annotated[int, Field(ge=0, le=_LAST_SEED)] | None = None
@@ -146,11 +149,19 @@ def parse_json(body: bytes) -> dict[str, Any]:
         RequestError: It is not a JSON object.
     """
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = json_reader.parse_json(body, "the body")
+    except ValueError as error:
         raise RequestError(400, "The body is not JSON") from error
     if not isinstance(value, dict):
         raise RequestError(400, "The body is not a JSON object")
+    for name, field in value.items():
+        try:
+            json.dumps([name, field], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            shown = name.encode(errors="replace").decode()
+            raise RequestError(
+                400, f"{shown} has half a surrogate pair, which UTF-8 cannot encode", param=shown
+            ) from error
     return value
 
 
@@ -191,8 +202,7 @@ Given = TypeVar("Given", bound=_Sampling)
 
 def _validated(schema: type[Given], body: dict[str, Any], model_id: str) -> Given:
     for name, neutral in _NEUTRAL.items():
-        # 0 == False in Python: what a client means by either is "none".
-        if name in body and body[name] not in neutral and name not in schema.model_fields:
+        if name in body and not _is_one_of(body[name], neutral) and name not in schema.model_fields:
             raise RequestError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
     known = {name: value for name, value in body.items() if name not in _WITHOUT_EFFECT and name not in _NEUTRAL}
     try:
@@ -209,12 +219,20 @@ def _validated(schema: type[Given], body: dict[str, Any], model_id: str) -> Give
     return given
 
 
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    """Whether a value is one of some; 0 is not false, since ``logprobs: 0`` requests those of the chosen tokens."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
 def _refused(error: ValidationError) -> RequestError:
     """Return the refusal of the first wrong field; one of several types has a message for each."""
     found = error.errors(include_url=False, include_input=False)
     param = found[0]["loc"][0] if found[0]["loc"] else None
     own = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     place = ".".join(map(str, found[0]["loc"])) if len(own) == 1 else str(param)
+    if len(own) == 1 and own[0]["type"] == "extra_forbidden":
+        unsupported = f"{place} is not supported by this server"
+        return RequestError(400, unsupported, param=str(param), code="unsupported_parameter")
     reasons = "; or ".join(dict.fromkeys(one["msg"] for one in own))
     return RequestError(400, f"{place}: {reasons}", param=None if param is None else str(param))
 
@@ -242,6 +260,9 @@ def _request(
     num_tokens = max_tokens or max(1, min(default_tokens, room_tokens))
     top_p = 1.0 if given.top_p is None else given.top_p
     settings = model.sampling_settings(num_tokens, given.temperature, given.top_k, given.seed, top_p)
+    settings = replace(settings, min_p=given.min_p or 0.0)
+    if given.repetition_penalty is not None:  # else that of the model's generation_config.json
+        settings = replace(settings, repetition_penalty=given.repetition_penalty)
     for prompt in prompts:
         try:
             check_prompt(prompt, settings, where=param)

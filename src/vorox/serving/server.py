@@ -34,6 +34,7 @@ from vorox.serving.api_requests import (
 )
 from vorox.training.inference.text_generation import Fragment, stream_text
 from vorox.web.access import Access, AccessMiddleware
+from vorox.web.body import BodyRefused, json_body
 
 _log = logging.getLogger("uvicorn.error")
 _MAX_BODY_BYTES = 1 << 22
@@ -199,19 +200,10 @@ class OpenAIServer:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        RequestError: It is not declared as JSON, which a form of another site cannot do, or is too large.
-    """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(415, "The content type must be application/json")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise RequestError(413, f"The body is larger than {_MAX_BODY_BYTES >> 20} MiB")
-    return bytes(body)
+    try:
+        return await json_body(request, _MAX_BODY_BYTES)
+    except BodyRefused as refused:
+        raise RequestError(refused.status, refused.reason) from None
 
 
 def _usage(asked: GenerationRequest, num_tokens: int) -> dict[str, int]:

@@ -26,8 +26,10 @@ from ray.tune.search import Searcher
 
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import ConfigError, Preempted, VoroxError
-from vorox.core.run_lookup import short_path
+from vorox.core.processes.signals import stop_signals
+from vorox.core.ranks.ray_cluster import ray_cluster
 from vorox.experiments.artifacts import eval_losses, inspect_run, recorded_length
+from vorox.records.run_lookup import short_path
 from vorox.sweeps.sweep import Asha, Resources, Sweep
 from vorox.sweeps.trial_log import Trial
 from vorox.sweeps.trial_process import TrialProcess
@@ -40,7 +42,6 @@ _RAY_VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a diverged trial has no loss
@@ -59,13 +60,13 @@ def run_trials(sweep: Sweep, resources: Resources, report: Callable[[str], None]
 
     Raises:
         ConfigError: The cluster never has room for a trial.
-        Preempted: SIGINT or SIGTERM stopped the sweep.
+        Preempted: A signal stopped the sweep.
         VoroxError: Trials failed for a reason that is not their settings. The others have ended, unless several failed
             in a row.
     """
     search = _Search(sweep, resources, report)
     storage = sweep.directory / "ray"
-    with _quiet_ray(), _cluster(), _stop_on_signals(search):
+    with _quiet_ray(), ray_cluster(ray), _stop_on_signals(search):
         try:
             tune.Tuner(
                 tune.with_resources(_TrialActor, _reserved(sweep, resources)),
@@ -290,23 +291,8 @@ def _reserved(sweep: Sweep, resources: Resources) -> dict[str, float]:
 
 
 @contextmanager
-def _cluster() -> Generator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if not os.environ.get("RAY_ADDRESS"):
-        options["include_dashboard"] = False
-    ray.init(**options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
 def _quiet_ray() -> Generator[None]:
-    """Keep Ray's own tables, logs of results, advice and usage reports out of the sweep."""
+    """Keep Ray's own tables, logs of results, and advice out of the sweep."""
     os.environ.update(_RAY_VARIABLES)
     logger = logging.getLogger("ray.tune")
     level = logger.level
@@ -321,7 +307,7 @@ def _quiet_ray() -> Generator[None]:
 
 @contextmanager
 def _stop_on_signals(search: _Search) -> Generator[None]:
-    """Let SIGINT and SIGTERM stop the sweep; a second one ends the process."""
+    """Let the signals that stop a run stop the sweep; a second one ends the process."""
 
     def stop(number: int, _frame: object) -> None:
         search.stopped_by = signal.Signals(number).name
@@ -329,7 +315,7 @@ def _stop_on_signals(search: _Search) -> Generator[None]:
             signal.signal(each, handler)
 
     previous: dict[int, Any] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         previous[number] = signal.signal(number, stop)
     try:
         yield

@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vorox.core import atomic
 from vorox.core.config import digest_values, dump_yaml, flat_values, model_label, slug
 from vorox.core.config.yaml_writer import write_scalar
 from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError
-from vorox.core.file_holder import FileLock
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import FileLock
 from vorox.core.redaction import redact_arguments
-from vorox.core.run_context import expected_directory
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.version import __version__
+from vorox.records.run_context import expected_directory
 from vorox.sweeps.search import suggest
 from vorox.sweeps.search_space import Parameter, extreme_combinations, overrides_of
 from vorox.sweeps.trial_log import Trial, TrialLog

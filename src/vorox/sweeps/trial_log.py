@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vorox.core.config.yaml_reader import Json
-from vorox.core.disk_errors import disk_error
-from vorox.core.json_lines import LineFile, encode, read_lines
+from vorox.core.files.disk_errors import disk_error
+from vorox.core.files.json_lines import LineFile, encode, read_lines
 
 Outcome = Literal["finished", "stopped", "diverged", "refused"]
 """``stopped``: by ASHA. ``diverged``: not finite. ``refused``: the combination is invalid or does not fit."""

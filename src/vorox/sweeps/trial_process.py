@@ -5,25 +5,23 @@ On Linux the child ends when the process that started it dies, and saves its sta
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vorox.core.file_holder import lock_holder
-from vorox.core.json_lines import LineTail
+from vorox.core.files.file_holder import lock_holder
+from vorox.core.files.json_lines import LineTail
+from vorox.core.processes.child_process import child_command
+from vorox.core.processes.signals import end_with_parent
 from vorox.core.run_layout import RunLayout
 
 _POLL_SECONDS = 0.1
 _LOCK_SECONDS = 120.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Validation(NamedTuple):
@@ -60,14 +58,14 @@ class TrialProcess:
         variables = {**os.environ, **environment}
         with output.open("ab") as file:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "vorox", *arguments],
+                child_command("vorox", *arguments),
                 cwd=working_directory,
                 env={name: value for name, value in variables.items() if value is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the sweep decides how Ctrl-C ends a trial
-                preexec_fn=_end_with_parent if _LIBC is not None else None,
+                preexec_fn=end_with_parent(),
             )
 
     @property
@@ -107,9 +105,3 @@ def _wait_for_lock(path: Path) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while lock_holder(path) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """In the child, before it becomes ``vorox``."""
-    assert _LIBC is not None
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

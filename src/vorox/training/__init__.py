@@ -1,1 +1,1 @@
-"""Layer 2: the training loop, checkpoints, resume and replay. Imports no engine."""
+"""Layer 4: the training loop, checkpoints, resume and replay. Imports no engine."""

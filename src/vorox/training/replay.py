@@ -3,41 +3,47 @@
 In: a run directory, which is not changed, and the current caches and engine. Out: a ``ReplayReport``: bit-exact, or the
 first step and quantity that differ. A replay starts from the newest valid checkpoint at or before the first requested
 state, or from the initial weights. A state is named by its finished steps: from state A to state B are steps A+1 to B.
+
+Where a resume changed settings, a replay does what the resume did: it saves the state, in a temporary directory, and
+loads it into an engine of the settings that are in force from there on. So no step depends on a checkpoint at such a
+change, which retention may remove. No replay can follow a change of the number of processes: retention keeps the
+checkpoint there, and a replay over both sides is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vorox.core.batch import Progress
-from vorox.core.config import config_digest
+from vorox.core.config import config_values
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import read_manifest
-from vorox.data.corpus import plan_start
-from vorox.data.loader import first_cursor
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import encode_event
-from vorox.training import resume, resume_settings
-from vorox.training.checkpoints.init_from import init_from_weights
-from vorox.training.checkpoints.store import Checkpoint, latest_valid, read_state, step_directories
-from vorox.training.dataloading import training_batches
-from vorox.training.loss_spikes import LossSpikes, losses_before
-from vorox.training.replay_chain import ChainEntry, RecordedChain, examine_chain, number, read_chain
-from vorox.training.run_plan import plan_readers
-from vorox.training.schedule import Horizon, Schedule, horizon
-from vorox.training.step_sync import batch_digest
+from vorox.core.user_code.trusted_code import mark_recorded
+from vorox.data.corpus.corpus import plan_start
+from vorox.data.order.loader import first_cursor
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import encode_event
+from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, number, read_states
+from vorox.records.run_lookup import run_argument
+from vorox.records.step_environments import StepEnvironments
+from vorox.training.checkpoints.store import Checkpoint, commit_checkpoint, latest_valid, read_state, write_shards
+from vorox.training.loop.step_sync import RankRows
+from vorox.training.mirror import mirror_uri
+from vorox.training.resume import resume, resume_settings
+from vorox.training.steps.dataloading import training_batches
+from vorox.training.steps.loss_spikes import LossSpikes, losses_before
+from vorox.training.steps.run_plan import plan_readers
+from vorox.training.steps.schedule import Horizon, Schedule
+from vorox.training.steps.workload import Workload
 from vorox.training.user_functions import changed_functions, recorded_taps
-from vorox.training.workload import Workload
+from vorox.training.weights.init_from import initialize_again
 
 OnStep = Callable[[int, int], None]
 """Called with the number of compared steps and the total."""
@@ -71,7 +77,7 @@ class ReplayReport:
         start_step: The state that it started from.
         last_step: The state that it was to reach.
         num_steps: Bit-exact steps.
-        num_states: Checkpoints on the way whose whole state is bit-exact.
+        num_states: States of checkpoints on the way, kept or not, that are bit-exact as a whole.
         difference: The difference that ended it; ``None`` if there is none.
         environment: Differences of engine, machine and user functions, as text.
     """
@@ -112,29 +118,159 @@ def replay(
         on_step: Called after every step.
 
     Raises:
-        ConfigError: The range is not recorded, or the configuration changed within it.
+        ConfigError: The range is not recorded.
         CheckpointError: No checkpoint to start from is valid, or it is not of this run's plan.
         DataError: A cache, the plan or the chain differs from the record.
     """
     recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
     last_step = _check_range(recorded, first_step, last_step, run_directory)
-    checkpoint = latest_valid(run_directory, at_or_before=first_step)
+    checkpoint = _checkpoint_before(run_directory, first_step, last_step)
     start = 0 if checkpoint is None else checkpoint.step
-    _check_start(recorded, start, first_step, last_step, run_directory)
-    config, _ = resume_settings.config_in_force(run_directory, start)
+    _check_processes(run_directory, start, first_step, last_step)
+    _check_start(recorded, start, last_step, run_directory)
     if checkpoint is not None and not _made_with(run_directory, checkpoint):
         raise ConfigError(
             f"Checkpoint of step {checkpoint.step:,} was written under another configuration",
             where=str(RunLayout(run_directory).config),
             hint="restore the run's config.yaml from a copy, or start from a later state",
         )
-    with (
-        contextlib.closing(make_workload(config)) as workload,
-        tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch,
-    ):
-        plan = _copy_of_plan(run_directory, Path(scratch), workload)
-        progress = _start(workload, plan, checkpoint)
-        return _compare(run_directory, workload, plan, progress, last_step, recorded, on_step or _ignore_progress)
+    found = _Comparison(run_directory, recorded, start, last_step, on_step or _ignore_progress)
+    with tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch:
+        progress: Progress | None = None
+        while found.difference is None and (progress is None or progress.step < last_step):
+            progress, checkpoint = _replay_segment(make_workload, found, progress, checkpoint, Path(scratch))
+    return found.report()
+
+
+def nproc_option(run_directory: Path, step: int) -> str:
+    """Return the option of ``vorox replay`` for the processes of a step, with a space before; empty for one process."""
+    count = StepEnvironments.of_run(run_directory).num_processes(step)
+    return "" if count is None or count == 1 else f" --nproc {count}"
+
+
+def _check_processes(run_directory: Path, start: int, first_step: int, last_step: int) -> None:
+    """Check that all steps from the checkpoint on ran with the same number of processes.
+
+    Raises:
+        ConfigError: They did not; the hint has the commands for the parts of the range.
+    """
+    environments = StepEnvironments.of_run(run_directory)
+    spans = environments.spans(start, last_step)
+    if len(spans) == 1:
+        return
+    origins = {0, *step_directories(run_directory)}
+    parts: list[str] = []
+    missing: list[int] = []
+    for first, end, _ in environments.spans(first_step, last_step):
+        if (begin := _first_replayable(environments, origins, first, end)) is not None:
+            option = nproc_option(run_directory, end)
+            parts.append(f"vorox replay {run_argument(run_directory)} --from {begin} --to {end}{option}")
+        else:
+            missing.append(max((state for state in environments.changes if state <= first), default=first))
+    hints = ["run " + ", then ".join(parts)] if parts else []
+    if missing:
+        hints.append(_restore_hint(run_directory, missing))
+    ran = ", ".join(
+        f"steps {first + 1:,} to {end:,} ran with "
+        + ("an unknown number" if count is None else pluralize(count, "process", "processes"))
+        for first, end, count in spans
+    )
+    raise ConfigError(
+        f"One replay has one number of processes, but {ran}",
+        where=str(RunLayout(run_directory).record), saved="the run was not changed",
+        hint=", then ".join(hints),
+    )  # fmt: skip
+
+
+def _restore_hint(run_directory: Path, steps: Sequence[int]) -> str:
+    """Return how to get back the checkpoints from which the remaining steps can be replayed."""
+    lacking = f"no checkpoint is left to start from for the steps after {' and '.join(f'{step:,}' for step in steps)}: "
+    if mirror_uri(run_directory) is None:
+        return f"{lacking}put back the checkpoint there from a copy into {RunLayout(run_directory).checkpoints}"
+    run = run_argument(run_directory)
+    names = " && ".join(f"vorox checkpoints restore {run} --step {step}" for step in steps)
+    return f"{lacking}restore the one there from the mirror with `{names}`, and run this command again"
+
+
+def _first_replayable(environments: StepEnvironments, origins: Collection[int], first: int, end: int) -> int | None:
+    """Return the first state from which a replay to ``end`` needs one number of processes; ``None``: there is none."""
+    for state in sorted({first, *(origin for origin in origins if first < origin < end)}):
+        start = max((origin for origin in origins if origin <= state), default=None)
+        if start is not None and len(environments.spans(start, end)) == 1:
+            return state
+    return None
+
+
+def _checkpoint_before(run_directory: Path, first_step: int, last_step: int) -> Checkpoint | None:
+    """Return the newest valid checkpoint up to a step; ``None``: the initial weights, because there is none.
+
+    Raises:
+        CheckpointError: There are some, but all are corrupt.
+    """
+    corrupt: list[CheckpointError] = []
+    found = latest_valid(run_directory, at_or_before=first_step, on_corrupt=lambda _, error: corrupt.append(error))
+    if found is None and corrupt:
+        run = run_argument(run_directory)
+        raise CheckpointError(
+            f"No checkpoint up to step {first_step:,} is valid: {'; '.join(map(str, corrupt))}",
+            where=str(RunLayout(run_directory).checkpoints), saved="the run was not changed",
+            hint=f"replay from the initial weights (vorox replay {run} --from 0 --to {last_step}"
+            f"{nproc_option(run_directory, last_step)}), or restore the "
+            f"checkpoint from a copy",
+        )  # fmt: skip
+    return found
+
+
+def _replay_segment(
+    make_workload: Callable[[RunConfig], Workload],
+    comparison: _Comparison,
+    progress: Progress | None,
+    checkpoint: Checkpoint | None,
+    scratch: Path,
+) -> tuple[Progress, Checkpoint | None]:
+    """Replay steps up to the next change of settings, or the last one.
+
+    Args:
+        make_workload: As of ``replay``.
+        comparison: Receives the steps.
+        progress: The state that ``checkpoint`` holds; ``None`` reads it there, or starts the run.
+        checkpoint: The state to start from; ``None``: the initial weights.
+        scratch: A temporary directory.
+
+    Returns:
+        The state at the end, and a checkpoint of it if steps follow.
+    """
+    run_directory = comparison.run_directory
+    start = (0 if checkpoint is None else checkpoint.step) if progress is None else progress.step
+    config, _ = resume_settings.config_in_force(run_directory, start)
+    mark_recorded(config_values(config), run_directory)
+    changed_at = resume_settings.next_change(run_directory, start)
+    end = comparison.last_step if changed_at is None else min(changed_at, comparison.last_step)
+    with contextlib.closing(make_workload(config)) as workload:
+        plan = _copy_of_plan(run_directory, scratch, workload)
+        if progress is None:
+            progress = _start(workload, plan, checkpoint, run_directory)
+        else:
+            assert checkpoint is not None
+            resume.load_run(workload, checkpoint)
+        progress = _compare(comparison, workload, plan, progress, end)
+        following = None
+        if comparison.difference is None and end < comparison.last_step:
+            following = _save_state(workload, progress, scratch)
+    return progress, following
+
+
+def _save_state(workload: Workload, progress: Progress, scratch: Path) -> Checkpoint:
+    """Save the engine's state as a checkpoint outside the run; on all ranks."""
+    dist, snapshot = workload.distributed, workload.engine.snapshot(detached=False)
+    path = Path(dist.broadcast("replay state", str(RunLayout(scratch).checkpoint(progress.step))))
+    metadata = {**resume.manifest_metadata(workload), "step": progress.step}
+    if dist.is_main:
+        commit_checkpoint(path, snapshot, {}, metadata, dist)
+    else:
+        write_shards(snapshot, dist)
+    dist.barrier("replay state saved")
+    return Checkpoint.read(path)
 
 
 def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
@@ -145,7 +281,7 @@ def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
 
 def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None, run_directory: Path) -> int:
     """Check that a range can be replayed; return its last step."""
-    known = max([*recorded.entries, *(gap[-1] for gap in recorded.missing)], default=0)
+    known = recorded.last_known_step
     last_step = known if last_step is None else last_step
     if not known:
         raise DataError("No step is recorded", where=str(recorded.path), hint="train the run first")
@@ -153,46 +289,15 @@ def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None
         raise ConfigError(
             f"--from {first_step} --to {last_step} is not a range of this run; it recorded {pluralize(known, 'step')}",
             where=str(recorded.path),
-            hint=_possible_replays(run_directory, known),
-        )
-    changed_at = resume_settings.next_change(run_directory, first_step)
-    if changed_at is not None and changed_at < last_step:
-        raise ConfigError(
-            f"Settings of this run changed at step {changed_at:,}; a replay of steps {first_step:,} to {last_step:,} "
-            "would need both configurations",
-            where=str(RunLayout(run_directory).configs),
-            hint=_possible_replays(run_directory, known),
+            hint=f"run `vorox replay {run_argument(run_directory)} --from 0 --to {known}"
+            f"{nproc_option(run_directory, known)}`, or a part of it",
         )
     return last_step
 
 
-def _possible_replays(run_directory: Path, known: int) -> str:
-    """Return a hint with the commands that replay as many steps as possible, each under one configuration."""
-    starts: dict[int, int] = {}
-    for start in (0, *step_directories(run_directory)):
-        end = min(known, resume_settings.next_change(run_directory, start) or known)
-        if start < end:
-            starts.setdefault(end, start)
-    run, gaps, end_before = run_argument(run_directory), list[str](), 0
-    for end, start in (*starts.items(), (known, known)):
-        if start > end_before:
-            gaps.append(f"{end_before + 1:,} to {start:,}")
-        end_before = end
-    commands = " and ".join(f"`vorox replay {run} --from {start} --to {end}`" for end, start in starts.items())
-    return f"run {commands}" + (f"; no checkpoint is left for steps {' and '.join(gaps)}" if gaps else "")
-
-
-def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step: int, run_directory: Path) -> None:
-    """Check that all steps from the checkpoint on are recorded, under one configuration."""
+def _check_start(recorded: RecordedChain, start: int, last_step: int, run_directory: Path) -> None:
+    """Check that all steps from the checkpoint on are recorded."""
     kept = list(step_directories(run_directory))
-    changed_at = resume_settings.next_change(run_directory, start)
-    if changed_at is not None and changed_at <= first_step:
-        raise ConfigError(
-            f"Step {first_step:,} has no checkpoint; the way from step {start:,} leads through step {changed_at:,}, at "
-            "which settings of this run changed",
-            where=str(RunLayout(run_directory).configs),
-            hint=_possible_replays(run_directory, max(recorded.entries)),
-        )
     damage = recorded.first_damage(start + 1, last_step)
     if damage is not None:
         step, what = damage
@@ -200,6 +305,7 @@ def _check_start(recorded: RecordedChain, start: int, first_step: int, last_step
             state for state in kept if step <= state < last_step and not recorded.first_damage(state + 1, last_step)
         ]
         others = [f"--from {start} --to {step - 1}"] * (step > start + 1) + [f"--from {state}" for state in beyond[:1]]
+        others = [words + nproc_option(run_directory, last_step) for words in others]
         raise DataError(
             f"Step {step:,} cannot be compared: it {what}",
             where=str(recorded.path),
@@ -225,10 +331,10 @@ def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Dat
     return plan
 
 
-def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None) -> Progress:
+def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None, run_directory: Path) -> Progress:
     """Load the state to start from; return its progress."""
     if checkpoint is None:
-        init_from_weights(workload.config, workload.spec, workload.engine)
+        initialize_again(workload.config, workload.spec, workload.engine, run_directory)
         return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
     resume.load_run(workload, checkpoint)
     progress = read_state(checkpoint.path).progress
@@ -236,45 +342,21 @@ def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None) ->
     return progress
 
 
-def _schedules(run_directory: Path, workload: Workload, plan: DataPlan, start: int) -> Callable[[int], Schedule]:
-    """Return a function from a step (from 1) to its schedule, under the length recorded for that step.
+def _schedule(workload: Workload, plan: DataPlan, step: int) -> Schedule:
+    """Return the schedule of a step (from 1), under the length recorded for it.
 
-    Plans of earlier versions lack the warm-up or the length; up to a change of the length, these come from a checkpoint
-    of the same configuration.
+    Raises:
+        DataError: The plan does not record the length.
     """
-    config, changed_at = workload.config, resume_settings.config_in_force(run_directory, start)[1]
-
-    def unrecorded_error() -> DataError:
-        return DataError(
-            "Length of the run is not recorded for these steps, and the caches may have changed since",
-            where=str(plan.path),
-            hint="an earlier version trained them; replay from a state whose checkpoint is kept "
-            f"(vorox checkpoints list {run_argument(run_directory)})",
-        )
-
-    @functools.cache
-    def unrecorded() -> Horizon:
-        digest = config_digest(config)
-        for metadata in _manifests(run_directory).values():
-            if metadata["config_digest"] == digest:
-                return Horizon.from_json(metadata["horizon"])
-        if config.train.num_epochs is not None or config.schedule.warmup_fraction is not None:
-            raise unrecorded_error()
-        return horizon(config, num_train_rows=0, full_dataset_tokens=0)  # neither is used
-
-    def schedule_of(step: int) -> Schedule:
-        known = plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
-        is_recorded = known is not None and known.warmup_steps is not None
-        if not is_recorded and changed_at is not None and step > changed_at:
-            raise unrecorded_error()
-        if known is None:
-            return Schedule.from_config(config.schedule, config.optimizer, unrecorded())
-        warmup_steps = unrecorded().warmup_steps if known.warmup_steps is None else known.warmup_steps
-        tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
-        length = Horizon(known.total_steps, warmup_steps, tokens_per_step)
-        return Schedule.from_config(config.schedule, config.optimizer, length)
-
-    return schedule_of
+    config, known = workload.config, plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
+    if known is None or known.warmup_steps is None:
+        raise DataError(
+            f"Length of the run is not recorded for step {step:,}", where=RunLayout.plan.name,
+            hint="restore plan.jsonl from a copy; a run of Vorox 0.1 cannot be replayed by this version",
+        )  # fmt: skip
+    tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
+    length = Horizon(known.total_steps, known.warmup_steps, tokens_per_step)
+    return Schedule.from_config(config.schedule, config.optimizer, length)
 
 
 def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
@@ -282,63 +364,101 @@ def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
     found: dict[int, Mapping[str, Any]] = {}
     for step, path in step_directories(run_directory).items():
         with contextlib.suppress(CheckpointError):
-            found[step] = read_manifest(path)["metadata"]
+            found[step] = Checkpoint.read(path).metadata
     return found
 
 
-def _compare(
-    run_directory: Path,
-    workload: Workload,
-    plan: DataPlan,
-    progress: Progress,
-    last_step: int,
-    chain: RecordedChain,
-    on_step: OnStep,
-) -> ReplayReport:
-    config, engine, recorded = workload.config, workload.engine, chain.entries
-    manifests, start = _manifests(run_directory), progress.step
-    schedule_of = _schedules(run_directory, workload, plan, start)
-    environments = [metadata["environment"] for metadata in manifests.values()]
-    if environments:
-        engine.adopt_environment(environments[0])
-    changes = resume.environment_differences(environments[0], resume.environment(engine)) if environments else []
-    changes += changed_functions(next(iter(manifests.values()), dict[str, Any]()), config)
-    taps = dict.fromkeys(tap for attempt in recorded_taps(run_directory) for tap in attempt)
-    changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
-    head, num_states = progress.chain, 0
-    known = losses_before(recorded, start, config.train)
-    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
-    if start in recorded and start not in chain.changed and recorded[start].chain != head:
-        raise DataError(
-            f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {head}",
-            where=str(RunLayout(run_directory).chain),
-            hint="one of the two was changed; restore it from a copy",
+class _Comparison:
+    """The steps compared so far.
+
+    Args:
+        run_directory: The run.
+        recorded: Its replay chain.
+        start_step: The state that the replay starts from.
+        last_step: The state that it is to reach.
+        on_step: Called after every step.
+
+    Attributes:
+        num_states: States of checkpoints on the way, kept or not, that are bit-exact as a whole.
+        difference: The difference that ended it.
+        manifests: Metadata of every checkpoint of the run, by step.
+    """
+
+    def __init__(
+        self, run_directory: Path, recorded: RecordedChain, start_step: int, last_step: int, on_step: OnStep
+    ) -> None:
+        self.run_directory, self.recorded, self.on_step = run_directory, recorded, on_step
+        self.start_step, self.last_step, self._step = start_step, last_step, start_step
+        self.num_states, self.difference = 0, None
+        self.manifests = _manifests(run_directory)
+        kept = {step: (str(found["chain"]), str(found["fingerprint"])) for step, found in self.manifests.items()}
+        self._states = read_states(run_directory) | kept
+        self._environments, self._environment = StepEnvironments.of_run(run_directory), dict[str, None]()
+
+    def prepare(self, workload: Workload, start: int) -> None:
+        """Let the engine adopt the environment of the run's next step; note what differs."""
+        later = [step for step in self.manifests if step > start]
+        nearest = self.manifests.get(min(later, default=max(self.manifests, default=0)))
+        recorded = self._environments.at(start + 1) or (nearest or {}).get("environment")
+        changes = list[str]()
+        if recorded:
+            workload.engine.adopt_environment(recorded)
+            changes += resume.environment_differences(recorded, resume.environment(workload.engine))
+        changes += changed_functions(nearest or {}, workload.config)
+        taps = dict.fromkeys(tap for attempt in recorded_taps(self.run_directory) for tap in attempt)
+        changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
+        self._environment |= dict.fromkeys(changes)
+
+    def add(self, entry: ChainEntry, workload: Workload) -> bool:
+        """Compare a step; return whether it is bit-exact."""
+        step = self._step = entry.step
+        self.difference = first_difference(self.recorded.entries[step], entry)
+        chain, saved = self._states.get(step, ("", ""))
+        if self.difference is None and chain == entry.chain:
+            self.difference = _state_difference(step, saved, workload.engine.fingerprint(saved))
+            self.num_states += self.difference is None
+        if self.difference is not None and (then := self._environments.at(step)):
+            now = resume.environment(workload.engine)
+            self._environment |= dict.fromkeys(resume.environment_differences(then, now))
+        if self.difference is None:
+            self.on_step(step - self.start_step, self.last_step - self.start_step)
+        return self.difference is None
+
+    def report(self) -> ReplayReport:
+        exact = self._step - self.start_step - (self.difference is not None)
+        return ReplayReport(
+            self.start_step, self.last_step, exact, self.num_states, self.difference, tuple(self._environment)
         )
 
-    def report(step: int, difference: ReplayDifference | None) -> ReplayReport:
-        exact = step - start - (difference is not None)
-        return ReplayReport(start, last_step, exact, num_states, difference, tuple(changes))
 
+def _compare(
+    comparison: _Comparison, workload: Workload, plan: DataPlan, progress: Progress, end: int
+) -> Progress:  # fmt: skip
+    """Recompute and compare steps up to ``end``, under one configuration; return the state after the last one."""
+    config, engine, chain = workload.config, workload.engine, comparison.recorded
+    recorded, start = chain.entries, progress.step
+    comparison.prepare(workload, start)
+    rows, known = RankRows(workload.distributed, engine.data_shard), losses_before(recorded, start, config.train)
+    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
+    if start in recorded and start not in chain.changed and recorded[start].chain != progress.chain:
+        raise DataError(
+            f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {progress.chain}",
+            where=str(RunLayout(comparison.run_directory).chain),
+            hint="one of the two was changed; restore it from a copy",
+        )
     with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
-        for step in range(start + 1, last_step + 1):
+        for step in range(start + 1, end + 1):
             batch = next(batches)
-            schedule = schedule_of(step)
+            schedule = _schedule(workload, plan, step)
             lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
             max_loss = spikes.max_loss(step)
             values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
             spikes.record(step, values, max_loss)
-            digest = batch_digest(workload.distributed, engine.data_shard, batch)
-            entry = ChainEntry.following(head, step, digest, values)
-            difference = first_difference(recorded[step], entry)
-            if difference is None and step in manifests and manifests[step]["chain"] == entry.chain:
-                saved = manifests[step]["fingerprint"]
-                difference = _state_difference(step, saved, engine.fingerprint(saved))
-                num_states += difference is None
-            if difference is not None:
-                return report(step, difference)
-            head = entry.chain
-            on_step(step - start, last_step - start)
-    return report(last_step, None)
+            entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)
+            progress = replace(progress.advance(batch, engine.data_shard), chain=entry.chain)
+            if not comparison.add(entry, workload):
+                break
+    return progress
 
 
 def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifference | None:
@@ -356,22 +476,30 @@ def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifferenc
 
 
 def compare_chains(first: Path, second: Path) -> dict[str, Any]:
-    """Return the verdict on two runs' replay chains: bit-equal steps, and the first difference."""
+    """Return the verdict on two runs' replay chains: bit-equal steps, the first difference, and what is missing."""
+    found: dict[str, Any] = {"num_equal_steps": None, "difference": None, "missing": ["", ""]}
     try:
-        chains = read_chain(first), read_chain(second)
-    except DataError as error:
-        return {"num_equal_steps": None, "difference": None, "verdict": f"Chains cannot be compared: {error}"}
-    shared = sorted(set(chains[0]) & set(chains[1]))
+        chains = [examine_chain(path, max(step_directories(path), default=0)) for path in (first, second)]
+    except (DataError, CheckpointError) as error:
+        return {**found, "verdict": f"Chains cannot be compared: {error}"}
+    missing = found["missing"] = [chain.damage(chain.last_known_step) for chain in chains]
+    lost = "".join(f". In {path.name}, {text}" for path, text in zip((first, second), missing, strict=True) if text)
+    if chains[0].changed or chains[1].changed:
+        return {**found, "verdict": f"Chains cannot be compared{lost}"}
+    shared = sorted(set(chains[0].entries) & set(chains[1].entries))
     if not shared:
-        return {"num_equal_steps": None, "difference": None, "verdict": "No step is recorded in both runs"}
+        return {**found, "verdict": f"No step is recorded in both runs{lost}"}
     for num_equal, step in enumerate(shared):
-        found = first_difference(chains[0][step], chains[1][step])
-        if found is not None:
-            verdict = f"Bit-equal for {pluralize(num_equal, 'step')}; {found.quantity} differs at step {step:,}"
-            difference = {"step": step, "quantity": found.quantity, "values": [found.recorded, found.found]}
-            return {"num_equal_steps": num_equal, "difference": difference, "verdict": verdict}
-    verdict = f"Bit-equal for all {pluralize(len(shared), 'shared step')}"
-    return {"num_equal_steps": len(shared), "difference": None, "verdict": verdict}
+        differing = first_difference(chains[0].entries[step], chains[1].entries[step])
+        if differing is not None:
+            verdict = (
+                f"Bit-equal for {pluralize(num_equal, 'step')}; {differing.quantity} differs at step {step:,}{lost}"
+            )
+            values = [differing.recorded, differing.found]
+            difference = {"step": step, "quantity": differing.quantity, "values": values}
+            return {**found, "num_equal_steps": num_equal, "difference": difference, "verdict": verdict}
+    verdict = f"Bit-equal for all {pluralize(len(shared), 'shared step')}{lost}"
+    return {**found, "num_equal_steps": len(shared), "verdict": verdict}
 
 
 def _state_difference(step: int, recorded: str, found: str) -> ReplayDifference | None:

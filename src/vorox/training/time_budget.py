@@ -6,6 +6,7 @@ becomes ``train.num_steps`` before the run starts. The clock decides once, and t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -13,14 +14,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vorox.core.batch import Batch
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine
-from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.data.corpus import Corpus
-from vorox.training.dataloading import num_validation_rows, preview_batches, validation_set
-from vorox.training.schedule import horizon
+from vorox.data.corpus.corpus import Corpus
+from vorox.records.log import RunLog
+from vorox.training.steps.dataloading import num_validation_rows, preview_batches, validation_set
+from vorox.training.steps.run_plan import dataset_size
+from vorox.training.steps.schedule import horizon
+from vorox.training.steps.workload import Workload
 
 WARMUP_SECONDS = 0.5
 MIN_TIMED_STEPS = 2
@@ -146,14 +149,28 @@ def fit_warmup(config: RunConfig, full_dataset_tokens: int) -> tuple[RunConfig, 
     return config.model_copy(update={"schedule": config.schedule.model_copy(update=warmup)}), note
 
 
-def check_minutes(minutes: float) -> float:
-    """Check a time budget; return it in seconds.
+def fit_to_time(
+    config: RunConfig, seconds: float, dist: DistributedContext, log: RunLog, open_workload: Callable[[], Workload]
+) -> RunConfig:
+    """Set the number of steps to what fits into ``seconds`` from now, as measured with a throwaway engine.
 
-    Raises:
-        ConfigError: It is not a positive number.
+    The main rank's clock decides.
+
+    Args:
+        config: The run.
+        seconds: The time.
+        dist: This process's rank.
+        log: Reports the decision.
+        open_workload: Opens corpus, model and engine of the run, with a length of one step.
     """
-    if not 0 < minutes < 1e6:
-        raise ConfigError(
-            f"{minutes} minutes is not a valid training time", where="--minutes", hint="give 0.5, 3, 60, ..."
-        )
-    return minutes * 60.0
+    started = time.perf_counter()
+    with contextlib.closing(open_workload()) as workload:
+        costs = measure_run(workload.config, workload.corpus, workload.engine, dist)
+        dataset_tokens = dataset_size(config, workload.corpus).tokens
+    left_seconds = seconds - (time.perf_counter() - started)
+    num_steps = dist.broadcast("minutes", steps_within(left_seconds, costs, config))
+    log.info(f"Fitting {pluralize(num_steps, 'step')} into {seconds / 60:g} min ({costs})")
+    fitted, note = fit_warmup(with_num_steps(config, num_steps), dataset_tokens)
+    if note is not None:
+        log.info(note)
+    return fitted

@@ -11,21 +11,22 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.engine import Engine, Tap
 from vorox.core.errors import CheckpointError
-from vorox.core.extensions import identity_text, is_extension
-from vorox.core.log import RunLog
-from vorox.core.run_context import RunContext
+from vorox.core.files.staged_directory import read_manifest
 from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_attempts
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import read_manifest
+from vorox.core.user_code.extensions import identity_text, is_extension
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.experiments.metrics import MetricFunctions
 from vorox.models.spec import ModelSpec
+from vorox.records.log import RunLog
+from vorox.records.run_context import RunContext
+from vorox.records.run_lookup import attempt_notes
 from vorox.training.inference.language_model import LanguageModel
 
 MANIFEST_KEY = "functions"
@@ -103,10 +104,30 @@ def report_changed_functions(run_directory: Path, step: int, config: RunConfig, 
         log.event("functions_changed", text, level="warning", changes=changes)
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationFunctions:
+    """The functions of ``eval.functions``, and what makes the model that they get at a step."""
+
+    functions: MetricFunctions
+    model_at: Callable[[int], LanguageModel]
+
+    def __call__(self, step: int) -> Mapping[str, float]:
+        """Return their values; a function that fails is reported once and has none."""
+        return self.functions(self.model_at(step))
+
+    def rehearse(self) -> None:
+        """Call all functions.
+
+        Raises:
+            ConfigError: One fails.
+        """
+        self.functions.rehearse(self.model_at(0))
+
+
 def open_evaluations(
     engine: Engine, tokenizer: Tokenizer, config: RunConfig, spec: ModelSpec, log: RunLog
-) -> Callable[[int], Mapping[str, float]] | None:
-    """Return a callable that runs the functions of ``eval.functions`` at a step; ``None`` without any.
+) -> EvaluationFunctions | None:
+    """Return the functions of ``eval.functions``; ``None`` without any.
 
     Raises:
         ConfigError: A function cannot be imported, or two have the same name.
@@ -116,7 +137,7 @@ def open_evaluations(
     functions = MetricFunctions(
         config.eval.functions, kind="evaluation", key="eval.functions", prefix="eval/custom/", log=log
     )
-    return lambda step: functions(LanguageModel(engine, tokenizer, config, spec, step))
+    return EvaluationFunctions(functions, lambda step: LanguageModel(engine, tokenizer, config, spec, step))
 
 
 def record_taps(taps: Sequence[Tap], run: RunContext, log: RunLog) -> None:
@@ -128,13 +149,12 @@ def record_taps(taps: Sequence[Tap], run: RunContext, log: RunLog) -> None:
         log.event("taps_changed", text, level="warning", before=before, now=now)
     elif now:
         log.event("taps", f"Taps attached: {_listed(now)}", taps=now)
-    run.note(taps=now)
+    run.note_later(taps=now)
 
 
 def recorded_taps(run_directory: Path) -> list[list[str]]:
     """Return the taps of every attempt that recorded them, oldest first."""
-    notes = [cast("dict[str, list[str]]", attempt.get("notes") or {}) for attempt in run_attempts(run_directory)]
-    return [note[_TAPS_NOTE] for note in notes if _TAPS_NOTE in note]
+    return cast("list[list[str]]", attempt_notes(run_directory, _TAPS_NOTE)[::-1])
 
 
 def describe_tap(tap: Tap) -> str:

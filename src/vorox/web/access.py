@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import SplitResult, urlencode, urlsplit
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -65,6 +65,10 @@ class Access:
     def cookie(self) -> str:
         return f"vorox_dash_{self.port}"
 
+    def cookie_value(self) -> str:
+        """Return the cookie: not the token, because a browser sends it to every port of this host name."""
+        return hmac.digest((self.token or "").encode(), self.cookie.encode(), "sha256").hex()
+
     def url(self) -> str:
         """Return the URL of the server; one that has pages opens with it."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
@@ -77,16 +81,24 @@ class Access:
         printed = f"Use the {'URL' if self.has_pages else 'URL and the token'} that `{self.command}` printed."
         if not self._is_own_name(host):
             return 403, f"Host {host[:100]} is not this server. {printed}"
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if self._is_of_another_site(request, host):
             return 403, "Requests of other sites are refused."
         if not self._has_token(request):
             return 401, f"The token is missing or wrong. {printed}"
         return None
 
+    def _is_of_another_site(self, request: HTTPConnection, host: str) -> bool:
+        """Whether a page of another site makes a request; a browser sends no Origin with images and links."""
+        origin = request.headers.get("origin")
+        if origin is not None and ((found := _split(origin)) is None or found.netloc.lower() != host.lower()):
+            return True
+        site, mode = request.headers.get("sec-fetch-site", "none"), request.headers.get("sec-fetch-mode", "")
+        return site in {"cross-site", "same-site"} and mode != "navigate"
+
     def _is_own_name(self, host: str) -> bool:
         """Whether a Host header names this server; a page that rebinds its DNS name to this address sends its own."""
-        name = (urlsplit(f"//{host}").hostname or "").lower()
+        found = _split(f"//{host}")
+        name = "" if found is None else (found.hostname or "").lower()
         if name == "localhost" or is_loopback(name):
             return True
         if is_loopback(self.host):
@@ -94,14 +106,26 @@ class Access:
         try:
             return bool(ipaddress.ip_address(name))
         except ValueError:
-            return name in {self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return bool(name) and name in {self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def _has_token(self, request: HTTPConnection) -> bool:
         if self.token is None:
             return True
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        in_browser = (request.cookies.get(self.cookie), request.query_params.get("token")) if self.has_pages else ()
-        return any(text and hmac.compare_digest(text.encode(), self.token.encode()) for text in (bearer, *in_browser))
+        accepted = [(bearer, self.token)]
+        if self.has_pages:
+            accepted += [
+                (request.query_params.get("token", ""), self.token),
+                (request.cookies.get(self.cookie, ""), self.cookie_value()),
+            ]
+        return any(hmac.compare_digest(text.encode(), expected.encode()) for text, expected in accepted)
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        return urlsplit(url)
+    except ValueError:  # as of brackets without an address
+        return None
 
 
 def plain(status: int, reason: str) -> Response:
@@ -147,5 +171,7 @@ class AccessMiddleware:
         if access.token is None or not is_login:
             return None
         response = RedirectResponse("/", 303)
-        response.set_cookie(access.cookie, access.token, max_age=_COOKIE_SECONDS, httponly=True, samesite="strict")
+        response.set_cookie(
+            access.cookie, access.cookie_value(), max_age=_COOKIE_SECONDS, httponly=True, samesite="strict"
+        )
         return response

@@ -6,9 +6,9 @@ from typing import Any
 
 from small_configurations import LLAMA, POSITIONS, VOCAB, configuration
 from vorox.backends.jax_engine.engine import JaxEngine, create
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 
 
 def jax_configuration(model: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:

@@ -13,7 +13,7 @@ from small_configurations import LLAMA, POSITIONS, batch_of, random_rows
 from vorox.backends.jax_engine import compiled_memory as compiled_memory_module
 from vorox.backends.jax_engine import engine as engine_module
 from vorox.backends.jax_engine.compiled_memory import compiled_memory
-from vorox.models.memory_estimate import estimate_memory
+from vorox.planning.memory_estimate import memory_per_device
 
 
 def temporary_bytes(**changes: object) -> int:
@@ -49,7 +49,7 @@ def test_a_step_is_planned_as_it_is_compiled(changes: dict[str, Any]) -> None:
     engine.train_step(batch, lr=1e-3, weight_decay=0.0)
     (step,) = engine._compiled_steps.values()
     expected = step.memory_analysis()
-    estimate = estimate_memory(engine._spec, config, "cpu")
+    estimate = memory_per_device(engine._spec, config, "cpu")
     found = compiled_memory(config, engine._spec, estimate)
     process = compiled_memory_module._PROCESS_BYTES + compiled_memory_module._COMPILED_LAYER_BYTES * (
         1 if config.runtime.scan_layers else 4

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from vorox.core.distributed_context import Membership
 from vorox.core.errors import ConfigError
+from vorox.core.ranks.distributed_context import Membership
 
 pytestmark = pytest.mark.jax
 

@@ -11,10 +11,10 @@ import pytest
 from backends.jax_engine.jax_models import make
 from small_configurations import MODELS, POSITIONS, VOCAB, batch_of, configuration, random_rows
 from vorox import backends
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.decoder_spec import decoder_spec
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
 from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.jax

@@ -16,8 +16,7 @@ from packed_rows import loss_of_documents, packed
 from reference_decoder import numpy_logits
 from small_configurations import HYBRID, PATTERNS, POSITIONS, batch_of, random_rows, randomise
 from vorox.backends.jax_engine.engine import JaxEngine
-from vorox.core.errors import ConfigError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.jax
@@ -105,16 +104,3 @@ def test_dropout_and_statistics_of_layers() -> None:
     assert again.train_step(packed(), lr=1e-3, weight_decay=0.1).fetch() == values
     without = make(HYBRID).train_step(packed(), lr=1e-3, weight_decay=0.1).fetch()
     assert without.loss != values.loss
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"runtime__scan_layers": True}, "needs equal layers"),
-        ({"parallel": {"tensor_parallel_size": 2}}, "tensor_parallel_size"),
-    ],
-    ids=str,
-)
-def test_unsupported_settings_are_refused(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(HYBRID, **overrides)

@@ -14,11 +14,12 @@ from tiny_runs import configuration, run
 from vorox.backends.jax_engine.engine import JaxEngine
 from vorox.cli import app
 from vorox.core.errors import Preempted
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.engine_state import read_weights
-from vorox.models.orbax_arrays import FOLDER
-from vorox.training.checkpoints.store import latest_valid, step_directories
-from vorox.training.replay_chain import read_chain
+from vorox.core.run_layout import step_directories
+from vorox.models.arrays.orbax_arrays import FOLDER
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.stored.engine_state import read_weights
+from vorox.records.replay_chain import read_chain
+from vorox.training.checkpoints.store import latest_valid
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from backends.jax_engine.jax_models import make
 from small_configurations import GPT2, HYBRID, batch_of, random_rows
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
-from vorox.models.tap_points import POINTS
+from vorox.models.decoder.tap_points import POINTS
 
 pytestmark = [pytest.mark.jax]
 SCANNED = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from backends.jax_engine.jax_models import make
 from small_configurations import GPT2, LLAMA, batch_of, random_rows
+from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
 
 pytestmark = pytest.mark.jax
@@ -52,19 +54,86 @@ def test_parts_against_the_built_in_ones(tmp_path: Path) -> None:
     assert abs(values[2].loss - values[0].loss) > 1e-3, "the window matters"
 
 
-def test_attention_with_dropout_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
-    with pytest.raises(ConfigError, match="has no dropout in the jax engine"):
-        make(LLAMA | {"attention_kernel": f"{tmp_path}/parts.py:attention", "dropout_fraction": 0.1})
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.name=adamw_8bit", "optimizer.name=torch.optim:NAdam", "model.mlp=torch:nothing",
+        "model.block=torch:nothing", "train.forward_backward=torch:nothing", "train.embedding_noise=5", "loss.name=dpo",
+        "parallel.kind=deepspeed", "runtime.cuda_graphs=true", "runtime.num_threads=2", "runtime.device=mps",
+        "runtime.determinism=bitwise-any-world", "precision.dtype=fp16", "model.attention_kernel=sdpa",
+    ],
+)  # fmt: skip
+def test_parts_of_torch_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(override.partition('=')[0])}=.*it needs backend=torch"):
+        load_config("quickstart", ["backend=jax", override])
 
 
-def test_parts_of_torch_are_refused() -> None:
-    for name in ("adamw_8bit", "torch.optim:NAdam"):
-        with pytest.raises(ConfigError, match=r"it has adamw, muon"):
-            make(LLAMA, optimizer__name=name)
-    for key in ("model__mlp", "train__forward_backward"):
-        with pytest.raises(ConfigError, match="is not supported by the jax engine"):
-            make(None, **{key: "torch:nothing"})
-    for key, value in (("loss__name", "dpo"), ("parallel__kind", "deepspeed"), ("train__embedding_noise", 5.0)):
-        with pytest.raises(ConfigError, match=f"{value} is not supported by the jax engine"):
-            make(LLAMA, **{key: value})
+LEAKY = """
+import jax
+import jax.numpy as jnp
+
+
+def bidirectional(query, key, value, mask=None, is_causal=False):
+    return jax.nn.dot_product_attention(query, key, value)
+
+
+def without_documents(query, key, value, mask=None, is_causal=False):
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+def ahead_in_packed_rows(query, key, value, mask=None, is_causal=False):
+    if mask is not None:
+        mask = mask | jnp.swapaxes(mask, -1, -2)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
+
+
+def without_mask(query, key, value):
+    return query
+
+
+def one_position(query, key, value, mask=None, is_causal=False):
+    return query[:, :1]
+
+
+def softmax(x):
+    return jax.nn.softmax(x, axis=1)
+
+
+def running(x):
+    return jnp.cumsum(x, axis=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "document_mask", "text"),
+    [
+        ("bidirectional", False, "is not causal: a later position"),
+        ("without_documents", True, "Documents of a row see each other in "),
+        ("without_documents", False, ""),
+        ("ahead_in_packed_rows", True, "is not causal in rows of several documents"),
+        ("without_mask", True, "without_mask in .* failed with TypeError"),
+        ("one_position", True, "instead of "),
+    ],
+)
+def test_attention_that_sees_more_than_its_past_is_refused(
+    name: str, document_mask: bool, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "parts.py").write_text(LEAKY, encoding="utf-8")
+    model = LLAMA | {"attention_kernel": f"{tmp_path}/parts.py:{name}"}
+    settings = {"data__document_mask": document_mask, "precision__dtype": "bf16"}
+    if not text:
+        make(model, **settings)
+        return
+    with pytest.raises(ConfigError, match=text) as caught:
+        make(model, **settings)
+    assert caught.value.where == "model.attention_kernel"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("softmax", "is not causal"), ("running", "Documents of a row see each other")]
+)
+def test_an_activation_that_mixes_positions_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text(LEAKY, encoding="utf-8")
+    with pytest.raises(ConfigError, match=text) as caught:
+        make(GPT2 | {"activation": f"{tmp_path}/parts.py:{name}"})
+    assert caught.value.where == "model.activation"

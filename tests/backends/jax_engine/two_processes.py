@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_NUM_CPU_DEVICES"] = "2"
 
 import jax
 from jax.experimental import multihost_utils
 
 from backends.jax_engine.test_sharding import DIVISIBLE, MESHES, on
-from vorox.core.staged_directory import StagedDirectory, StagedPart
+from vorox.core.files.staged_directory import StagedDirectory, StagedPart
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from small_configurations import (
     randomise,
 )  # fmt: skip
 from vorox.backends.torch_engine.engine import TorchEngine, create
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import decoder_spec
+from vorox.models.decoder.spec import decoder_spec
 
 __all__ = [
     "GPT2", "LLAMA", "LR", "MODELS", "PATTERNS", "POSITIONS", "QWEN3", "VOCAB", "batch_of", "configuration",

@@ -13,11 +13,11 @@ from small_configurations import MODELS, POSITIONS, VOCAB, batch_of, configurati
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.activation_memory import measured
 from vorox.backends.torch_engine.engine import create
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
-from vorox.models.cpu_memory import dropout_elements, window_copy_elements
-from vorox.models.decoder_spec import decoder_spec
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.models.decoder.spec import decoder_spec
+from vorox.models.huggingface.spec import HuggingFaceSpec
+from vorox.planning.cpu_memory import dropout_elements, window_copy_elements
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 LENGTH = 40

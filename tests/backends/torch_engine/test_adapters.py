@@ -32,13 +32,15 @@ from vorox import backends
 from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.adapter_spec import AdapterSpec, base_fingerprint
-from vorox.models.fingerprint import array_fingerprint
-from vorox.models.flops import flops_per_token
-from vorox.models.memory_estimate import estimate_memory
-from vorox.models.stored_spec import spec_from_json
-from vorox.models.weights_file import WeightsFile
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.arrays.weights_file import WeightsFile
+from vorox.models.huggingface.adapter_spec import AdapterSpec, base_fingerprint
+from vorox.models.stored.spec import spec_from_json
+from vorox.planning.disk_space import checkpoint_bytes
+from vorox.planning.flops import flops_per_token
+from vorox.planning.memory_estimate import memory_per_device
+from vorox.training.checkpoints.store import write_state
 from vorox.training.export.adapter import keep_layers_unpacked, peft_config
 
 pytestmark = [
@@ -246,11 +248,17 @@ def test_estimates_count_only_what_is_trained(tmp_path: Path) -> None:
     engine, whole = engine_of(directory, "adapter.kind=lora", "adapter.rank=2"), engine_of(directory)
     spec, base = spec_of(engine), whole._spec
     trained = sum(array.size for _, array in engine.export_weights())
-    memory = estimate_memory(spec, configuration(directory, "adapter.kind=lora"))
+    memory = memory_per_device(spec, configuration(directory, "adapter.kind=lora"))
     assert memory.gradient_bytes == 4 * trained
     assert memory.optimizer_bytes == 8 * trained
     assert memory.snapshot_bytes == 12 * trained
     assert memory.parameter_bytes == 4 * (trained + base.num_parameters)
+    with StagedDirectory(tmp_path / "checkpoint") as staged:
+        write_state(engine.snapshot(detached=True), staged)
+        staged.commit({})
+    arrays = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*.safetensors"))
+    description = checkpoint_bytes(engine._config, spec) - 12 * trained
+    assert 12 * trained < arrays <= 12 * trained + description
     weights = base.num_matmul_weights
     attention = flops_per_token(base, LENGTH) - 6 * weights
     assert flops_per_token(spec, LENGTH) == 4 * weights + 6 * trained + attention
@@ -291,8 +299,8 @@ def test_what_is_not_supported_is_refused_before_anything_is_built(tmp_path: Pat
     for overrides, match in (
         (["adapter.kind=lora", "model.pretrained=false"], "needs a pretrained model"),
         (["adapter.kind=lora", "model.vocab_size=100"], "needs the vocabulary of the model"),
-        (["adapter.kind=lora", "optimizer.name=muon"], "needs another optimizer than muon"),
-        (["adapter.kind=lora", "parallel.fsdp_size=2"], r"needs parallel\.fsdp_size=1"),
+        (["adapter.kind=lora", "optimizer.name=muon"], "Muon updates whole matrices"),
+        (["adapter.kind=lora", "parallel.fsdp_size=2"], r"not supported with parallel\.fsdp_size=2"),
         (["adapter.rank=4"], r"adapter\.rank=4 has no effect with adapter\.kind=none"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -315,5 +323,5 @@ def test_what_is_not_supported_is_refused_before_anything_is_built(tmp_path: Pat
 def test_a_native_model_is_refused_with_the_way_to_adapt_it() -> None:
     from vorox.core.config import load_config
 
-    with pytest.raises(ConfigError, match=r"needs model\.kind=huggingface; export a native model"):
+    with pytest.raises(ConfigError, match=r"needs pretrained weights .*; add --from-weights"):
         load_config("quickstart", ["adapter.kind=lora"])

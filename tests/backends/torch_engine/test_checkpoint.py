@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from backends.torch_engine.small_models import GPT2, LLAMA, MODELS, QWEN3, make, randomise, train
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory, verify_directory
-from vorox.models.huggingface_families import huggingface_family
+from vorox.core.files.staged_directory import StagedDirectory, verify_directory
+from vorox.models.huggingface.families import huggingface_family
 from vorox.models.optimizer_groups import DECAYED
 from vorox.training.checkpoints.store import write_state
 

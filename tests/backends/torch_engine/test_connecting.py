@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import pytest
 
-from vorox.core.distributed_context import Membership
 from vorox.core.errors import StalledError
+from vorox.core.ranks.distributed_context import Membership
 
 pytestmark = pytest.mark.torch
 

@@ -12,6 +12,7 @@ import torch
 
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, QWEN3, batch_of, make, random_rows
 from packed_rows import packed
+from small_configurations import configuration
 from vorox.backends.torch_engine import cuda_graphs
 from vorox.backends.torch_engine.cuda_graphs import WARMUP_PASSES, CudaGraphs
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork
@@ -95,31 +96,12 @@ def test_only_so_many_kinds_of_inputs_are_captured(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("settings", "needed"),
-    [
-        ({}, "needs an NVIDIA GPU; altogether it needs an NVIDIA GPU, runtime.compile=true, one process, "),
-        ({"runtime__device": "cuda"}, "needs runtime.compile=true"),
-        ({"runtime__device": "cuda", "runtime__compile": True, "model": LLAMA | {"num_experts": 4}}, "without experts"),
-        ({"runtime__device": "cuda", "runtime__compile": True, "model": LLAMA | {"dropout_fraction": 0.1}}, "dropout"),
-        ({"runtime__device": "cuda", "runtime__compile": True, "log__activation_statistics": True}, "statistics"),
-    ],
-    ids=["cpu", "not compiled", "experts", "dropout", "statistics"],
+    ("device", "is_compiled", "world_size", "needed"),
+    [("cpu", True, 1, "an NVIDIA GPU"), ("cuda", False, 1, "runtime.compile=true"), ("cuda", True, 2, "one process")],
 )
-def test_what_cannot_be_captured_is_refused(
-    settings: dict[str, Any], needed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if settings.get("runtime__device") == "cuda":
-        engine = make(
-            settings.get("model"), log__activation_statistics=settings.get("log__activation_statistics", False)
-        )
-        compute = dataclasses.replace(
-            engine.compute, device=torch.device("cuda"), compiled=settings.get("runtime__compile", False)
-        )
-        config = engine._config.model_copy(
-            update={"runtime": engine._config.runtime.model_copy(update={"cuda_graphs": True})}
-        )
-        with pytest.raises(ConfigError, match=needed):
-            cuda_graphs.check(config, engine._spec, compute, 1)
-        return
-    with pytest.raises(ConfigError, match=needed):
-        make(runtime__cuda_graphs=True)
+def test_a_machine_that_cannot_capture_is_refused(device: str, is_compiled: bool, world_size: int, needed: str) -> None:
+    config = configuration(runtime__cuda_graphs=True)
+    compute = dataclasses.replace(make().compute, device=torch.device(device), compiled=is_compiled)
+    with pytest.raises(ConfigError, match=f"needs {needed}; altogether it needs an NVIDIA GPU, runtime.compile=true"):
+        cuda_graphs.check(config, compute, world_size)
+    cuda_graphs.check(config, dataclasses.replace(compute, device=torch.device("cuda"), compiled=True), 1)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from backends.torch_engine.small_models import LLAMA, MODELS, batch_of, configuration, engine_of, random_rows
+from backends.torch_engine.small_models import LLAMA, batch_of, configuration, engine_of, random_rows
 from vorox.backends.torch_engine import devices
 from vorox.backends.torch_engine.distributed import ranks
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import ConfigError
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 
 pytestmark = pytest.mark.torch
@@ -32,16 +32,10 @@ def refused(config: RunConfig, key: str, message: str) -> None:
         ({"model": LLAMA | {"num_heads": 8, "num_kv_heads": 2}}, "model.num_kv_heads", "= 2 is not divisible by"),
         ({"model": LLAMA | {"intermediate_size": 42}}, "model.intermediate_size", "= 42 is not divisible by"),
         ({"model": MANY_HEADS, "parallel__tensor_parallel_size": 16}, "", "65 tokens cannot be divided"),
-        ({"model": MODELS["olmo2"]}, "model.qk_norm", "with model.qk_norm = full_width"),
-        ({"model": MODELS["mixtral"]}, "model.num_experts", "with model.num_experts = 4"),
-        ({"runtime__compile": True}, "runtime.compile", "with runtime.compile = True"),
-        ({"runtime__determinism": "bitwise-any-world"}, "runtime.determinism", "bitwise-any-world"),
-        ({"optimizer__name": "torch.optim:SGD"}, "optimizer.name", "with optimizer.name = torch.optim:SGD"),
-        ({"loss__name": "own:loss"}, "loss.name", "with loss.name = own:loss"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_tensor_parallelism_does_not_support_is_refused(settings: dict[str, Any], key: str, message: str) -> None:
+def test_what_tensor_parallelism_cannot_divide_is_refused(settings: dict[str, Any], key: str, message: str) -> None:
     config = configuration(**{"parallel__tensor_parallel_size": 4, **settings})
     with pytest.raises(ConfigError, match=message) as caught:
         engine_of(config)
@@ -54,11 +48,6 @@ def test_tensor_parallelism_needs_its_ranks() -> None:
     with pytest.raises(ConfigError, match="1 x 1 x 2 = 2, but the run has 1 process") as caught:
         engine_of(configuration(parallel__tensor_parallel_size=2))
     assert "--nproc 2" in caught.value.hint
-
-
-def test_kept_products_and_compiling_exclude_each_other() -> None:
-    config = configuration(train__activation_checkpointing="dots", runtime__compile=True)
-    refused(config, "train.activation_checkpointing", "dots is not supported with runtime.compile=true")
 
 
 def test_a_layout_of_other_size_than_the_world_is_refused() -> None:

@@ -20,7 +20,6 @@ from backends.torch_engine import transformers_models as hub
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, batch_of, make, random_rows
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.config import config_digest, load_config
-from vorox.core.errors import ConfigError
 
 pytestmark = [pytest.mark.torch]
 STEPS, ALPHA = 5, 7.0
@@ -111,20 +110,6 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert {key: resumed[key] for key in ("fingerprint", "chain", "eval_losses")} == {
         key: whole[key] for key in ("fingerprint", "chain", "eval_losses")
     }
-
-
-@pytest.mark.parametrize(
-    ("override", "needs"),
-    [
-        ("model.kind=my.module:Model", "a decoder or a transformers model"),
-        ("loss.name=dpo", "another loss"),
-        ("parallel.kind=deepspeed", "parallel.kind=native"),
-        ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1"),
-    ],
-)
-def test_what_it_does_not_support_is_refused(override: str, needs: str) -> None:
-    with pytest.raises(ConfigError, match=f"train.embedding_noise needs {needs}"):
-        load_config("quickstart", ["train.embedding_noise=5", override])
 
 
 def test_it_is_part_of_the_digest_only_where_it_is_set() -> None:

@@ -29,8 +29,8 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.experts import Experts, RouterMetrics, RouterStep
 from vorox.backends.torch_engine.parameters import module_name
 from vorox.core.schema import LossConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.experts import split_expert
+from vorox.models.decoder.experts import split_expert
+from vorox.models.decoder.spec import DecoderSpec
 
 pytestmark = pytest.mark.torch
 
@@ -243,3 +243,28 @@ def test_work_counts_the_active_experts_and_memory_all() -> None:
     assert spec.num_matmul_weights == 2 * (attention + router + 2 * expert) + 61 * 32
     assert spec.num_parameters == 2 * (attention + router + 4 * expert + 2 * 32) + 61 * 32 + 32
     assert spec.num_converted_weights == 2 * (attention + 4 * expert) + 61 * 32
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("width", "inner"), [(36, 44), (30, 41), (33, 64), (64, 33)])
+def test_experts_of_any_width(width: int, inner: int, dtype: str) -> None:
+    """The grouped product takes multiples of 16 bytes; values and gradients against each expert by itself."""
+    from vorox.backends.torch_engine.kernels import _plain_grouped
+
+    kind, rng = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], np.random.default_rng()
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    x = torch.from_numpy(rng.normal(size=(10, width)).astype(np.float32)).requires_grad_()
+    weight = torch.nn.Parameter(torch.from_numpy(rng.normal(size=(3 * inner, width)).astype(np.float32)))
+    gradient = torch.from_numpy(rng.normal(size=(10, inner)).astype(np.float32))
+    found = _plain_grouped(x, weight, ends, kind)
+    (found.float() * gradient).sum().backward()
+    own_x, own = (tensor.detach().clone().double().requires_grad_() for tensor in (x, weight))
+    matrices = own.view(3, inner, width)
+    expected = torch.cat([own_x[:3] @ matrices[0].T, own_x[3:] @ matrices[2].T])
+    (expected * gradient).sum().backward()
+    tolerance = 1e-5 if dtype == "fp32" else 0.02
+    pairs = ((found, expected), (x.grad, own_x.grad), (weight.grad, own.grad))
+    for mine, theirs in pairs:
+        assert mine is not None
+        assert theirs is not None
+        assert float((mine.detach().double() - theirs.detach()).norm() / theirs.detach().norm()) < tolerance

@@ -23,9 +23,9 @@ from vorox.core.config import load_config
 from vorox.core.config.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import memory_per_device
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.optimizer_groups import optimizer_groups
+from vorox.planning.memory_estimate import memory_per_device
 
 pytestmark = pytest.mark.torch
 
@@ -56,7 +56,7 @@ def test_every_unit_gets_the_policy(monkeypatch: pytest.MonkeyPatch, device_type
     """Pinned memory, from which a GPU copies while the host goes on, exists with CUDA only."""
     config = configuration(LLAMA)
     spec = spec_of(config)
-    ranks = Ranks(fsdp_size=2, mesh=cast("Any", Mesh(device_type)))
+    ranks = Ranks(num_fsdp_shards=2, mesh=cast("Any", Mesh(device_type)))
     parameters = ShardedParameters(spec, optimizer_groups(spec, config.optimizer), ranks=ranks)
     named = {name.replace(".", "_"): parameter for name, parameter in parameters.modules.items()}
     blocks, rest = [nn.ParameterDict(), nn.ParameterDict()], nn.ParameterDict()

@@ -94,8 +94,6 @@ def test_layouts_with_another_tree_are_refused() -> None:
     for ranks in (layout(1), layout(2), layout(4), layout(3, is_exact=False), layout(1, 2, is_exact=False)):
         gradient_sums.check(configuration(**sizes, train__micro_batch_sequences=2), ranks)
     for ranks, micro_batch, what in (
-        (layout(1, 2), 2, "not possible with fsdp_size = 2"),
-        (layout(2, 2), 2, "not possible with fsdp_size = 2"),
         (layout(3), 1, r"needs 1, 2, 4, 8, \.\.\. ranks; the run has 3"),
         (layout(8), 2, "do not divide into micro-batches of 2 on each of 8 ranks"),
     ):

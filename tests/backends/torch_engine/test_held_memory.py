@@ -9,8 +9,8 @@ import torch
 
 from backends.torch_engine.small_models import GPT2, LLAMA, POSITIONS, VOCAB, configuration, engine_of, train
 from vorox.backends.torch_engine import held_memory
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.memory_estimate import estimate_memory
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.planning.memory_estimate import memory_per_device
 
 pytestmark = pytest.mark.torch
 PARTS: tuple[str, ...] = ("memory/parameter_bytes", "memory/gradient_bytes", "memory/optimizer_bytes")
@@ -25,7 +25,7 @@ def held(model: dict[str, Any], **settings: Any) -> tuple[list[float], DecoderSp
     train(engine, 1)
     found = engine.device_stats()
     spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
-    plan = estimate_memory(spec, config, "cpu")
+    plan = memory_per_device(spec, config, "cpu")
     return [found[name] for name in PARTS], spec, [plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes]
 
 

@@ -31,19 +31,19 @@ from pictures import picture
 from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.backends.torch_engine.huggingface_images import multimodal_positions, pixel_values
 from vorox.core.batch import Batch, BatchPatches, DataShard
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.errors import DataError
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.core.schema.image_processor import ImageProcessorConfig
-from vorox.core.staged_directory import StagedDirectory
-from vorox.data.corpus import prepare
-from vorox.data.image_decoding import PatchInput, decode_patches
-from vorox.data.image_layout import PatchGrid, image_layout
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.huggingface_config import huggingface_files
-from vorox.run import resolve_model
-from vorox.training.dataloading import preview_batches
+from vorox.data.corpus.corpus import prepare
+from vorox.data.images.decoding import PatchInput, decode_patches
+from vorox.data.images.layout import PatchGrid, image_layout
+from vorox.models.huggingface.adapter_spec import AdapterSpec
+from vorox.models.huggingface.config import huggingface_files
+from vorox.planned_run import resolve_model
 from vorox.training.export.adapter import peft_config
+from vorox.training.steps.dataloading import preview_batches
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

@@ -19,7 +19,7 @@ from vorox.backends.torch_engine.matrix_products import Products
 from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
-from vorox.models import memory_estimate
+from vorox.planning import memory_estimate
 
 pytestmark = pytest.mark.torch
 POSITIONS, WIDTH, VOCAB = 150, 24, 67

@@ -25,14 +25,14 @@ from backends.torch_engine.small_models import (
 )
 from packed_rows import loss_of_documents, packed
 from small_configurations import HYBRID
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.flops import flops_per_token
-from vorox.models.memory_estimate import undivided_memory
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.optimizer_groups import optimizer_groups
+from vorox.planning.flops import flops_per_token
+from vorox.planning.memory_estimate import memory_per_device
 from vorox.training.checkpoints.store import write_state
 
 pytestmark = pytest.mark.torch
@@ -132,18 +132,14 @@ def test_memory_of_activations_is_estimated() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_step(batch_of(random_rows(8)), lr=0.0, weight_decay=0.0).fetch()
     found = sum(size for place, size in saved.items() if place not in parameters)
-    memory = undivided_memory(engine._spec, engine._config)
+    memory = memory_per_device(engine._spec, engine._config)
     assert memory.activation_bytes == pytest.approx(found, rel=0.4)
 
 
 REFUSED = [
     (["model.layer_pattern=M*E"], "has E"),
     (["model.layer_pattern=M*-M*-M", "model.num_layers=6"], "set model.num_layers=7"),
-    (["model.layer_pattern=M*", "model.norm_placement=post"], "model.norm_placement=post is not supported"),
-    (["model.layer_pattern=M*", "runtime.compile=true"], "the scan of Mamba-2 is not compiled"),
     (["model.layer_pattern=*-", "model.mamba_head_dim=32"], "model.layer_pattern with M"),
-    (["model.layer_pattern=M*", "parallel.pipeline_parallel_size=2"], "model.layer_pattern=M\\* is not supported with"),
-    (["model.layer_pattern=M*", "parallel.context_parallel_size=2"], "model.layer_pattern=M\\* is not supported with"),
 ]
 
 
@@ -151,12 +147,3 @@ REFUSED = [
 def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("quickstart", overrides)
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    from vorox.models.divisibility import check_divisible
-
-    config = configuration(HYBRID, parallel__tensor_parallel_size=2)
-    spec = decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
-    with pytest.raises(ConfigError, match=r"not supported with model\.layer_pattern"):
-        check_divisible(config, spec)

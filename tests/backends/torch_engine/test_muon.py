@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, batch_of, make, random_rows
 from vorox.backends.torch_engine import muon
-from vorox.models import cpu_memory
 from vorox.models.optimizer_groups import ORTHOGONAL
+from vorox.planning import cpu_memory
 
 pytestmark = pytest.mark.torch
 
@@ -139,7 +139,8 @@ def test_an_update_takes_the_memory_that_the_plan_expects(model: dict[str, Any],
     one = torch.ones(())
     with torch.no_grad(), NewTensors() as found:
         muon.update(
-            engine.parameters, ORTHOGONAL, *buffers, one, one > 0, lr=LR, weight_decay=0.1, momentum=0.9
+            engine.parameters, ORTHOGONAL, *buffers, one, one > 0, layouts=engine.optimizer.layouts, lr=LR,
+                weight_decay=0.1, momentum=0.9,
         )  # fmt: skip
     (shapes,) = cpu_memory._muon_shapes(engine._spec, engine._config)
     assert found.peak == pytest.approx(4 * cpu_memory._update_elements(shapes), rel=0.02)

@@ -18,7 +18,7 @@ from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.optimizer_in_backward import TransientGradients
 from vorox.core.config.cross_checks import find_problems
 from vorox.core.errors import ConfigError
-from vorox.models.memory_estimate import estimate_memory
+from vorox.planning.memory_estimate import memory_per_device
 from vorox.training.replay import replay
 
 pytestmark = pytest.mark.torch
@@ -101,7 +101,7 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
         assert losses[0] == losses[1]
     assert engines[0].fingerprint() == engines[1].fingerprint()
     assert all(in_backward for _, in_backward, _ in updates)
-    planned = estimate_memory(engines[1]._spec, engines[1]._config).gradient_bytes
+    planned = memory_per_device(engines[1]._spec, engines[1]._config).gradient_bytes
     assert max(held for _, _, held in updates) <= planned < live_bytes(engines[0])
 
 
@@ -120,9 +120,9 @@ def test_gradients_that_exist_at_a_time(tied: bool) -> None:
     updates = observe(within)
     train(after, 1)
     train(within, 1)
-    peak, planned = max(held for _, _, held in updates), estimate_memory(within._spec, within._config).gradient_bytes
+    peak, planned = max(held for _, _, held in updates), memory_per_device(within._spec, within._config).gradient_bytes
     assert peak <= planned
-    assert estimate_memory(after._spec, after._config).gradient_bytes == live_bytes(after)
+    assert memory_per_device(after._spec, after._config).gradient_bytes == live_bytes(after)
     assert peak < live_bytes(after) / 5
     assert live_bytes(within) == 0
     assert not within.parameters.gradients

@@ -156,26 +156,6 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert plain["losses"] != whole["losses"]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("backend=jax", "backend torch"),
-        ("model.kind=my.module:Model", "a decoder or a transformers model"),
-        ("model.num_experts=4", "model.num_experts=null"),
-        ("model.layer_pattern=M-", "model.layer_pattern=null"),
-        ("adapter.kind=lora", "adapter.kind=none"),
-        ("loss.name=dpo", "another loss"),
-        ("parallel.kind=deepspeed", "parallel.kind=native"),
-        ("parallel.fsdp_size=2", "parallel.fsdp_size=1; replicas"),
-        ("parallel.tensor_parallel_size=2", "parallel.tensor_parallel_size=1; replicas"),
-        ("parallel.pipeline_parallel_size=2", "parallel.pipeline_parallel_size=1; replicas"),
-    ],
-)
-def test_what_it_does_not_support_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config("quickstart", ["train.quantization_aware=int4", override])
-
-
 @pytest.mark.hf
 def test_transposed_matrices_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

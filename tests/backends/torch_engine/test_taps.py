@@ -10,9 +10,10 @@ from torch import Tensor
 from backends.torch_engine.small_models import GPT2, LR, POSITIONS, batch_of, configuration, make, random_rows, train
 from small_configurations import HYBRID
 from vorox.backends.torch_engine.taps import Taps
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import TapPoint
 from vorox.core.errors import ConfigError
-from vorox.models.tap_points import POINTS
+from vorox.models.decoder.tap_points import POINTS
 
 pytestmark = pytest.mark.torch
 WIDTH = 32
@@ -171,3 +172,22 @@ def test_statistics_names_are_in_the_registry() -> None:
     for name in engine.train_step(batch_of(random_rows(2)), lr=LR, weight_decay=0.1).fetch().extra:
         assert metric(name).name
     assert configuration(log__activation_statistics=True).log.activation_statistics
+
+
+def test_statistics_of_a_step_on_pairs_are_those_of_the_policy() -> None:
+    """The reference of DPO runs in the same modules, before the policy does; here it has other weights."""
+    engine = make(log__activation_statistics=True, loss__name="dpo", log__accuracy=False)
+    engine.freeze_reference()
+    rng = np.random.default_rng()
+    weights = [(name, rng.normal(size=array.shape).astype(np.float32)) for name, array in engine.export_weights()]
+    engine.import_weights(weights)
+    tokens = rng.integers(0, 50, (2, 1, 12)).astype(np.int32)
+    segments = np.tile(np.repeat(np.array([1, 2], np.int32), 6), (2, 1, 1))
+    positions = np.tile(np.tile(np.arange(6, dtype=np.int32), 2), (2, 1, 1))
+    labels = np.where(positions < 5, np.roll(tokens, -1, -1), IGNORED_LABEL).astype(np.int32)
+    count, cursor = int((labels != IGNORED_LABEL).sum()), DataCursor("", 0, 1, 0, 0)
+    batch = Batch(0, tokens, labels, segments, positions, np.zeros((2, 1), np.uint64), count, cursor)
+    extras = engine.train_step(batch, lr=0.0, weight_decay=0.0).fetch().extra
+    seen = dict(weights)["embedding.weight"][tokens]
+    assert extras["activation/0/block_input/absmax"] == pytest.approx(np.abs(seen).max(), rel=1e-6)
+    assert extras["activation/0/block_input/mean"] == pytest.approx(seen.mean(), rel=1e-4, abs=1e-6)

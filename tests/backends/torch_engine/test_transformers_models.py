@@ -33,11 +33,11 @@ from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
 from vorox.backends.torch_engine.huggingface_settings import resolve
 from vorox.core.config import load_config
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.huggingface_config import huggingface_files
-from vorox.models.huggingface_spec import HuggingFaceSpec
-from vorox.models.stored_spec import spec_from_json
-from vorox.training.inference.model_source import find_model
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.huggingface.config import huggingface_files
+from vorox.models.huggingface.spec import HuggingFaceSpec
+from vorox.models.stored.spec import spec_from_json
+from vorox.training.origin.model_origin import find_origin
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch]
@@ -175,6 +175,19 @@ def _resolve(directory: Path, values: dict[str, object], *overrides: str, tokeni
     resolve(configuration(directory, *overrides), values, revision=None, tokenizer_vocab_size=tokenizer)
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_neox"])
+def test_weights_keep_their_bits_whatever_dtype_the_configuration_names(name: str, tmp_path: Path) -> None:
+    """A fine-tuned model in fp32 whose config.json still has the dtype of its base."""
+    directory = write_model(tmp_path, name)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+    values = json.loads((directory / "config.json").read_bytes())
+    (directory / "config.json").write_text(json.dumps({**values, "dtype": "bfloat16"}))
+    found = dict(engine_of(directory).export_weights())
+    assert found
+    for key, array in found.items():
+        np.testing.assert_array_equal(array, expected[key].numpy(), err_msg=key)
+
+
 def test_what_is_not_supported_is_refused_before_step_1(tmp_path: Path) -> None:
     directory = write_model(tmp_path, "llama")
     values = json.loads((directory / "config.json").read_bytes())
@@ -185,7 +198,7 @@ def test_what_is_not_supported_is_refused_before_step_1(tmp_path: Path) -> None:
         (values, (), VOCAB + 1, "98 tokens, the model's embedding 97 rows"),
         (values, ("model.vocab_size=50",), 2, "would drop rows"),
         (values, ("data.sequence_length_tokens=128",), 2, "more than the model's 64 positions"),
-        (values, ("runtime.compile=true",), 2, "runtime.compile is not supported"),
+        (values, ("runtime.compile=true",), 2, "runtime.compile=true is not supported with model.kind"),
         (without_plan, (tensor_parallel,), 2, "GPT2LMHeadModel has no tensor-parallel plan"),
         (remote, (), 2, "needs code from its repository, which is never run"),
         ({**values, "model_type": "nothing"}, (), 2, "has no architecture 'nothing'"),
@@ -235,6 +248,6 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="points outside its directory"):
-        find_model(configuration(directory))
+        find_origin(configuration(directory))
     with pytest.raises(ConfigError, match="no model at"):
-        find_model(configuration(tmp_path / "missing" / "model"))
+        find_origin(configuration(tmp_path / "missing" / "model"))

@@ -18,7 +18,7 @@ from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.batch import Batch
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
-from vorox.models.huggingface_families import huggingface_family
+from vorox.models.huggingface.families import huggingface_family
 
 pytestmark = pytest.mark.torch
 BLOCKS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows, randomise, train
+from backends.torch_engine.small_models import (
+    GPT2,
+    LLAMA,
+    POSITIONS,
+    VOCAB,
+    batch_of,
+    configuration,
+    make,
+    random_rows,
+    randomise,
+    train,
+)  # fmt: skip
 from backends.torch_engine.test_checkpoint import save
+from vorox.backends.torch_engine.decoder_network import check_user_parts_alone
+from vorox.backends.torch_engine.devices import prepare
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.errors import ConfigError
-from vorox.core.schema import LossConfig
+from vorox.core.schema import LossConfig, RunConfig
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 
 pytestmark = pytest.mark.torch
 
@@ -246,8 +261,8 @@ def test_parameters_of_an_mlp_are_rows_of_the_table(parts: Path, tmp_path: Path)
     engine = make(LLAMA | {"mlp": f"{parts}:mixture"})
     rows = {row.name: row for row in engine._spec.parameters if row.name.startswith("blocks.1.mlp.")}
     assert {name.rpartition(".")[2]: (row.decay, row.kind) for name, row in rows.items()} == {
-        "router": (True, "matrix"), "gate": (True, "tensor"), "up": (True, "tensor"), "down": (True, "tensor"),
-        "bias": (False, "bias"), "scale": (False, "bias"),
+        "router": (True, "matrix"), "gate": (True, "matrix"), "up": (True, "matrix"), "down": (True, "matrix"),
+        "bias": (False, "bias"), "scale": (False, "norm"),
     }  # fmt: skip
     before = dict(engine.export_weights())
     assert before["blocks.1.mlp.down"].std() == pytest.approx(0.01, rel=0.1)
@@ -269,3 +284,77 @@ def test_an_mlp_without_shapes_is_refused(name: str, what: str, parts: Path) -> 
         make(LLAMA | {"mlp": f"{parts}:{name}"})
     assert refused.value.where == "model.mlp"
     assert refused.value.hint
+
+
+LEAKY = """
+import torch
+import torch.nn.functional as F
+
+
+def bidirectional(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def without_documents(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def softmax(x):
+    return x.softmax(0)
+
+
+def running(x, weights):
+    return (x @ weights["up"].T).cumsum(0)
+
+
+running.parameters = lambda spec: {"up": (spec.hidden_size, spec.hidden_size)}
+"""
+
+
+def spec_of(config: RunConfig) -> DecoderSpec:
+    return decoder_spec(config.model, tokenizer_vocab_size=VOCAB, sequence_length_tokens=POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "text"),
+    [
+        ("attention_kernel", "bidirectional", "is not causal"),
+        ("attention_kernel", "without_documents", "Documents of a row see each other"),
+        ("activation", "softmax", "is not causal"),
+        ("mlp", "running", "Documents of a row see each other"),
+    ],
+)
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_functions_that_see_more_than_their_past_are_refused(
+    key: str, name: str, text: str, is_pipeline: bool, tmp_path: Path
+) -> None:
+    """Also by a rank of a pipeline, which has no logits by itself."""
+    (tmp_path / "parts.py").write_text(LEAKY, encoding="utf-8")
+    model = (LLAMA if key == "attention_kernel" else GPT2) | {key: f"{tmp_path}/parts.py:{name}", "num_layers": 5}
+    config = configuration(model, parallel__pipeline_parallel_size=2 if is_pipeline else 1)
+    with pytest.raises(ConfigError, match=text) as caught:
+        check_user_parts_alone(config, spec_of(config), prepare(config)) if is_pipeline else make(model)
+    assert caught.value.where == f"model.{key}"
+
+
+def test_functions_that_see_their_past_pass_in_a_pipeline(parts: Path) -> None:
+    """Layers with and without a window, grouped queries, and optimizer groups that name a later layer."""
+    model = LLAMA | {
+        "num_layers": 3, "num_kv_heads": 2, "sliding_window_tokens": 5, "attention_kernel": f"{parts}:attention",
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }  # fmt: skip
+    groups = [{"match": "blocks.2.*", "lr_scale": 0.5}]
+    config = configuration(model, optimizer__groups=groups)
+    check_user_parts_alone(config, spec_of(config), prepare(config))
+
+
+@pytest.mark.parametrize(("name", "text"), [("attention", ""), ("bidirectional", "is not causal")])
+def test_functions_are_measured_without_the_rounding_of_8_bit_floats(name: str, text: str, tmp_path: Path) -> None:
+    """Which divides a whole tensor by its largest element, so that positions seem to see each other."""
+    pytest.importorskip("torchao")
+    attention = "def attention(*given, **options):\n    return F.scaled_dot_product_attention(*given, **options)\n"
+    (tmp_path / "parts.py").write_text(LEAKY + attention, encoding="utf-8")
+    model = LLAMA | {"attention_kernel": f"{tmp_path}/parts.py:{name}"}
+    precision = {"precision__float8": "tensorwise", "precision__float8_emulate": True}
+    with pytest.raises(ConfigError, match=text) if text else contextlib.nullcontext():
+        make(model, **precision)

@@ -21,10 +21,10 @@ from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.backends.torch_engine.vision import ImageEncoder, images_to_device
 from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, DataCursor
 from vorox.core.errors import DataError
-from vorox.data.image_decoding import decode_image
-from vorox.models.vision_spec import VisionSpec
+from vorox.data.images.decoding import decode_image
+from vorox.models.decoder.vision_spec import VisionSpec
+from vorox.records.replay_chain import read_chain
 from vorox.run import train
-from vorox.training.replay_chain import read_chain
 
 pytestmark = pytest.mark.torch
 
@@ -177,7 +177,12 @@ class TestRuns:
         assert chains[0] == chains[1]
 
     def test_an_encoder_is_added_to_the_weights_of_a_model_that_reads_text(self, tmp_path: Path) -> None:
-        text = ["model.vision.num_layers=0", "data.sources.0.images_field=null", "train.num_steps=2"]
+        text = [
+            "model.vision.num_layers=0",
+            "data.sources.0.images_field=null",
+            "data.sources.0.ignored_fields=[images]",
+            "train.num_steps=2",
+        ]
         first = train(picture_configuration(tmp_path / "a", text), argv=["test"])
         added = [f"train.from_weights={first.run_directory}", "train.num_steps=1", "optimizer.lr=1e-12"]
         second = train(picture_configuration(tmp_path / "b", added), argv=["test"])
@@ -197,3 +202,30 @@ class TestRuns:
             unseen = picture(colour, 5000 + number)
             text = model.generate("No. 77: <image> is", num_tokens=6, temperature=0, images=[unseen])
             assert text.startswith(f" {colour}"), (colour, text)
+
+
+def test_an_own_block_beside_the_encoder_changes_nothing_of_it(tmp_path: Path) -> None:
+    """The parameters of the encoder are stored fused, whatever the blocks of the decoder are."""
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self, spec):\n"
+        "        super().__init__()\n"
+        "        self.linear = nn.Linear(spec.hidden_size, spec.hidden_size)\n"
+        "    def forward(self, x, positions=None, attn_mask=None):\n"
+        "        return x + self.linear(x)\n"
+        "def block(spec, layer):\n"
+        "    return Block(spec)\n"
+    )
+    plain = create_model(picture_configuration(tmp_path))
+    own = create_model(picture_configuration(tmp_path, [f"model.block={tmp_path / 'own.py'}:block"]))
+    encoder = {name: array for name, array in weights_of(plain).items() if name.startswith("vision.")}
+    found = weights_of(own)
+    own.engine.import_weights((name, encoder.get(name, array)) for name, array in found.items())
+    pixels = np.random.default_rng().integers(0, 256, (2, 16, 16, 3), np.uint8)
+    vectors = []
+    for made in (plain, own):
+        module = made.engine.model.vision
+        assert isinstance(module, ImageEncoder)
+        vectors.append(module.encode(torch.from_numpy(pixels)))
+    torch.testing.assert_close(vectors[1], vectors[0])

@@ -15,7 +15,7 @@ from vorox.backends.torch_engine.engine import TorchEngine, create
 from vorox.backends.torch_engine.huggingface_settings import resolve
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.config import load_config
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 
 VOCAB, LENGTH = 97, 24

@@ -6,10 +6,10 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,16 @@ import pytest
 import cache_corpus
 from cache_corpus import ByteTokenizer, corpus_of, recipe_for, small_corpus, work_of
 from crash_enumeration import crash_states, record
-from vorox.core import atomic
-from vorox.core.atomic import FileOperation, make_directory
 from vorox.core.errors import DataError
+from vorox.core.files import atomic
+from vorox.core.files.atomic import FileOperation, make_directory
+from vorox.core.files.file_holder import this_process
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.commit import commit_unit
 from vorox.data.cache.manifest import Manifest, chunk_path, planned_entry
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.recipe import RECIPE_NAME
+from vorox.data.recipe import RECIPE_NAME
 
 CORPUS = small_corpus(num_files=1, lines_per_file=21, lines_per_unit=7)
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
@@ -155,7 +156,9 @@ def test_files_of_dead_builders_are_removed_and_those_of_live_ones_stay(tmp_path
     kept, left = [], []
     for place in (tmp_path, tmp_path / "manifest", tmp_path / "quarantine", tmp_path / "chunks" / "01"):
         for process_id, names in ((dead.pid, left), (os.getpid(), kept)):
-            names.append(place / f".tmp-{socket.gethostname()}-{process_id}-0123abcd-name")
+            names.append(
+                atomic.temporary_name(place / "name", replace(this_process(), process_id=process_id, start=""))
+            )
             names[-1].write_bytes(b"half")
     build_corpus(tmp_path, corpus, recipe=RECIPE)
     assert [path for path in (*left, *kept) if path.exists()] == kept

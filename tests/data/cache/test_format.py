@@ -28,7 +28,7 @@ from vorox.data.cache.format import (
     encode_chunk,
 )
 
-ORIGIN = ChunkOrigin(unit=1234, part=1, num_parts=3, recipe=bytes(range(32)), source_set=bytes(range(32, 64)))
+ORIGIN = ChunkOrigin(part=1, num_parts=3, recipe=bytes(range(32)), source_set=bytes(range(32, 64)))
 
 
 def make_content(num_rows: int = 5, row_tokens: int = 33, dtype: str = "uint16", seed: int = 1) -> ChunkContent:
@@ -75,7 +75,7 @@ def test_chunks_round_trip(tmp_path_factory, num_rows, row_tokens, dtype, codec,
     record = write(path, content, codec=codec, block_rows=block_rows)
     chunk = Chunk.open(path)
     assert_equal(chunk.verify(), content)
-    assert chunk.record() == record
+    assert chunk.record(record.unit) == record
     assert chunk.origin == ORIGIN
     for row in range(num_rows):
         assert bytes(chunk.row(row)) == content.tokens_RC[row].tobytes()
@@ -88,9 +88,9 @@ def test_layout_is_the_documented_one(tmp_path):
     record = write(tmp_path / "a.psc", content, codec="lz4", block_rows=4)
     raw = (tmp_path / "a.psc").read_bytes()
     assert raw[:8] == b"\x89PSC\r\n\x1a\n"
-    assert struct.unpack_from("<HHI", raw, 8) == (1, 256, 0)
+    assert struct.unpack_from("<HHI", raw, 8) == (2, 256, 0)
     assert struct.unpack_from("<4B", raw, 16) == (2, 1, 0, 0)
-    assert struct.unpack_from("<IIIQII", raw, 20) == (33, 6, 4, 1234, 1, 7)
+    assert struct.unpack_from("<IIIQII", raw, 20) == (33, 6, 4, 0, 1, 7)
     payload, payload_bytes, index, index_bytes, segments, segments_bytes, documents, documents_bytes = (
         struct.unpack_from("<8Q", raw, 48)
     )
@@ -239,8 +239,7 @@ def test_any_change_of_the_content_changes_its_digest():
         digest(tokens_RC=tokens_RC),
         digest(segments_S3=segments_S3),
         digest(documents_D=documents_D),
-        digest(ChunkOrigin(1235, 1, 3, ORIGIN.recipe, ORIGIN.source_set)),
-        digest(ChunkOrigin(1234, 2, 3, ORIGIN.recipe, ORIGIN.source_set)),
+        digest(ChunkOrigin(2, 3, ORIGIN.recipe, ORIGIN.source_set)),
         digest(tokens_RC=make_content().tokens_RC.astype(np.uint32)),
     ]
     assert len(set(digests)) == len(digests)
@@ -255,7 +254,7 @@ def test_incompressible_rows_are_stored_raw(tmp_path):
     assert_equal(Chunk.open(tmp_path / "a.psc").content(), content)
 
 
-@pytest.mark.parametrize(("offset", "value"), [(8, 2), (17, 4), (12, 2), (18, 2)])
+@pytest.mark.parametrize(("offset", "value"), [(8, 3), (17, 4), (12, 2), (18, 2)])
 def test_files_of_a_later_version_are_refused_with_their_version(tmp_path, offset, value):
     path = tmp_path / "a.psc"
     write(path, make_content())
@@ -308,7 +307,7 @@ def test_a_chunk_matches_no_other_record(tmp_path):
     record = write(tmp_path / "a.psc", make_content())
     chunk = Chunk.open(tmp_path / "a.psc")
     assert chunk.matches(record)
-    for name in ("unit", "part", "rows", "tokens", "padding_tokens", "documents", "size_bytes"):
+    for name in ("part", "rows", "tokens", "padding_tokens", "documents", "size_bytes"):
         other = dataclasses.replace(record, **{name: getattr(record, name) + 1})
         assert not chunk.matches(other), name
     assert not chunk.matches(dataclasses.replace(record, content="00" * 32))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 
 from cache_corpus import build_corpus, recipe_for, small_corpus, work_of
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.files.atomic import temporary_name
+from vorox.core.files.file_holder import this_process
 from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.gc import find_caches, find_garbage, remove_cache, remove_garbage, remove_unused
 from vorox.data.cache.leases import Leases
@@ -22,8 +25,8 @@ from vorox.data.cache.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.replacement import replacing
 from vorox.data.cache.retention import PINS_NAME, pin, read_pins, unpin
-from vorox.data.plan import DataPlan
-from vorox.data.plan_events import PlanSource, PlanStart
+from vorox.data.order.plan import DataPlan
+from vorox.data.order.plan_events import PlanSource, PlanStart
 
 CORPUS = small_corpus()
 TRAIN, VALIDATION, OTHER = "text-train-0123456789ab-00112233", "text-validation-a-00112233", "text-train-b-44556677"
@@ -41,8 +44,9 @@ def test_only_unreferenced_files_without_a_holder_are_garbage(tmp_path: Path) ->
     digest = CacheReader.open(directory).digest
     assert find_garbage(tmp_path) == []
     dead, place = dead_process(), directory / "chunks" / "01"
-    left = place / f".tmp-{socket.gethostname()}-{dead}-0123abcd-u000000001-0.psc"
-    kept = place / f".tmp-{socket.gethostname()}-{os.getpid()}-0123abcd-u000000001-0.psc"
+    writer = replace(this_process(), process_id=dead, start="")
+    left = temporary_name(place / "u000000001-0.psc", writer)
+    kept = temporary_name(place / "u000000001-0.psc")
     for path in (left, kept):
         path.write_bytes(b"x" * 1000)
     extra = [chunk_path(directory, unit, part) for unit, part in ((1, 77), (3000, 0))]
@@ -52,7 +56,7 @@ def test_only_unreferenced_files_without_a_holder_are_garbage(tmp_path: Path) ->
     with Leases(directory) as leases:
         assert leases.acquire(3000)
         void = directory / "leases" / "u000000002"
-        void.write_text(f'{{"host": "{socket.gethostname()}", "pid": {dead}, "started": 0, "token": "t"}}')
+        void.write_text(json.dumps({**writer.to_json(), "token": "t"}))
         assert {item.path for item in find_garbage(tmp_path)} == {left, extra[0], void}
     found = find_garbage(tmp_path)
     assert {item.path for item in found} == {left, *extra, void}

@@ -97,7 +97,7 @@ def test_a_garbage_collected_builder_holds_no_lease(tmp_path: Path) -> None:
 
 def foreign(path: Path, age_seconds: float) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text('{"host": "elsewhere", "pid": 1, "started": 0, "token": "t"}')
+    path.write_text('{"host": "elsewhere", "pid": 1, "namespace": "1", "start": "", "token": "t"}')
     os.utime(path, (time.time() - age_seconds,) * 2)
 
 

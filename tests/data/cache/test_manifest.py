@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from cache_corpus import ByteTokenizer, recipe_for, small_corpus
 from processor_cost import cost
-from vorox.core.atomic import make_directory
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import make_directory
+from vorox.core.files.chained_log import HashChainedLog
 from vorox.data.cache.format import ChunkRecord, source_set_digest
 from vorox.data.cache.initialize import has_planned, planned_inputs, record_inputs
 from vorox.data.cache.manifest import (
@@ -29,7 +29,9 @@ from vorox.data.cache.manifest import (
     unit_entry,
 )
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.recipe import (
+from vorox.data.documents import SourceFile, Unit, UnitSpan
+from vorox.data.images.layout import ImageLayout
+from vorox.data.recipe import (
     RECIPE_NAME,
     UNITS_NAME,
     Recipe,
@@ -39,8 +41,6 @@ from vorox.data.cache.recipe import (
     read_units,
     write_recipe,
 )
-from vorox.data.documents import SourceFile, Unit, UnitSpan
-from vorox.data.image_layout import ImageLayout
 
 RECIPE = recipe_for(ByteTokenizer())
 
@@ -51,7 +51,7 @@ def chunk(unit: int, part: int = 0, rows: int = 7) -> ChunkRecord:
 
 
 def unit_of(unit: int, parts: Sequence[int]) -> dict:
-    statistics = UnitStatistics(unit, 5 + unit, 100, 90, unit % 3)
+    statistics = UnitStatistics(unit, 5 + unit, 100, 90, unit % 3, 80)
     return unit_entry(statistics, [chunk(unit, part, rows) for part, rows in enumerate(parts)])
 
 
@@ -77,6 +77,7 @@ def test_a_recipe_round_trips_and_its_digest_covers_every_value(tmp_path):
         "tokenizer": "other", "vocab_size": 300, "end_of_text_id": 7, "row_tokens": 65, "source": {"name": "x"},
         "split": {"name": "validation"}, "packing": "concat", "chunk_rows": 4096,
         "transforms": ({"function": "a:b", "version": 1, "args": {"least": 3}},), "images": ImageLayout(64),
+        "start_ids": (1, 2), "end_ids": (),
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Recipe)}
     digests = {RECIPE.digest, *(dataclasses.replace(RECIPE, **{name: v}).digest for name, v in changes.items())}
@@ -97,7 +98,7 @@ def test_recipe_digest_is_frozen():
     assert recipe.dtype == "uint32"
     assert dataclasses.replace(recipe, vocab_size=65536).dtype == "uint16"
     expected = (
-        '{"chunk_rows":4096,"dtype":"uint32","end_of_text_id":3,"format":"vorox-cache/2","packing":"best_fit",'
+        '{"chunk_rows":4096,"dtype":"uint32","end_of_text_id":3,"format":"vorox-cache/3","packing":"best_fit",'
         '"row_tokens":1025,"source":{"a":[1,null]},"split":{"b":"c"},"tokenizer":"t",'
         '"vocab_size":65537}'
     )
@@ -310,7 +311,7 @@ def test_a_rebuilt_log_is_followed_if_it_holds_the_same_content(tmp_path, recipe
 def test_a_repair_may_change_the_file_and_never_the_content(tmp_path):
     manifest = manifest_in(tmp_path, [planned_entry(2), unit_of(0, [8, 7]), unit_of(1, [5])])
     repaired = dataclasses.replace(chunk(0, 1, 7), size_bytes=77, file_sha256="ab" * 32)
-    entry = unit_entry(UnitStatistics(0, 5, 100, 90, 0), [chunk(0, 0, 8), repaired])
+    entry = unit_entry(UnitStatistics(0, 5, 100, 90, 0, 80), [chunk(0, 0, 8), repaired])
     after = manifest.commit(tmp_path, [entry])
     assert after.unit_chunks(0) == [chunk(0, 0, 8), repaired]
     assert after.content_digest(0, 2) == manifest.content_digest(0, 2)

@@ -24,12 +24,12 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import DataConfig, PipelineConfig, SourceConfig, TransformConfig
 from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.pipeline.duplicates import duplicates_path, read_unit_duplicates
+from vorox.data.cache.pipeline.first_pass import find_duplicates
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import BuildProgress
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
-from vorox.data.pipeline.duplicates import duplicates_path, read_unit_duplicates
-from vorox.data.pipeline.first_pass import find_duplicates
 from vorox.data.transforms.apply import TransformCount
 from vorox.data.transforms.identity import version
 from vorox.data.transforms.registry import check_transforms, recipe_of, resolve_transforms, transforms_of

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.core.files.chained_log import HashChainedLog
 from vorox.data.cache import verify as verify_module
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
@@ -243,7 +243,7 @@ def test_chunks_are_checked_concurrently(tmp_path: Path, monkeypatch: pytest.Mon
     together, original = threading.Barrier(2), Chunk.verify
 
     def verify(self: Chunk) -> object:
-        if self.header.unit != manifest.chunk(num_chunks - 1).unit or num_chunks % 2 == 0:
+        if self.header.content.hex() != manifest.chunk(num_chunks - 1).content or num_chunks % 2 == 0:
             together.wait(60)
         return original(self)
 

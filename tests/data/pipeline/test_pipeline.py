@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
-from vorox.data.pipeline import pipeline as pipeline_module
-from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
+from vorox.data.cache.pipeline import pipeline as pipeline_module
+from vorox.data.cache.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
 
 PATIENCE_SECONDS = 20.0
 
@@ -36,10 +36,17 @@ def numbers(count: int):
     return (Number(value) for value in range(count))
 
 
+OTHER_THREADS = ("vorox-storage", "vorox-checkpoint")
+
+
 def our_threads() -> list[str]:
-    """Return the threads of pipelines, without that of remote storage, which lives as long as the process."""
+    """Return the threads of pipelines.
+
+    Not that of remote storage, which lives as long as the process, and not those that write checkpoints: a run that
+    another test of this worker killed keeps its thread until it is collected.
+    """
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("vorox-") and name != "vorox-storage"]
+    return [name for name in names if name.startswith("vorox-") and not name.startswith(OTHER_THREADS)]
 
 
 def doubled(item: Number) -> Number:

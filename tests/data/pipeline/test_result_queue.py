@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventually import wait_until_blocked
-from vorox.data.pipeline.pipeline import ResultQueue
+from vorox.data.cache.pipeline.pipeline import ResultQueue
 
 PATIENCE_SECONDS = 20.0
 

@@ -77,6 +77,27 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     assert names(tmp_path / "real") == ["a.txt"]
 
 
+def test_what_vorox_wrote_into_a_folder_is_no_text_of_it(tmp_path: Path) -> None:
+    """Runs, caches and exports in the folder in which one works, and trains on; a path into one is still read."""
+    wrote = {
+        "runs/a-1": ("run.json", "config.yaml", "log.txt"), "old/runs/b-2": ("run.json", "config.yaml", "log.txt"),
+        "cache/views/x": ("RECIPE.json", "x.txt"), "model": ("MANIFEST.json", "config.json", "merges.txt"),
+        "mine": ("config.json", "run.txt"),
+    }  # fmt: skip
+    for folder, names in wrote.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name in names:
+            (tmp_path / folder / name).write_text("text")
+    expected = [str(tmp_path / "mine" / "run.txt")]
+    assert [file.uri for file in list_files(str(tmp_path), (".txt",))] == expected
+    assert [file.uri for file in list_files(str(tmp_path / "**" / "*.txt"), ())] == expected
+    for inside in ("runs/a-1", "runs/a-1/log.txt", "runs/a-1/*.txt"):
+        (found,) = list_files(str(tmp_path / inside), (".txt",))
+        assert found.uri == str(tmp_path / "runs/a-1/log.txt")
+    with pytest.raises(DataError, match="A path is empty"):
+        list_files("", (".txt",))
+
+
 @pytest.mark.parametrize(("name", "what"), [("missing", "No such file"), ("*.nothing", "No such file")])
 def test_missing_location_is_reported(tmp_path: Path, name: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +22,7 @@ from servers.hub import SIGNATURE
 from servers.recorded import Handler, Request, serving
 from servers.s3 import SECRET
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.data.storage import RetryPolicy, StoredFile, http, list_files, open_range, relative_name, retry_budget
 from vorox.data.storage.hub import resolve_commit
 
@@ -199,7 +203,9 @@ class TestAmazon:
         with fault_proxy(s3.url) as proxy, pointed_at(s3.environment(proxy.url)):
             files = list_files("s3://patterns/text/b-*", ())
             assert [file.uri[-7:] for file in files] == ["b-0.txt", "b-1.txt"]
-            assert "start-after=text%2Fb" in proxy.log.requests[0].path
+            listed = [request.path for request in proxy.log.requests if request.method == "GET"]
+            (searched,) = [path for path in listed if "prefix=text%2F&" in path]
+            assert "start-after=text%2Fb" in searched
 
     def test_a_forked_process_is_refused_instead_of_hanging(self, s3: object) -> None:
         program = (
@@ -448,3 +454,106 @@ def test_a_child_process_uses_its_own_connections(tmp_path: Path) -> None:
             [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60, check=True
         )
     assert done.stdout.split() == ["0", "10000"]
+
+
+COMMIT, BLOB = "a" * 40, "b" * 40
+ENTRY = {"type": "file", "path": "a.txt", "oid": BLOB, "size": 5}
+
+
+@contextlib.contextmanager
+def hub_that_answers(commit: bytes, files: bytes = b"[]", link: str = "") -> Iterator[None]:
+    """A hub whose revisions and lists of files are what a test wants."""
+
+    def respond(handler: Handler, request: Request) -> None:
+        is_list = "/tree/" in request.path
+        headers = {"Content-Type": "application/json"} | ({"Link": link} if is_list and link else {})
+        handler.send(request, 200, headers, files if is_list else commit)
+
+    with serving(respond) as (url, _), pointed_at({"HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}):
+        yield
+
+
+@pytest.mark.parametrize(
+    "answer", [b"[]", b"5", b"{}", b'{"sha": 5}', b'{"sha": "../../x"}', b"[" * 200_000, b'"' + b"x" * (1 << 20) + b'"']
+)
+def test_a_hub_whose_commit_is_none_is_refused(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_JSON_BYTES", 1 << 19)
+    with hub_that_answers(answer):
+        error = refused(lambda: list_files("hf://o/n", (".txt",)))
+    assert "Unexpected response from the server" in error.what or "is not JSON" in error.what
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": 1}, [5], [{"type": "file"}], [ENTRY | {"path": 5}], [ENTRY | {"size": "x"}], [ENTRY | {"size": -5}],
+        [ENTRY | {"size": 10**30}], [ENTRY | {"oid": "../x"}], [ENTRY | {"path": "a\nb.txt"}],
+        [ENTRY | {"path": "a\x1b]0;x\x07.txt"}],
+        [ENTRY | {"lfs": {"oid": BLOB}, "oid": 5}],
+    ],
+)  # fmt: skip
+def test_a_hub_whose_list_of_files_is_none_is_refused(entries: object) -> None:
+    with hub_that_answers(json.dumps({"sha": COMMIT}).encode(), json.dumps(entries).encode()):
+        what = refused(lambda: list_files("hf://o/n", (".txt",))).what
+    assert "Unexpected response from the server" in what or "is not JSON" in what
+
+
+@pytest.mark.parametrize("files", [[ENTRY], []])
+def test_a_list_of_files_that_does_not_end_is_refused(files: list[object]) -> None:
+    link = f'<http://hub/api/datasets/o/n/tree/{COMMIT}?cursor=1>; rel="next"'
+    with hub_that_answers(json.dumps({"sha": COMMIT}).encode(), json.dumps(files).encode(), link):
+        assert "does not end" in (what := refused(lambda: list_files("hf://o/n", (".txt",))).what) or "empty" in what
+
+
+@contextlib.contextmanager
+def web_that_answers(status: int, headers: dict[str, str], body: bytes) -> Iterator[str]:
+    with serving(lambda handler, request: handler.send(request, status, headers, body)) as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize("span", ["bytes 0-0/-5", f"bytes 0-0/{10**30}", "bytes 0-0/x", "bytes -1-0/5", "0-0/5", ""])
+def test_a_size_that_no_file_has_is_refused(span: str) -> None:
+    with web_that_answers(206, {"ETag": '"a"', "Content-Range": span}, b"x") as url:
+        assert "Content-Range" in refused(lambda: read(f"{url}/a.txt")).what
+
+
+@pytest.mark.parametrize("target", ["http://[::1", "http://[", "http://:x/"])
+def test_a_redirect_to_no_url_is_refused(target: str) -> None:
+    with web_that_answers(302, {"Location": target}, b"") as url:
+        refused(lambda: read(f"{url}/a.txt"))
+
+
+@pytest.mark.parametrize("name", ["a%0ab.txt", "a\x1b]0;P\x07.txt"])
+def test_a_link_with_control_characters_is_refused(name: str) -> None:
+    with web_that_answers(200, {"Content-Type": "text/html", "ETag": '"x"'}, f'<a href="{name}">x</a>'.encode()) as url:
+        assert "index page" in refused(lambda: list_files(f"{url}/", (".txt",))).what
+
+
+def test_a_tree_of_folders_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vorox.data.storage.web._MAX_FOLDERS", 20)
+    page = b'<a href="a/">a/</a><a href="b/">b/</a>'
+    with web_that_answers(200, {"Content-Type": "text/html", "ETag": '"x"'}, page) as url:
+        assert "more than 20 folders" in refused(lambda: list_files(f"{url}/", (".txt",))).what
+
+
+def test_a_name_that_becomes_private_after_the_check_of_its_redirect_is_not_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DNS rebinding: the check asks for a name without a port, connecting asks with one."""
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, port: Any = None, *arguments: Any, **options: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name not in {"public.test", "rebind.test"}:
+            return real(host, port, *arguments, **options)
+        if port:
+            return real("127.0.0.1", port, *arguments, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with serving(lambda handler, request: handler.send(request, 200, {"ETag": '"a"'}, b"secret")) as (inner, log):
+        target = inner.replace("127.0.0.1", "rebind.test") + "/a.txt"
+        with web_that_answers(302, {"Location": target}, b"") as url:
+            error = refused(lambda: read(url.replace("127.0.0.1", "public.test") + "/a.txt"))
+    assert "redirects to a private address" in error.what
+    assert not log.requests

@@ -15,7 +15,7 @@ import zstandard
 
 from servers import http_server
 from servers.recorded import Request
-from vorox.data.streaming import RemoteIterableDataset
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 from vorox.data.text import file_content
 
 KIBIBYTE = 1 << 10

@@ -16,7 +16,7 @@ import zstandard
 
 from servers import http_server
 from servers.web import WebServer
-from vorox.data.streaming import RemoteIterableDataset
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 from vorox.data.text import file_content
 
 UNIT_BYTES = 1 << 18

@@ -14,7 +14,7 @@ from tiny_runs import configuration
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.disk_budget import resident_units
 from vorox.data.cache.leases import DIRECTORY_NAME, Leases
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 from vorox.data.streaming import leading_process, stream
 from vorox.data.streaming.leading_process import PATIENCE_SECONDS, LeadingProcess
 

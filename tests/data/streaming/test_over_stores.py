@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from servers.four_stores import FourStores, four_stores
-from vorox.data.streaming import RemoteIterableDataset
+from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 
 pytestmark = pytest.mark.slow
 

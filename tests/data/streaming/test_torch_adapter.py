@@ -62,7 +62,7 @@ def test_each_worker_goes_on_from_its_own_state(tmp_path, straight, monkeypatch)
         num_workers = 3
         id = 0
 
-    monkeypatch.setattr("vorox.data.streaming.torch_adapter.get_worker_info", lambda: Info)
+    monkeypatch.setattr("vorox.data.dataset.torch_adapter.get_worker_info", lambda: Info)
     assert get_worker_info() is None
     for worker, taken in ((0, 5), (1, 8), (2, 0)):
         Info.id = worker

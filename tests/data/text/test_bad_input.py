@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import pickle
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from vorox.core.config import load_config
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
+from vorox.data.corpus.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
@@ -253,7 +256,7 @@ def zip_of(**members: bytes) -> bytes:
 
 
 ARCHIVES = {
-    "tar": (tar_of(a=b"some text\n"), "tar -xf"), "zip": (zip_of(a=b"some text\n"), "unzip"),
+    "tar": (tar_of(a=b"some text\n"), "images_field=file_name"), "zip": (zip_of(a=b"some text\n"), "unzip"),
     "warc": (b"WARC/1.0\r\nWARC-Type: warcinfo\r\nContent-Length: 3\r\n\r\nabc\r\n\r\n", "jsonl"),
     "xz": (lzma.compress(b"some text\n"), "xz -dc"), "bz2": (bz2.compress(b"some text\n", 1), "bzip2 -dc"),
     "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "7z x"), "rar": (b"Rar!\x1a\x07\x01\0", "unrar"),
@@ -262,8 +265,10 @@ ARCHIVES = {
     "tar before POSIX": (old_tar_of(a=b"some text\n"), "tar -xf"), "cpio": (b"070701" + b"0" * 104 + b"a\0", "cpio -i"),
     "arc": (b"filedesc://a.arc 0.0.0.0 20000101000000 text/plain 9\n1 0 X\n", "jsonl"),
     "numpy": (b"\x93NUMPY\1\0v\0{'descr': '<u2'}", "numpy.load"),
-    "UTF-16 without a mark": ("some text\n".encode("utf-16-le"), "iconv -f UTF-16LE"),
-    "UTF-16 of the other order": ("some text\n".encode("utf-16-be"), "iconv -f UTF-16BE"),
+    "pickle": (pickle.dumps({"text": "some text"}), "module pickle"),
+    "an old pickle": (pickle.dumps({"text": "some text"}, protocol=2), "module pickle"),
+    "UTF-16 without a mark": ("some text\n".encode("utf-16-le"), "data.sources.0.encoding=utf-16-le"),
+    "UTF-16 of the other order": ("some text\n".encode("utf-16-be"), "data.sources.0.encoding=utf-16-be"),
 }  # fmt: skip
 
 
@@ -403,7 +408,7 @@ def test_a_value_of_parquet_that_is_too_large_is_put_aside(tmp_path: Path) -> No
 
 
 def test_a_parquet_bomb_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vorox.data.text.formats.parquet._MIN_SUSPECT_BYTES", 1 << 24)
+    monkeypatch.setattr("vorox.data.text.formats.columnar._MIN_SUSPECT_BYTES", 1 << 24)
     table = pa.table({"text": pa.array(["x" * (1 << 20)] * 20)})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     assert "decompression bomb" in refusal(source(tmp_path, "parquet")).what
@@ -524,3 +529,31 @@ def test_a_folder_of_other_files_names_another_format_only(tmp_path: Path, endin
     """Files of unknown names read as txt where they are named one by one, such as code, need no other format."""
     (tmp_path / f"a{ending}").write_text("text\n")
     assert refusal(source(tmp_path, "txt")).hint == hint.format(folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_file_with_another_text_column_beside_others_is_not_a_reason_to_change_the_source(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, column in (("a", "text"), ("b", "text"), ("c", "body")):
+        rows = [{column: f"words of {name} {number}"} for number in range(200)]
+        path = folder / f"{name}.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        else:
+            path.write_text("\n".join([column, *(row[column] for row in rows)]) + "\n", encoding="utf-8")
+    file = tmp_path / "c.yaml"
+    file.write_text(json.dumps({
+        "data": {"sources": [{"name": "in", "format": kind, "paths": [str(folder)]}],
+                 "cache": {"directory": str(tmp_path / "cache")}},
+        "tokenizer": {"kind": "byte"}, "train": {"num_steps": 1},
+    }), encoding="utf-8")  # fmt: skip
+    with pytest.raises(DataError, match=r"no (column|field) 'text'") as caught:
+        prepare(load_config(file))
+    assert caught.value.where is not None
+    assert f"c.{kind}" in caught.value.where
+    assert "rename it in this one, move this one away, or give it a source of its own" in caught.value.hint

@@ -18,7 +18,7 @@ from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.cache.build import BuildOptions
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text import file_content
 from vorox.data.text.formats import record_blocks
@@ -180,7 +180,7 @@ def test_what_is_not_damage_stays_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(b"plain text that claims to be gzip")
     with pytest.raises(DataError, match="The file name declares gzip, but the content begins with"):
         records(tmp_path, "jsonl")
-    with pytest.raises(ConfigError, match="damaged_files 'keep_readable' means gzip and zstd files") as caught:
+    with pytest.raises(ConfigError, match="damaged_files 'keep_readable' means a format of text") as caught:
         source(tmp_path, "parquet")
     assert caught.value.where == "data.sources.damaged_files"
 

@@ -12,7 +12,7 @@ import pytest
 
 from servers import http_server
 from vorox.core.config import load_config
-from vorox.data.corpus import prepare
+from vorox.data.corpus.corpus import prepare
 from vorox.data.storage import cache_ranges, list_files, open_range
 from vorox.data.storage.reading import RANGE_CACHE
 

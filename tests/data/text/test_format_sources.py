@@ -22,7 +22,7 @@ from dataset_folders import arrow_stream, mds_shard
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
-from vorox.data.shard_format import write_shard
+from vorox.data.text.shard_format import write_shard
 from vorox.data.text.sources import Source, list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
@@ -98,7 +98,7 @@ def records(listed: Source, split: Any, validation: ValidationConfig, unit_bytes
     return [record for unit in units for record in UnitReader(listed, split, validation)(unit)]
 
 
-@pytest.mark.parametrize("split", ["file", "document", "tail"])
+@pytest.mark.parametrize("split", ["file", "document", "span"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_splits_are_disjoint_complete_and_independent_of_units(tmp_path: Path, form: str, split: str) -> None:
     expected: list[str] = []
@@ -150,7 +150,7 @@ def test_max_bytes_takes_whole_records_from_the_start(tmp_path: Path, form: str,
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "bin"])
-@pytest.mark.parametrize("split", ["file", "document", "tail"])
+@pytest.mark.parametrize("split", ["file", "document", "span"])
 def test_a_tokenizer_sees_all_of_the_training_text_and_nothing_else(tmp_path: Path, form: str, split: str) -> None:
     for n in range(10):
         write(tmp_path / f"{n}.{form}", [f"<{n}.{k}>" for k in range(60)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from vorox.core.errors import ConfigError
-from vorox.core.schema.data import DataConfig
+from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import BadRecord
-from vorox.data.shard_format import write_shard
 from vorox.data.text import holdout_selection
-from vorox.data.text.holdout import is_validation_name
+from vorox.data.text.holdout import file_split, is_validation_name
 from vorox.data.text.holdout_selection import describe_holdout, held_out_bytes, select_holdout
+from vorox.data.text.shard_format import write_shard
 from vorox.data.text.sources import Source, list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
@@ -42,19 +44,40 @@ def records(source: Source, split: Any) -> list[tuple[str, int]]:
     return [(source.relative_paths[record.file_index], record.byte_offset) for record in found]
 
 
+def bytes_of(source: Source, split: Any) -> int:
+    units = split_into_units(source, split, source.holdout, 64 << 20)
+    return sum(record.byte_length for unit in units for record in UnitReader(source, split, source.holdout)(unit))
+
+
 def write_lines(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps({"text": f"record {n} " * 5}) + "\n" for n in range(count)))
 
 
+def names_with(num_files: int, counts: dict[float, int], min_counts: dict[float, int] | None = None) -> dict[str, bool]:
+    """Names of which the hash holds out so many under each share; and whether it holds each out under the first."""
+    for salt in itertools.count():
+        names = [f"{salt}-{number}.txt" for number in range(num_files)]
+        found = {
+            share: [file_split(ValidationConfig(split="file", held_out_fraction=share), name) for name in names]
+            for share in (*counts, *(min_counts or {}))
+        }
+        held_out = {share: splits.count("validation") for share, splits in found.items()}
+        if all(held_out[share] == count for share, count in counts.items()) and all(
+            count <= held_out[share] <= num_files // 2 for share, count in (min_counts or {}).items()
+        ):
+            return {name: split == "validation" for name, split in zip(names, found[min(counts)], strict=True)}
+    raise AssertionError
+
+
 class TestTheDefault:
-    @pytest.mark.parametrize("num_files", [1, 2, 7, 60])
-    def test_of_few_texts_the_tails_are_held_out(self, tmp_path: Path, num_files: int) -> None:
+    @pytest.mark.parametrize("num_files", [1, 2, 7])
+    def test_of_few_texts_spans_are_held_out(self, tmp_path: Path, num_files: int) -> None:
         for n in range(num_files):
-            (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 400)
+            (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 40_000)
         source = held(tmp_path, "txt")
-        assert source.holdout.split == "tail"
-        assert len(records(source, "train")) == len(records(source, "validation")) == num_files
-        assert 0 < held_out_bytes(source) < source.size_bytes / 50
+        assert source.holdout.split == "span"
+        assert {path for path, _ in records(source, "validation")} == set(source.relative_paths)
+        assert held_out_bytes(source) == pytest.approx(source.size_bytes / 100, rel=0.05)
 
     @pytest.mark.parametrize("num_rows", [3, 80])
     def test_of_few_rows_of_a_parquet_file_more_are(self, tmp_path: Path, num_rows: int) -> None:
@@ -74,9 +97,8 @@ class TestTheDefault:
         if source.holdout.split == "document":
             share, what = len(validation) / (len(validation) + len(train)), "of the documents of s"
         else:
-            size = (tmp_path / "a.jsonl").stat().st_size
-            share, what = (size - validation[0][1]) / size, "of a.jsonl"
-        named = re.fullmatch(rf"(?:the last )?([\d.]+)% {what}", describe_holdout(source))
+            share, what = bytes_of(source, "validation") / (tmp_path / "a.jsonl").stat().st_size, "of it"
+        named = re.fullmatch(rf"(?:spans of a.jsonl, )?([\d.]+)% {what}", describe_holdout(source))
         assert named is not None, describe_holdout(source)
         assert float(named[1]) == pytest.approx(100 * share, abs=0.05)
         assert held_out_bytes(source) == pytest.approx(share * source.size_bytes, abs=1)
@@ -89,19 +111,58 @@ class TestTheDefault:
                 text = (tmp_path / f"{n}.jsonl").read_bytes()
                 (tmp_path / f"{n}.jsonl").unlink()
                 (tmp_path / f"{n}.jsonl.gz").write_bytes(gzip.compress(text))
-        assert describe_holdout(held(tmp_path, "jsonl", split="tail")) == (
-            "the ends of the 3 files of s, 33.3% of the text"
-        )
+        source = held(tmp_path, "jsonl", split="span", held_out_fraction=0.3)
+        total = bytes_of(source, "validation") + bytes_of(source, "train")
+        percent = 100 * bytes_of(source, "validation") / total
+        assert describe_holdout(source) == f"spans of the 3 files of s, {percent:.1f}% of the text"
 
     def test_one_that_takes_long_to_measure_is_said_to_be_about_the_configured_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_lines(tmp_path / "a.jsonl", 3)
-        monkeypatch.setattr(holdout_selection, "_MAX_MEASURED_TAILS", 0)
+        monkeypatch.setattr(holdout_selection, "_MAX_MEASURED_FILES", 0)
         monkeypatch.setattr(holdout_selection, "_PROBE_BYTES", 0)
-        assert describe_holdout(held(tmp_path, "jsonl", split="tail")) == "about the last 1% of a.jsonl"
+        assert describe_holdout(held(tmp_path, "jsonl", split="span")) == "spans of a.jsonl, about 1% of it"
         documents = held(tmp_path, "jsonl", split="document", held_out_fraction=0.5)
         assert describe_holdout(documents) == "about 50% of the documents of s"
+
+    def test_of_a_folder_of_some_texts_a_larger_share_of_whole_files_is(self, tmp_path: Path) -> None:
+        for n in range(120):
+            (tmp_path / f"{n}.md").write_text(f"line of {n}\n" * 400)
+        source = held(tmp_path / "*.md", "txt")
+        held_out = {path for path, _ in records(source, "validation")}
+        assert source.holdout.split == "file"
+        assert 2 <= len(held_out) <= 120 * 0.16
+        assert not held_out & {path for path, _ in records(source, "train")}
+
+    @pytest.mark.parametrize(
+        ("held_bytes", "train_bytes", "share"),
+        [(600, 100, 0.1), (601, 100, 0.2), (300, 1300, 0.1), (299, 1300, 0.2)],
+    )
+    def test_the_share_of_whole_files_is_within_a_factor_of_four(
+        self, tmp_path: Path, held_bytes: int, train_bytes: int, share: float
+    ) -> None:
+        """2 of 20 files: 1,200 of 3,000 bytes are 4 x 10%, 600 of 24,000 are 10% / 4; a byte more or less is not."""
+        for n, (name, is_held_out) in enumerate(names_with(20, {0.1: 2}, min_counts={0.2: 3}).items()):
+            (tmp_path / name).write_text(f"{n:04}" * (held_bytes // 4 + 1) if is_held_out else f"{n:04}" * 400)
+            os.truncate(tmp_path / name, held_bytes if is_held_out else train_bytes)
+        source = held(tmp_path, "txt", held_out_fraction=0.1)
+        assert (source.holdout.split, source.holdout.held_out_fraction) == ("file", share)
+
+    @pytest.mark.parametrize(
+        ("counts", "chosen"),
+        [
+            ({0.05: 2}, ("file", 0.05)), ({0.05: 1, 0.1: 2}, ("file", 0.1)), ({0.05: 1, 0.1: 1, 0.2: 2}, ("file", 0.2)),
+            ({0.05: 0, 0.1: 1, 0.2: 1}, ("span", 0.05)),
+        ],
+    )  # fmt: skip
+    def test_whole_files_are_two_at_least_of_up_to_four_times_the_share(
+        self, tmp_path: Path, counts: dict[float, int], chosen: tuple[str, float]
+    ) -> None:
+        for name in names_with(10, counts):
+            (tmp_path / name).write_text(f"a line of {name}\n" * 500)
+        source = held(tmp_path, "txt", held_out_fraction=0.05)
+        assert (source.holdout.split, source.holdout.held_out_fraction) == chosen
 
     def test_of_many_texts_whole_files_are(self, tmp_path: Path) -> None:
         for n in range(300):
@@ -114,10 +175,10 @@ class TestTheDefault:
         assert describe_holdout(source).startswith(f"{len(validation)} of 300 files of s")
 
     @pytest.mark.parametrize("count", [2, 3, 10, 500])
-    def test_of_records_documents_are_or_the_last_ones(self, tmp_path: Path, count: int) -> None:
+    def test_of_records_documents_are_or_spans(self, tmp_path: Path, count: int) -> None:
         write_lines(tmp_path / "a.jsonl", count)
         source = held(tmp_path, "jsonl")
-        assert source.holdout.split == ("document" if count == 500 else "tail")
+        assert source.holdout.split in ({"document"} if count == 500 else {"document", "span"})
         train, validation = records(source, "train"), records(source, "validation")
         assert train
         assert validation
@@ -163,7 +224,7 @@ class TestTheDefault:
             for n in range(count):
                 (tmp_path / f"{n}.txt").write_text(f"line of {n}\n" * 40)
             rules.add(held(tmp_path, "txt", grow=True, held_out_fraction=0.05).holdout.split)
-        assert rules == {"tail"}
+        assert rules == {"span"}
 
 
 @pytest.mark.parametrize("name", ["fineweb_val_000000.bin", "val.bin", "a/TinyStories_val.bin", "x-validation-1.bin"])

@@ -85,6 +85,14 @@ FILES = {
 }  # fmt: skip
 
 
+def test_of_a_folder_that_the_card_names_the_split_is_read(hub: HubServer) -> None:
+    card = b"---\nconfigs:\n- {config_name: default, data_dir: data}\n---\n"
+    names = {"data/train-0.parquet": rows("a"), "data/test-0.parquet": rows("b"), "more/train-0.parquet": rows("c")}
+    hub.commit(NAME, {"README.md": card, **names})
+    assert texts(source()) == ["a"]
+    assert texts(source(hf_split="test")) == ["b"]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -151,6 +159,17 @@ def test_without_a_card_the_names_do(
 ) -> None:
     hub.commit(NAME, {name: lines(name) for name in files})
     assert sorted(texts(source("jsonl", **options))) == sorted(files[index] for index in expected)
+
+
+def test_shards_of_several_splits_for_training_need_a_choice(hub: HubServer) -> None:
+    names = [f"data/{split}-00000-of-00001.jsonl" for split in ("train_sft", "train_gen", "test_sft")]
+    hub.commit(NAME, {name: lines(name) for name in names})
+    with pytest.raises(DataError, match="several splits for training: 'train_gen', 'train_sft'") as caught:
+        list_source(source("jsonl"))
+    assert "hf_split" in caught.value.hint
+    assert texts(source("jsonl", hf_split="train_gen")) == [names[1]]
+    hub.commit(NAME, {"data/train-00000-of-00001.jsonl": lines("itself")})
+    assert texts(source("jsonl")) == ["itself"]
 
 
 def test_missing_splits_and_folders_are_named(hub: HubServer) -> None:

@@ -17,8 +17,8 @@ from servers import FaultProxy, fault_proxy, http_server
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import Document, Record, TokenDocument
-from vorox.data.shard_format import write_shard
 from vorox.data.text import file_content
+from vorox.data.text.shard_format import write_shard
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.data.documents import BadRecord, Document
+from vorox.data.text.format_detection import detect_source
 from vorox.data.text.sources import Source, list_files, list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units
@@ -102,19 +104,52 @@ class TestListing:
         write(tmp_path, {"b.txt": "same", "a.txt": "same", "c.txt": "", "d.txt": "other"})
         assert [Path(file.uri).name for file in list_files(source(tmp_path))] == ["a.txt", "d.txt"]
 
+    def test_files_of_the_format_with_other_endings_are_named(self, tmp_path: Path) -> None:
+        files: dict[str, str | bytes] = {
+            "a.txt": "one",
+            "b.md": "two",
+            "c.md": "three",
+            "README.md": "read me",
+            "d.json": "{}",
+            "e.bin": "x",
+        }
+        write(tmp_path, files)
+        (note,) = list_source(source(tmp_path)).notes
+        assert f"leaves out files of {tmp_path}: 2 .md (add {tmp_path}/**/*.md to its paths" in note.text
+        assert not list_source(source([tmp_path, tmp_path / "**" / "*.md"])).notes
+        assert not list_source(source(tmp_path / "*.txt")).notes
+        write(tmp_path / "j", {"a.jsonl": '{"text": "a"}', "b.json": '{"text": "b"}', "c.txt": "c"})
+        (note,) = list_source(source(tmp_path / "j", "jsonl")).notes
+        assert ": 1 .json (" in note.text
+
+    def test_a_compressed_copy_beside_its_file_is_left_out_with_a_note(self, tmp_path: Path) -> None:
+        """As gzip -k and zstd leave it; another text of that name, and a file named itself, are read."""
+        line = b'{"text": "one"}\n'
+        packed, other = gzip.compress(line), gzip.compress(line.replace(b"one", b"two"))
+        write(tmp_path, {"a.jsonl": line, "a.jsonl.gz": packed, "b.jsonl.gz": other, "x/a.jsonl.gz": other + packed})
+        for paths in (tmp_path, tmp_path / "**" / "*.jsonl*"):
+            listed = list_source(source(paths, "jsonl"))
+            names = [file.uri.removeprefix(f"{tmp_path}/") for file in listed.files]
+            assert names == ["a.jsonl", "b.jsonl.gz", "x/a.jsonl.gz"]
+            assert [note.kind for note in listed.notes] == ["duplicates"]
+            assert "a.jsonl.gz" in listed.notes[0].text
+            assert "3 files" in detect_source([str(paths)]).summary
+        both = list_source(source([tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"], "jsonl"))
+        assert len(both.files) == 2
+
     def test_paths_that_overlap_name_a_file_once(self, tmp_path: Path) -> None:
         write(tmp_path, {"a.txt": "a", "sub/b.txt": "b"})
         overlapping = source([tmp_path / "sub", tmp_path, tmp_path / "a.txt"])
-        assert list_files(overlapping) == list_files(source(tmp_path))
+        found, expected = list_files(overlapping), list_files(source(tmp_path))
+        assert [(file.uri, file.version) for file in found] == [(file.uri, file.version) for file in expected]
 
     def test_places_are_relative_so_that_a_moved_folder_keeps_its_split(self, tmp_path: Path) -> None:
         files: dict[str, str | bytes] = {f"{n}.txt": f"text {n}\n" for n in range(40)}
         one, two = write(tmp_path / "one", files), write(tmp_path / "deep" / "two", files)
         assert list_source(source(one)).relative_paths == list_source(source(two)).relative_paths
         assert list_source(source(one)).digest == list_source(source(two)).digest
-        texts = [
-            [r.text for r in records(list_source(source(p)), "validation", rule("file", 0.3), 100)] for p in (one, two)
-        ]  # type: ignore[union-attr]
+        held_out = [records(list_source(source(p)), "validation", rule("file", 0.3), 100) for p in (one, two)]
+        texts = [[r.text for r in found] for found in held_out]  # type: ignore[union-attr]
         assert texts[0] == texts[1] != []
 
     @pytest.mark.parametrize("limit", [1, 5, 11, 12, 17, 18, 40, 10_000])
@@ -173,7 +208,7 @@ class TestListing:
 class TestSplits:
     """For every split and unit size: disjoint, complete, in order, and independent of the units."""
 
-    @pytest.mark.parametrize("split", ["file", "document", "tail"])
+    @pytest.mark.parametrize("split", ["file", "document", "span"])
     @pytest.mark.parametrize("form", ["txt", "jsonl"])
     @pytest.mark.parametrize("unit_bytes", [1, 64, 500, 1 << 20])
     def test_train_and_validation_are_disjoint_and_complete(
@@ -200,7 +235,7 @@ class TestSplits:
         by_place = {(r.file_index, r.byte_offset): r.ordinal for part in parts for r in part}
         assert [by_place[key] for key in sorted(by_place)] == [ordinal for _, ordinal in ordinals]
 
-    @pytest.mark.parametrize("split", ["file", "document", "tail"])
+    @pytest.mark.parametrize("split", ["file", "document", "span"])
     def test_json_records_do_not_depend_on_units(self, tmp_path: Path, split: str) -> None:
         lines = [json.dumps({"text": f"line {k}"}) if k % 7 else "{broken" for k in range(200)]
         write(tmp_path, {"a.jsonl": "\n".join(lines), "b.jsonl": "\n".join(lines[:50]) + "\n"})
@@ -220,16 +255,37 @@ class TestSplits:
             (tmp_path / "0000.txt").unlink()
             (tmp_path / "zzz.txt").unlink()
 
-    def test_tail_of_one_file_is_its_share_to_the_line(self, tmp_path: Path) -> None:
-        text = "".join(f"line {n:05}\n" for n in range(10_000))
+    def test_spans_of_one_file_are_its_share_to_the_line_and_spread_over_it(self, tmp_path: Path) -> None:
+        text = "".join(f"line {n:06}\n" for n in range(100_000))
         write(tmp_path, {"a.txt": text})
         listed = list_source(source(tmp_path))
-        (train,), (held_out,) = (records(listed, side, rule("tail", 0.1), 1 << 30) for side in ("train", "validation"))
-        assert isinstance(train, Document)
-        assert isinstance(held_out, Document)
-        assert train.text + held_out.text == text
-        assert abs(len(held_out.text) - len(text) * 0.1) <= 11
-        assert held_out.text.startswith("line ")
+        train, held_out = (records(listed, side, rule("span", 0.1), 1 << 30) for side in ("train", "validation"))
+        found: list[Document] = []
+        for document in (*train, *held_out):
+            assert isinstance(document, Document)
+            found.append(document)
+        assert "".join(one.text for one in sorted(found, key=lambda one: one.byte_offset)) == text
+        assert sorted(one.ordinal for one in found) == list(range(len(found)))
+        held_bytes = sum(one.byte_length for one in held_out)
+        assert abs(held_bytes - len(text) * 0.1) <= 12 * 2 * len(held_out)
+        assert all(one.text.startswith("line ") and one.text.endswith("\n") for one in found)
+        assert {4 * one.byte_offset // len(text) for one in held_out} == {0, 1, 2, 3}
+        assert held_out[-1].byte_offset + held_out[-1].byte_length < len(text)
+
+    def test_spans_do_not_depend_on_other_files(self, tmp_path: Path) -> None:
+        text = "".join(f"a line of number {n:05}\n" for n in range(2_000))
+        write(tmp_path, {"b.txt": text, "d.txt": text[::-1]})
+
+        def spans() -> set[tuple[str, int, int]]:
+            listed = list_source(source(tmp_path))
+            found = records(listed, "validation", rule("span", 0.05), 1 << 20)
+            return {(listed.relative_paths[one.file_index], one.byte_offset, one.byte_length) for one in found}
+
+        before = spans()
+        write(tmp_path, {"a.txt": text + "more\n", "c.txt": "short\n" * 50, "e.txt": text + "other\n"})
+        after = spans()
+        assert before < after
+        assert {name for name, _, _ in after - before} == {"a.txt", "c.txt", "e.txt"}
 
     def test_units_cover_about_as_much_text_as_asked(self, tmp_path: Path) -> None:
         write(tmp_path, {f"{n:03}.txt": "x" * 99 + "\n" + str(n) for n in range(200)})
@@ -268,7 +324,7 @@ class TestExcerpt:
             training_sample([replace(listed, holdout=validation)], [Fraction(1)], unit_bytes=5_000, budget_bytes=budget)
         )
 
-    @pytest.mark.parametrize("split", ["file", "document", "tail"])
+    @pytest.mark.parametrize("split", ["file", "document", "span"])
     @pytest.mark.parametrize("form", ["txt", "jsonl"])
     def test_nothing_held_out_is_seen_and_all_is_taken_when_it_fits(
         self, tmp_path: Path, split: str, form: str

@@ -107,7 +107,7 @@ def test_whoever_goes_on_cuts_what_the_first_would_have_cut(
     assert places == sorted(set(places)), "each ordinal once, ascending"
 
 
-@pytest.mark.parametrize("rule", ["document", "file", "tail"])
+@pytest.mark.parametrize("rule", ["document", "file", "span"])
 @pytest.mark.parametrize("form", ["jsonl", "txt", "csv"])
 def test_held_out_text_changes_nothing_of_that(tmp_path: Path, form: str, rule: str) -> None:
     validation = ValidationConfig.model_validate({"split": rule, "held_out_fraction": 0.3})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
+import random
 import shutil
 import sys
 from collections.abc import Iterator
@@ -356,3 +358,41 @@ class TestConfiguration:
         assert not off.is_fast
         assert on.fingerprint == off.fingerprint
         assert on.encode(TEXT).tolist() == off.encode(TEXT).tolist()
+
+
+def unigram(directory: Path) -> Any:
+    """A tokenizer like that of T5 or XGLM, whose model has the special tokens as pieces; written by its libraries."""
+    from tokenizers import Tokenizer as LibraryTokenizer
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    library: Any = LibraryTokenizer(models.Unigram())
+    library.normalizer = normalizers.NFKC()
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    library.decoder = decoders.Metaspace(prepend_scheme="always")
+    special = ["<pad>", "<unk>", "<s>", "</s>", "<end>"]
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
+    library.train_from_iterator([TEXT, "</> " * 20], trainer)
+    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>",
+        additional_special_tokens=["<end>"],
+    )  # fmt: skip
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+def test_special_pieces_of_a_unigram_model_are_text_in_text(tmp_path: Path) -> None:
+    theirs = unigram(tmp_path)
+    ours = make(kind="huggingface", path=str(tmp_path))
+    chooser = random.Random(seed := random.randrange(1 << 30))
+    for _ in range(200):
+        text = " ".join(chooser.choices([*TEXT.split()[:80], "zebra", "3", "日", "ﬁ"], k=chooser.randint(0, 12)))
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"], (seed, text)
+        assert ours.encode_as_transformers(text) == theirs(text)["input_ids"], (seed, text)
+    assert (ours.start_ids, ours.end_of_text_id) == ((2,), 3)
+    for text in ("a </s> b", "<s>", "<pad><end>", "\ufdd0\ufdd1</s>"):
+        assert theirs(text, add_special_tokens=False)["input_ids"] != ours.encode(text).tolist()
+        assert not {0, 2, 3, 4} & set(ours.encode(text).tolist()), text
+    assert "".join(theirs.convert_ids_to_tokens(ours.encode("a </s> b").tolist())) == "▁a▁</s>▁b", "its characters"
+    assert ours.encode_with_specials(["go<end>"])[0][0].tolist()[-1] == 4
+    assert pickle.loads(pickle.dumps(ours)).encode("a </s>").tolist() == ours.encode("a </s>").tolist()

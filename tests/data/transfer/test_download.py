@@ -16,11 +16,11 @@ import pytest
 from servers.environment import pointed_at
 from servers.faults import fault_proxy
 from servers.hub import SIGNATURE, HubServer, hub_server
-from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
-from vorox.core.file_holder import FileLock
-from vorox.data.shard_format import read_shard
+from vorox.core.files.atomic import FileOperation, observe
+from vorox.core.files.file_holder import FileLock
 from vorox.data.storage import RetryPolicy, retry_budget
+from vorox.data.text.shard_format import read_shard
 from vorox.data.transfer import download as module
 from vorox.data.transfer.download import DownloadReport, download
 
@@ -291,7 +291,7 @@ class TestRefusals:
     def test_too_little_disk_space_is_reported_first(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 65 << 20})())
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 65 << 20})())
         large(hub, 1000)
         download("hf://owner/set", tmp_path / "fits")
         large(hub, 3 * PIECE)

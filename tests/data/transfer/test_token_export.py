@@ -7,18 +7,18 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from vorox.core.atomic import FileOperation, observe
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.files.atomic import FileOperation, observe
+from vorox.core.files.staged_directory import verify_directory
 from vorox.core.schema import RunConfig
-from vorox.core.staged_directory import verify_directory
-from vorox.data.corpus import Corpus, prepare
+from vorox.data.corpus.corpus import Corpus, prepare
 from vorox.data.storage import local_path
 from vorox.data.tokenizers.loading import load
 from vorox.data.transfer.token_export import export_tokens
@@ -266,3 +266,44 @@ class TestRefusals:
             export_tokens(corpus, "bin", tmp_path / "new" / "out")
         assert str(chunk) in caught.value.where
         assert not (tmp_path / "new").exists()
+
+
+def one_and_more(text: str) -> list[str]:
+    """A transform that keeps the original, adds two other texts of it, and the original again."""
+    return [text, text.upper(), text[::2], text]
+
+
+def both(text: str) -> list[str]:
+    """A transform that keeps the original beside a text of the same size."""
+    return [text, text.upper()]
+
+
+@pytest.mark.parametrize(
+    ("form", "transform", "settings"),
+    [
+        *((form, one_and_more, {}) for form in ("bin", "npy", "mds")),
+        ("bin", both, {"chunk_rows": 3}),
+        ("bin", both, {"chunk_rows": 3, "packing": "concat"}),
+    ],
+)
+def test_all_texts_that_a_transform_makes_of_a_record_are_exported(
+    tmp_path: Path, form: Any, transform: Callable[[str], list[str]], settings: dict[str, Any]
+) -> None:
+    """Also two of equal size, in several chunks of a unit, and two that are equal."""
+    config = write_corpus(tmp_path)
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values["data"]["transforms"] = [{"name": f"{__name__}:{transform.__name__}"}]
+    values["data"]["cache"] |= {key: value for key, value in settings.items() if key == "chunk_rows"}
+    values["data"] |= {key: value for key, value in settings.items() if key == "packing"}
+    values["data"]["validation"] = {"held_out_fraction": 0.0}
+    values["tokenizer"] = {"kind": "byte"}
+    corpus = prepare(RunConfig.model_validate(values))
+    report = export_tokens(corpus, form, tmp_path / "out", splits=("train",))
+    lines = [line for name in ("wrap", "tokens") for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    texts = [text for line in lines for text in transform(json.loads(line)["text"])]
+    assert (report.documents, report.tokens) == (len(texts), sum(len(text.encode()) + 1 for text in texts))
+    if form == "bin":
+        end = corpus.tokenizer.end_of_text_id
+        tokens = np.concatenate([read_bin(path) for path in sorted((tmp_path / "out").glob("*.bin"))])
+        found = [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == end) + 1)[:-1]]
+        assert sorted(found) == sorted([*text.encode(), end] for text in texts)

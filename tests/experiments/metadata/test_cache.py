@@ -5,65 +5,86 @@ from __future__ import annotations
 import random
 import sqlite3
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from postgres_server import Postgres
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.installation import install_command
-from vorox.experiments.metadata import MetadataCache, Row
+from vorox.core.platform.installation import install_command
+from vorox.experiments.metadata import MetadataCache, Replacement
 from vorox.experiments.metadata import databases as databases_module
-from vorox.experiments.metadata.tables import CURRENT_VERSION, MIGRATIONS, TABLES
+from vorox.experiments.metadata.tables import CACHE_TABLES, RUN_TABLES, SCHEMA, VERSION, VERSION_TABLE
 
-RUN = {"run_id": "r", "directory": "/runs/r", "seed": 7, "global_batch_sequences": 4, "plan_digest": "d"}
+TABLES = RUN_TABLES | CACHE_TABLES
+
+
+class Row(NamedTuple):
+    """A row, whose first cell is its owner: the run or the cache."""
+
+    table: str
+    cells: tuple[Any, ...]
+
+
+def write(cache: MetadataCache, rows: Sequence[Row]) -> None:
+    """Replace all rows of the owners that the rows name, in the tables that they name."""
+    owned: dict[str, dict[str, list[tuple[Any, ...]]]] = defaultdict(lambda: defaultdict(list))
+    for table, cells in rows:
+        owned[cells[0]][table].append(cells)
+    for owner, tables in owned.items():
+        of = {table: "run_id" if table in RUN_TABLES else "cache" for table in tables}
+        cache.replace(
+            owner, [Replacement(table, f"{of[table]} = ?", (owner,), cells) for table, cells in tables.items()]
+        )
+
+
+def rows_of(target: Path | str, table: str) -> list[tuple[Any, ...]]:
+    return MetadataCache.query(target, f"SELECT * FROM {table}").rows
+
+
+def run(run_id: str = "r") -> Row:
+    return Row("run", (run_id, "/runs/r", 7, 4, "d"))
 
 
 def attempt(number: int, first: int, kept: int, last: int, *, newest: bool = False, run: str = "r", parent: Any = None):
-    counts = {"first_state": first, "kept_until": kept, "last_step": last}
-    places = {"first_position": first * 4, "kept_position": kept * 4, "last_position": last * 4}
-    named = {"run_id": run, "attempt": number, "parent": parent, "is_newest": int(newest)}
-    return Row("attempt", {**named, **counts, **places})
+    return Row("attempt", (run, number, parent, first, first * 4, kept, kept * 4, last, last * 4, int(newest)))
 
 
 def segment(number: int, first_epoch: int, num_epochs: int, num_rows: int, source: int = 0) -> Row:
-    key = {"run_id": "r", "source_index": source, "number": number}
-    return Row("segment", {**key, "first_epoch": first_epoch, "num_epochs": num_epochs, "num_rows": num_rows,
-                           "start_draw": 0})  # fmt: skip
+    return Row("segment", ("r", source, number, first_epoch, num_epochs, num_rows, 0))
 
 
-def sample(position: int, part: int, *, uri: str = "a.txt", num_tokens: int = 5, epoch: int = 0) -> Row:
-    place = {"run_id": "r", "position": position, "part": part, "step": position // 4 + 1, "slot": position % 4}
-    document = {"uri": uri, "ordinal": 3, "byte_offset": 10, "byte_length": 90, "first_token": 0, "row_token": 0}
-    return Row("sample", {**place, **document, "source": "s", "epoch": epoch, "cache_row": 1, "num_tokens": num_tokens})
+def sample(position: int, part: int, *, uri: str = "a.txt", num_tokens: int = 5, ordinal: int = 3) -> Row:
+    place = (position // 4 + 1, position % 4, "s", 0, 1)
+    return Row("sample", ("r", position, part, *place, uri, ordinal, 10, 90, 0, num_tokens, 0))
 
 
 def everything() -> list[Row]:
     """A run that crashed once, in all its tables."""
-    cache = {"cache": "s-train-1"}
-    event = {"run_id": "r", "number": 1, "kind": "start", "start_position": None, "payload": '{"kind":"start"}'}
-    exception = {"run_id": "r", "attempt": 2, "kind": "nonfinite_step", "first_step": 11, "last_step": 11}
-    unit = {"documents": 5, "text_bytes": 6, "tokens": 7, "quarantined": 0, "first_row": 0, "num_rows": 9}
-    chunk = {"num_rows": 9, "tokens": 7, "padding_tokens": 2, "documents": 5, "size_bytes": 99, "content": "c"}
     return [
-        Row("run", RUN),
-        Row("run_source", {"run_id": "r", "source_index": 0, "name": "s", "cache": "s-train-1"}),
-        Row("source_file", {**cache, "file_index": 0, "uri": "a.txt", "version": "v", "size_bytes": 100}),
-        Row(
-            "source_file",
-            {**cache, "file_index": 1, "uri": "größe '%s?\t\\.txt", "version": "v", "size_bytes": 1 << 50},
-        ),
-        Row("unit", {**cache, "unit": 0, **unit}),
-        Row("chunk", {**cache, "unit": 0, "part": 0, **chunk}),
-        Row("plan_event", {**event, "digest": "x"}),
+        run(),
+        Row("run_source", ("r", 0, "s", "s-train-1")),
+        Row("source_file", ("s-train-1", 0, "a.txt", "v", 100)),
+        Row("source_file", ("s-train-1", 1, "größe '%s?\t\\.txt", "v", 1 << 50)),
+        Row("unit", ("s-train-1", 0, 5, 6, 7, 0, 0, 9)),
+        Row("chunk", ("s-train-1", 0, 0, 9, 7, 2, 5, 99, "c")),
+        Row("plan_event", ("r", 1, "start", None, '{"kind":"start"}', "x")),
         attempt(1, 0, 8, 10),
         attempt(2, 8, 12, 13, newest=True, parent=1),
-        Row("exception", {**exception, "first_position": 40, "end_position": 44, "detail": "loss nan"}),
+        Row("exception", ("r", 2, "nonfinite_step", 11, 11, 40, 44, "loss nan")),
+        *(
+            Row("logged_step", ("r", number, step, 1.5, step / 8, float("inf"), 1e-3, 64.0, None))
+            for number, step in ((1, 8), (1, 10), (2, 10), (2, 13))
+        ),
+        Row("evaluation", ("r", 2, 8, 2.5, 0.25, 1.25, 0.5)),
         segment(0, 0, 2, 30),
         segment(1, 2, 1, 50),
         segment(2, 2, 1, 10),
         *(sample(position, part) for position in range(32, 40) for part in range(2)),
+        *(Row("abandoned_sample", ("r", 1, *sample(36, part, ordinal=9).cells[1:])) for part in range(2)),
     ]
 
 
@@ -71,7 +92,10 @@ QUESTIONS = {
     "consumed": "SELECT * FROM consumed ORDER BY attempt, first_step",
     "epochs": "SELECT * FROM epochs ORDER BY epoch",
     "samples": "SELECT position, part, attempt, outcome FROM samples ORDER BY position, part, attempt",
+    "abandoned": "SELECT part, ordinal, attempt, outcome FROM samples WHERE position = 36 ORDER BY attempt, part",
     "epoch_samples": "SELECT * FROM epoch_samples ORDER BY epoch, outcome",
+    "logged_steps": "SELECT * FROM logged_steps ORDER BY attempt, step",
+    "evaluations": "SELECT step, outcome FROM evaluations",
     "sum": "SELECT outcome, SUM(last_step - first_step + 1) AS steps FROM consumed GROUP BY outcome ORDER BY outcome",
     "files": "SELECT uri, size_bytes FROM source_file WHERE uri LIKE '%txt' ORDER BY uri DESC",
     "null": "SELECT start_position FROM plan_event",
@@ -88,7 +112,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[An
     """What SQLite says."""
     path = tmp_path_factory.mktemp("answers") / "metadata.sqlite"
     with MetadataCache(path) as cache:
-        cache.write(everything())
+        write(cache, everything())
     return {name: MetadataCache.query(path, question).rows for name, question in QUESTIONS.items()}
 
 
@@ -101,17 +125,24 @@ def test_what_is_said_of_a_crashed_run(answers: dict[str, Any]) -> None:
     assert answers["samples"][:4] == [
         (32, 0, 1, "rolled_back"), (32, 0, 2, "kept"), (32, 1, 1, "rolled_back"), (32, 1, 2, "kept"),
     ]  # fmt: skip
+    assert answers["abandoned"] == [
+        (0, 9, 1, "rolled_back"), (1, 9, 1, "rolled_back"), (0, 3, 2, "kept"), (1, 3, 2, "kept"),
+    ]  # fmt: skip
     assert answers["epoch_samples"] == [
         ("r", "s", 0, "kept", 8, 1, 80, 9, 10),
         ("r", "s", 0, "rolled_back", 8, 1, 80, 9, 10),
     ]
+    assert [(*row[1:3], row[-1]) for row in answers["logged_steps"]] == [
+        (1, 8, "kept"), (1, 10, "rolled_back"), (2, 10, "kept"), (2, 13, "open"),
+    ]  # fmt: skip
+    assert answers["evaluations"] == [(8, "kept")], "of the state that the attempt started from"
     assert answers["sum"] == [("kept", 12), ("open", 1), ("rolled_back", 2)]
     assert answers["nothing"] == []
 
 
 def test_both_answer_alike(target: Path | str, answers: dict[str, Any]) -> None:
     with MetadataCache(target) as cache:
-        cache.write(everything())
+        write(cache, everything())
     for name, question in QUESTIONS.items():
         found = MetadataCache.query(target, question)
         assert found.rows == answers[name], name
@@ -122,10 +153,24 @@ def test_both_answer_alike(target: Path | str, answers: dict[str, Any]) -> None:
 
 def test_every_table_gives_back_what_it_took(target: Path | str) -> None:
     with MetadataCache(target) as cache:
-        cache.write(everything())
-        found = [row for table in TABLES for row in cache.rows_of(table)]
-    assert sorted(found, key=lambda row: row.key) == sorted(everything(), key=lambda row: row.key)
+        write(cache, everything())
+    found = [Row(table, cells) for table in TABLES for cells in rows_of(target, table)]
+    assert sorted(found, key=repr) == sorted(everything(), key=repr)
     assert {row.table for row in everything()} == set(TABLES)
+
+
+def test_texts_and_numbers_that_a_database_cannot_store_are_stored_alike(target: Path | str) -> None:
+    """Records of a run may come from anyone; one of their values must not keep all others out."""
+    logged = ("r", 1, 5, float("nan"), float("-inf"), 1e308, 5e-324, float("nan"), None)
+    hostile = [("r", 1, "a\0b", 1 << 70, "'); DROP TABLE run; --", "\udcff%s?"), ("r", 2, "", -(1 << 70), "", "\n")]
+    with MetadataCache(target) as cache:
+        write(cache, [run(), Row("logged_step", logged), *(Row("plan_event", cells) for cells in hostile)])
+    limit = (1 << 63) - 1
+    assert sorted(rows_of(target, "plan_event")) == [
+        ("r", 1, "a\ufffdb", limit, "'); DROP TABLE run; --", "?%s?"), ("r", 2, "", -limit, "", "\n"),
+    ]  # fmt: skip
+    assert rows_of(target, "logged_step") == [("r", 1, 5, None, float("-inf"), 1e308, 5e-324, None, None)]
+    assert rows_of(target, "run") == [run().cells]
 
 
 def test_writing_again_changes_nothing_and_newer_rows_take_the_place(target: Path | str) -> None:
@@ -133,27 +178,62 @@ def test_writing_again_changes_nothing_and_newer_rows_take_the_place(target: Pat
     with MetadataCache(target) as cache:
         for seed in range(3):
             random.Random(seed).shuffle(rows)
-            assert cache.write(rows) == len(rows)
-        assert cache.write([attempt(2, 8, 9, 9, newest=True), attempt(2, 8, 20, 20, newest=True, parent=1)]) == 1
+            write(cache, rows)
+        assert {table: len(rows_of(target, table)) for table in TABLES} == {
+            table: sum(row.table == table for row in rows) for table in TABLES
+        }
+        write(cache, [attempt(1, 0, 8, 10), attempt(2, 8, 20, 20, newest=True, parent=1)])
     found = MetadataCache.query(target, "SELECT attempt, last_step, outcome FROM consumed ORDER BY 1, 2").rows
     assert found == [(1, 8, "kept"), (1, 10, "rolled_back"), (2, 20, "kept")]
 
 
 def test_a_write_counts_whole_or_not_at_all(target: Path | str) -> None:
     with MetadataCache(target) as cache:
-        broken = Row("attempt", {"run_id": "r", "attempt": 3})
         with pytest.raises(MetadataCache.errors(target)):
-            cache.write([Row("run", RUN), broken])
-        assert list(cache.rows_of("run")) == []
-        cache.write([Row("run", RUN)])
-        assert len(list(cache.rows_of("run"))) == 1
+            write(cache, [run(), Row("attempt", ("r", 3, *(None,) * 8))])
+        assert rows_of(target, "run") == []
+        write(cache, [run()])
+        assert len(rows_of(target, "run")) == 1
+
+
+def test_replacements_are_computed_by_one_writer_of_an_owner_at_a_time(target: Path | str) -> None:
+    """A writer that has read older records and is slow does not take newer rows away."""
+    record, is_read, go_on = [1], threading.Event(), threading.Event()
+
+    def export(waits: bool) -> None:
+        def replacements() -> Any:
+            step = record[0]
+            if waits:
+                is_read.set()
+                go_on.wait(20)
+            yield Replacement("attempt", "run_id = ?", ("r",), [attempt(1, 0, step, step, newest=True).cells])
+
+        with MetadataCache(target) as cache:
+            cache.replace("r", replacements())
+
+    MetadataCache(target).close()
+    slow = threading.Thread(target=export, args=(True,))
+    slow.start()
+    assert is_read.wait(20)
+    record[0] = 2
+    fast = threading.Thread(target=export, args=(False,))
+    fast.start()
+    fast.join(0.2)  # it waits for the slow one
+    go_on.set()
+    slow.join()
+    fast.join()
+    assert MetadataCache.query(target, "SELECT last_step FROM attempt").rows == [(2,)]
 
 
 def test_materialised_samples_replace_those_of_their_positions_only(target: Path | str) -> None:
+    def insert(cache: MetadataCache, first: int, end: int, rows: list[Row]) -> None:
+        condition = "run_id = ? AND position >= ? AND position < ?"
+        cache.replace("r", [Replacement("sample", condition, ("r", first, end), (row.cells for row in rows))])
+
     with MetadataCache(target) as cache:
-        cache.write([Row("run", RUN), attempt(1, 0, 25, 25, newest=True)])
-        assert cache.insert_samples("r", 0, 100, (sample(p, 0, uri="old") for p in range(100))) == 100
-        assert cache.insert_samples("r", 40, 60, [sample(p, part) for p in range(40, 60) for part in range(3)]) == 60
+        write(cache, [run(), attempt(1, 0, 25, 25, newest=True)])
+        insert(cache, 0, 100, [sample(p, 0, uri="old") for p in range(100)])
+        insert(cache, 40, 60, [sample(p, part) for p in range(40, 60) for part in range(3)])
     found = MetadataCache.query(
         target, "SELECT uri, COUNT(*) AS n, MIN(position) AS a FROM samples GROUP BY uri ORDER BY 1"
     )
@@ -162,11 +242,11 @@ def test_materialised_samples_replace_those_of_their_positions_only(target: Path
 
 def test_replace_and_remove_touch_one_run_only(target: Path | str) -> None:
     with MetadataCache(target) as cache:
-        cache.write([*everything(), attempt(1, 0, 3, 3, run="other"), Row("run", {**RUN, "run_id": "other"})])
-        cache.replace("segment", "r", [segment(0, 0, 1, 11)])
-        assert [row.values["num_rows"] for row in cache.rows_of("segment")] == [11]
+        write(cache, [*everything(), attempt(1, 0, 3, 3, run="other"), run("other")])
+        write(cache, [segment(0, 0, 1, 11)])
+        assert rows_of(target, "segment") == [segment(0, 0, 1, 11).cells]
         cache.remove_run("r")
-        left = {table: len(list(cache.rows_of(table))) for table in TABLES}
+    left = {table: len(rows_of(target, table)) for table in TABLES}
     assert {table: count for table, count in left.items() if count} == {
         "run": 1, "attempt": 1, "source_file": 2, "unit": 1, "chunk": 1,
     }  # fmt: skip
@@ -175,13 +255,8 @@ def test_replace_and_remove_touch_one_run_only(target: Path | str) -> None:
 # Versions
 
 
-def make_version(target: Path | str, version: int) -> None:
-    """A database as an older Vorox left it, with a run in it."""
-    statements = [statement for migration in MIGRATIONS[:version] for statement in migration]
-    statements += ["CREATE TABLE metadata_version (version BIGINT NOT NULL)",
-                   f"INSERT INTO metadata_version VALUES ({version})",
-                   "INSERT INTO run VALUES ('old', '/runs/old', 1, 2, 'd')",
-                   "INSERT INTO attempt VALUES ('old', 1, NULL, 0, 0, 5, 10, 5, 10, 1)"]  # fmt: skip
+def execute(target: Path | str, *statements: str) -> None:
+    """Execute statements, as another program does."""
     if isinstance(target, Path):
         with sqlite3.connect(target) as connection:
             for statement in statements:
@@ -191,51 +266,31 @@ def make_version(target: Path | str, version: int) -> None:
         import psycopg
 
         with psycopg.connect(target) as connection:
-            connection.execute("CREATE SCHEMA vorox")
+            connection.execute("CREATE SCHEMA IF NOT EXISTS vorox")
             connection.execute("SET search_path TO vorox")
             for statement in statements:
                 connection.execute(statement.encode())
 
 
-def test_an_old_database_is_brought_up(target: Path | str) -> None:
-    make_version(target, 1)
-    with pytest.raises(ConfigError, match="epochs"):
-        MetadataCache.query(target, "SELECT * FROM epochs")
-    with MetadataCache(target) as cache:
-        cache.write(everything())
-    assert MetadataCache.query(target, "SELECT version FROM metadata_version").rows == [(CURRENT_VERSION,)]
-    assert MetadataCache.query(target, "SELECT last_step FROM consumed WHERE run_id = 'old'").rows == [(5,)]
-    assert MetadataCache.query(target, "SELECT COUNT(*) AS n FROM epochs").rows == [(3,)]
-
-
-def test_a_newer_database_is_refused_and_left_alone(target: Path | str) -> None:
-    make_version(target, CURRENT_VERSION)
-    if isinstance(target, Path):
-        with sqlite3.connect(target) as connection:
-            connection.execute("UPDATE metadata_version SET version = 99")
-        connection.close()
-    else:
-        import psycopg
-
-        with psycopg.connect(target) as connection:
-            connection.execute("UPDATE vorox.metadata_version SET version = 99")
-    with pytest.raises(ConfigError, match="version 99"):
+@pytest.mark.parametrize("version", [3, 99])
+def test_a_database_of_another_version_is_refused_and_left_alone(target: Path | str, version: int) -> None:
+    execute(target, VERSION_TABLE, f"INSERT INTO metadata_version VALUES ({version})", "CREATE TABLE run (run_id TEXT)",
+            "INSERT INTO run VALUES ('old')")  # fmt: skip
+    with pytest.raises(ConfigError, match=f"has version {version}; this Vorox supports {VERSION}") as refused:
         MetadataCache(target)
+    assert "vorox data sql RUN --refresh" in refused.value.hint
     assert MetadataCache.query(target, "SELECT run_id FROM run").rows == [("old",)]
 
 
-def test_a_migration_that_fails_leaves_the_old_version(target: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_version(target, 1)
-    broken = (*MIGRATIONS[:1], (*MIGRATIONS[1][:3], "CREATE TABLE run (again BIGINT)"))
+def test_a_creation_that_fails_leaves_an_empty_database(target: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(databases_module, "MIGRATIONS", broken)
+        patch.setattr(databases_module, "SCHEMA", (*SCHEMA[:3], "CREATE TABLE run (again BIGINT)"))
         with pytest.raises(MetadataCache.errors(target)):
             MetadataCache(target)
-    assert MetadataCache.query(target, "SELECT version FROM metadata_version").rows == [(1,)]
     with pytest.raises(ConfigError):
-        MetadataCache.query(target, "SELECT * FROM segment")
+        rows_of(target, "run")
     MetadataCache(target).close()
-    assert MetadataCache.query(target, "SELECT COUNT(*) AS n FROM segment").rows == [(0,)]
+    assert rows_of(target, "metadata_version") == [(VERSION,)]
 
 
 def test_many_open_an_empty_database_at_once(target: Path | str) -> None:
@@ -245,7 +300,7 @@ def test_many_open_an_empty_database_at_once(target: Path | str) -> None:
         try:
             with MetadataCache(target) as cache:
                 for step in range(5):
-                    cache.write([attempt(1, 0, step, step, newest=True, run=f"run {number}")])
+                    write(cache, [attempt(1, 0, step, step, newest=True, run=f"run {number}")])
         except BaseException as error:
             failures.append(error)
 
@@ -273,13 +328,12 @@ WRITES = [
 
 def test_writes_are_refused_with_2(target: Path | str) -> None:
     with MetadataCache(target) as cache:
-        cache.write([Row("run", RUN)])
+        write(cache, [run()])
     for statement in WRITES:
         with pytest.raises(ConfigError) as refused:
             MetadataCache.query(target, statement)
         assert refused.value.exit_code == 2, statement
-    with MetadataCache(target) as cache:
-        assert [row.values for row in cache.rows_of("run")] == [RUN]
+    assert rows_of(target, "run") == [run().cells]
 
 
 @pytest.mark.parametrize(
@@ -297,14 +351,14 @@ def test_reading_may_be_written_in_many_ways(target: Path | str, statement: str)
 
 def test_only_the_first_rows(target: Path | str) -> None:
     with MetadataCache(target) as cache:
-        cache.write(everything())
+        write(cache, everything())
     assert len(MetadataCache.query(target, "SELECT * FROM sample", max_rows=3).rows) == 3
 
 
 def test_a_reader_does_not_keep_the_writer_out(target: Path | str) -> None:
     with MetadataCache(target) as cache:
         for number in range(20):
-            cache.write([attempt(1, 0, number, number, newest=True)])
+            write(cache, [attempt(1, 0, number, number, newest=True)])
             assert MetadataCache.query(target, "SELECT last_step FROM attempt").rows == [(number,)]
 
 

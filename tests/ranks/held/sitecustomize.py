@@ -1,6 +1,6 @@
 """Python runs this at its start where the folder is on its path: a process of a run then waits in step 9 for the test.
 
-It waits as long as the file that ``VOROX_TESTS_HOLD`` names is there, and names no other rank.
+It waits as long as the file that ``TESTS_HOLD`` names is there, and names no other rank.
 
 The save of step 4 is committed by then and the run is not at its end, however fast or busy the machine is.
 """
@@ -16,7 +16,7 @@ HELD_STEP = 8  # from 0
 
 if "RANK" in os.environ:
     engine: Any
-    if "backend=torch" in os.environ["VOROX_TESTS_SETTINGS"]:
+    if "backend=torch" in os.environ["TESTS_SETTINGS"]:
         from vorox.backends.torch_engine.engine import TorchEngine as engine
     else:
         from vorox.backends.jax_engine.engine import JaxEngine as engine
@@ -25,7 +25,7 @@ if "RANK" in os.environ:
 
     def _is_held() -> bool:
         try:
-            return Path(os.environ["VOROX_TESTS_HOLD"]).read_text() in {"", os.environ["RANK"]}
+            return Path(os.environ["TESTS_HOLD"]).read_text() in {"", os.environ["RANK"]}
         except FileNotFoundError:
             return False
 

@@ -11,9 +11,9 @@ from typing import Any
 from sitecustomize import _die_at
 
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models import sharded_snapshot
-from vorox.models.sharded_snapshot import ShardedSnapshot
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.stored import sharded_snapshot
+from vorox.models.stored.sharded_snapshot import ShardedSnapshot
 from vorox.training.checkpoints import writer as checkpoint_writer
 
 _snapshot, _commit = TorchEngine.snapshot, StagedDirectory.commit

@@ -1,6 +1,6 @@
 """Python runs this at its start where the folder is on its path: a rank then kills itself at named points, once each.
 
-``VOROX_TESTS_KILLS`` is a folder with a file ``RANK-POINT`` per kill; a rank that gets there removes its file first.
+``TESTS_KILLS`` is a folder with a file ``RANK-POINT`` per kill; a rank that gets there removes its file first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STEP, CHECKPOINT = 6, "step-00000008"
 
 
 def _die_at(point: str) -> None:
-    order = Path(os.environ["VOROX_TESTS_KILLS"]) / f"{os.environ['RANK']}-{point}"
+    order = Path(os.environ["TESTS_KILLS"]) / f"{os.environ['RANK']}-{point}"
     if order.exists():
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -25,13 +25,13 @@ if "RANK" in os.environ:
 
     distributed: Any
     engine: Any
-    if os.environ["VOROX_TESTS_BACKEND"] == "torch":
+    if os.environ["TESTS_BACKEND"] == "torch":
         from vorox.backends.torch_engine import distributed
         from vorox.backends.torch_engine.engine import TorchEngine as engine
     else:
         from vorox.backends.jax_engine import distributed
         from vorox.backends.jax_engine.engine import JaxEngine as engine
-    from vorox.core.staged_directory import StagedDirectory
+    from vorox.core.files.staged_directory import StagedDirectory
 
     _joined, _prepare, _train_step = distributed._joined, vorox.run.prepare, engine.train_step
     _commit = StagedDirectory.commit
@@ -57,7 +57,7 @@ if "RANK" in os.environ:
     distributed._joined, vorox.run.prepare, engine.train_step = joined, prepare, train_step
     StagedDirectory.commit = commit
 
-    if os.environ["VOROX_TESTS_BACKEND"] == "torch":
+    if os.environ["TESTS_BACKEND"] == "torch":
         import phases_of_a_save  # noqa: F401
 else:
     from vorox.cli import rank_launcher

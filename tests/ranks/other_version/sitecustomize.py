@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vorox.core import environment
+from vorox.core.platform import environment
 
 _package_versions = environment.package_versions
 environment.package_versions = lambda: {**_package_versions(), "jaxlib": "0.0.1"}

@@ -13,7 +13,7 @@ SLEEP_SECONDS = 0.6
 
 if "RANK" in os.environ:
     from vorox.backends.torch_engine.engine import TorchEngine
-    from vorox.training import rank_statistics
+    from vorox.training.loop import rank_statistics
 
     rank_statistics.WINDOW_SECONDS, rank_statistics.NUM_WINDOWS = 0.5, 2
     _train_step = TorchEngine.train_step

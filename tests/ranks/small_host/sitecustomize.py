@@ -1,6 +1,6 @@
 """Python runs this at its start where the folder is on its path: the host has little memory, and perhaps another name.
 
-``VOROX_TESTS_HOST_BYTES`` is the memory; with ``VOROX_TESTS_HOSTS``, every rank is on a host of its own.
+``TESTS_HOST_BYTES`` is the memory; with ``TESTS_HOSTS``, every rank is on a host of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _virtual_memory = psutil.virtual_memory
 
 
 def virtual_memory() -> Any:
-    return _virtual_memory()._replace(total=int(os.environ["VOROX_TESTS_HOST_BYTES"]))
+    return _virtual_memory()._replace(total=int(os.environ["TESTS_HOST_BYTES"]))
 
 
 psutil.virtual_memory = virtual_memory
-if "VOROX_TESTS_HOSTS" in os.environ:
+if "TESTS_HOSTS" in os.environ:
     socket.gethostname = lambda: f"host-{os.environ.get('RANK', '')}"

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vorox.core.extensions import load_function
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.rotary import RopeScaling, scale_frequencies
+from vorox.core.user_code.extensions import load_function
+from vorox.models.decoder.rotary import RopeScaling, scale_frequencies
+from vorox.models.decoder.spec import DecoderSpec
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array, "AttentionMask", "Dropout | None"], Array]

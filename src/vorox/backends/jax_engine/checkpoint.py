@@ -26,13 +26,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.core.engine import PartReport
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.installation import install_command
-from vorox.core.staged_directory import StagedDirectory, StagedPart
-from vorox.models import engine_state
-from vorox.models.array_reader import WEIGHTS, ArrayReader, Index
-from vorox.models.engine_state import EngineState, Snapshot
-from vorox.models.orbax_arrays import FOLDER
+from vorox.core.files.staged_directory import StagedDirectory, StagedPart
+from vorox.core.platform.installation import install_command
+from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader, Index
+from vorox.models.arrays.orbax_arrays import FOLDER
 from vorox.models.spec import ModelSpec
+from vorox.models.stored import engine_state
+from vorox.models.stored.engine_state import EngineState, Snapshot
 
 HOST_MEMORY = "pinned_host"
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vorox.backends.jax_engine import distributed
-from vorox.core.distributed_context import DistributedContext, Membership
+from vorox.core.ranks.distributed_context import DistributedContext, Membership
 
 _FLOAT_BYTES = 4
 

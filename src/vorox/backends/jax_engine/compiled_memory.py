@@ -20,10 +20,10 @@ from vorox.backends.jax_engine.inputs import batch_to_devices
 from vorox.backends.jax_engine.optim import State
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.batch_sizes import batch_sizes_of
-from vorox.core.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.memory_estimate import MemoryEstimate
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.planning.memory_estimate import MemoryEstimate
 
 _PROCESS_BYTES = 320 << 20
 _COMPILED_LAYER_BYTES = 28 << 20

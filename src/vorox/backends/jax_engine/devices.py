@@ -21,18 +21,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vorox.backends.jax_engine.attention import ATTENTION
 from vorox.backends.jax_engine.parameters import ParameterLayout
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.environment import processor_name, usable_cores
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
+from vorox.core.platform.environment import host_memory_bytes, processor_name, usable_cores
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.memory_advice import MemoryBudget
+from vorox.core.user_code.extensions import is_extension
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.planning.memory_advice import MemoryBudget
 
 _log = logging.getLogger("vorox.jax_engine")
 
@@ -99,7 +97,6 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    _check_supported(config)
     platform = _select_platform(config, dist)
     mesh = _mesh(config, platform)
     if config.model.num_experts is not None and mesh.size > 1:
@@ -110,11 +107,6 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     determinism = config.runtime.determinism
     if determinism == "auto":
         determinism = "bitwise" if platform == "cpu" else "data"
-    if determinism == "bitwise-any-world":
-        raise ConfigError(
-            "determinism = bitwise-any-world is not supported by the jax engine: XLA chooses the order of sums",
-            where="runtime.determinism", hint="use bitwise on the CPU, data on accelerators, or backend=torch",
-        )  # fmt: skip
     if determinism == "bitwise" and platform == "gpu":
         raise ConfigError(
             "determinism = bitwise is impossible with XLA on GPUs: it picks kernels by timing them",
@@ -135,71 +127,13 @@ def prepare(config: RunConfig, dist: DistributedContext) -> Compute:
     )
 
 
-def _check_supported(config: RunConfig) -> None:
-    if config.precision.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype = {config.precision.dtype} is not supported by the jax engine; it has {', '.join(DTYPES)}",
-            where="precision.dtype", hint="bf16 needs no loss scale and is as fast",
-        )  # fmt: skip
-    if config.runtime.num_threads is not None:
-        raise ConfigError(
-            f"num_threads = {config.runtime.num_threads} has no effect: XLA uses every core available to the process",
-            where="runtime.num_threads", hint="remove it, and limit the cores with `taskset -c 0-3`",
-        )  # fmt: skip
-    if config.optimizer.name not in ("adamw", "muon"):
-        raise ConfigError(
-            f"optimizer.name = {config.optimizer.name} is not supported by the jax engine; it has adamw, muon",
-            where="optimizer.name", hint="choose one of those, or set backend=torch",
-        )  # fmt: skip
-    only_torch = {
-        "model.mlp": config.model.mlp,
-        "model.block": config.model.block,
-        "train.forward_backward": config.train.forward_backward,
-        "train.embedding_noise": config.train.embedding_noise,
-        "loss.name": "dpo" if config.loss.name == "dpo" else None,
-        "parallel.kind": "deepspeed" if config.parallel.kind == "deepspeed" else None,
-        "runtime.cuda_graphs": config.runtime.cuda_graphs or None,
-    }
-    for key, value in only_torch.items():
-        if value is not None:
-            raise ConfigError(
-                f"{key} = {value} is not supported by the jax engine", where=key, hint="set backend=torch"
-            )
-    if config.model.layer_pattern is not None:
-        _check_pattern(config, config.model.layer_pattern)
-    kernel = config.model.attention_kernel
-    if is_extension(kernel) and config.model.dropout_fraction > 0:
-        raise ConfigError(
-            f"attention_kernel = {kernel} has no dropout in the jax engine", where="model.dropout_fraction",
-            hint="set it to 0, or backend=torch",
-        )  # fmt: skip
-    if config.runtime.device == "mps":
-        raise ConfigError(
-            "device = mps is not supported by the jax engine; it has cpu, cuda and tpu", where="runtime.device",
-            hint="set runtime.device=auto, or backend=torch",
-        )  # fmt: skip
-
-
-def _check_pattern(config: RunConfig, pattern: str) -> None:
-    if config.runtime.scan_layers:
-        raise ConfigError(
-            f"scan_layers = true needs equal layers; model.layer_pattern is {pattern}", where="runtime.scan_layers",
-            hint="set it to false",
-        )  # fmt: skip
-    if config.parallel.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size = {config.parallel.tensor_parallel_size} is not supported with model.layer_pattern="
-            f"{pattern}", where="parallel.tensor_parallel_size",
-            hint="use parallel.data_parallel_size or parallel.fsdp_size",
-        )  # fmt: skip
-
-
 def _select_platform(config: RunConfig, dist: DistributedContext) -> str:
     wanted = config.runtime.device
     num_devices = config.parallel.num_devices
     if dist.world_size == 1 and num_devices > 1 and wanted in {"auto", "cpu"}:
         with contextlib.suppress(RuntimeError):  # JAX is already initialised with a fixed number of devices
-            jax.config.update("jax_num_cpu_devices", num_devices)
+            set_before: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_num_cpu_devices", max(num_devices, set_before))
     present = jax.default_backend()
     if wanted == "auto":
         return present
@@ -235,12 +169,6 @@ def _select_attention(name: str, platform: str, mesh: Mesh) -> str:
         return "splash" if platform == "tpu" and mesh.size == 1 else "xla"
     if is_extension(name):
         return name
-    if name not in ATTENTION:
-        raise ConfigError(
-            f"attention_kernel = {name} is not supported by the jax engine; it has auto, "
-            f"{', '.join(sorted(ATTENTION))}",
-            where="model.attention_kernel", hint="auto picks the kernel for the device",
-        )  # fmt: skip
     needs = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
     if needs != platform:
         raise ConfigError(
@@ -347,7 +275,7 @@ def memory_budget(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> MemoryBud
     # A process without a device of the mesh is refused later (``data_shard``), with the same message on all processes.
     device = next(iter(mesh.local_devices), jax.local_devices()[0])
     stats = device.memory_stats() or {}
-    limit = psutil.virtual_memory().total if device.platform == "cpu" else stats.get("bytes_limit")
+    limit = host_memory_bytes() if device.platform == "cpu" else stats.get("bytes_limit")
     return MemoryBudget.of(config, spec, limit, num_devices=mesh.devices.size, device_kind=device.platform)
 
 

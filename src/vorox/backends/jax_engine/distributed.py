@@ -21,8 +21,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from vorox.core.batch import DataShard
-from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError
+from vorox.core.ranks.distributed_context import (
+    FOUND_BY_BACKEND,
+    DistributedContext,
+    Membership,
+    SealedChannel,
+    membership,
+)
+from vorox.core.ranks.rendezvous import is_loopback, loopback_interface
 from vorox.core.schema import RunConfig
 
 _START_SECONDS = 300
@@ -55,9 +62,15 @@ def _joined(device_ids: tuple[int, ...] | None, timeout_seconds: int = _START_SE
         if found.coordinator == FOUND_BY_BACKEND:
             jax.distributed.initialize()  # the cluster gives the devices too
         else:
+            host, _, port = found.free_address.rpartition(":")
+            bound = None
+            if is_loopback(host):
+                bound = f"{'[::1]' if ':' in host else '127.0.0.1'}:{port}"
+                _collect_on_loopback()
             jax.distributed.initialize(
-                found.free_address, found.world_size, found.rank, device_ids, initialization_timeout=timeout_seconds
-            )
+                found.free_address, found.world_size, found.rank, device_ids,
+                initialization_timeout=timeout_seconds, coordinator_bind_address=bound,
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
@@ -70,7 +83,17 @@ def _joined(device_ids: tuple[int, ...] | None, timeout_seconds: int = _START_SE
     client = distributed.global_state.client
     if client is None or jax.process_count() == 1:
         return DistributedContext()
-    return DistributedContext(jax.process_index(), jax.process_count(), _KeyValueStore(client), found.local_rank or 0)
+    channel = SealedChannel(_KeyValueStore(client))
+    return DistributedContext(jax.process_index(), jax.process_count(), channel, found.local_rank or 0)
+
+
+def _collect_on_loopback() -> None:
+    """Let gloo, which JAX uses for collectives on CPUs, listen on loopback only; JAX has no setting for it."""
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is not None and not isinstance(make, functools.partial):
+        _jax.make_gloo_tcp_collectives = functools.partial(make, interface=loopback_interface())
 
 
 def connect(config: RunConfig) -> DistributedContext:
@@ -120,7 +143,7 @@ def local_gpus(member: Membership, num_devices: int, num_listed: int) -> tuple[i
 
 
 class _KeyValueStore:
-    """``core.distributed_context.Channel`` over JAX's coordination service."""
+    """``core.ranks.distributed_context.Channel`` over JAX's coordination service."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -36,25 +36,19 @@ from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.profiler import JaxRecording
 from vorox.backends.jax_engine.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.taps import Taps
+from vorox.backends.jax_engine.user_part_probe import check_user_parts
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import TIMED_PRODUCTS, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.engine import TIMED_PRODUCTS, Engine, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models import engine_state
-from vorox.models.array_reader import WEIGHTS
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.engine_state import AVERAGE, EngineState, Snapshot
+from vorox.models.arrays.array_reader import WEIGHTS
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.input_checks import check_length, check_tokens
-from vorox.models.memory_advice import COPYING, READING, SAMPLING
 from vorox.models.spec import ModelSpec
+from vorox.models.stored import engine_state
+from vorox.models.stored.engine_state import AVERAGE, EngineState, Snapshot
 from vorox.models.weight_init import initial_weights
-
-CAPABILITIES = frozenset(
-    {
-        "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "muon",
-        "orbax", "profiler", "scan_layers", "sharding", "taps",
-    }
-)  # fmt: skip
+from vorox.planning.memory_advice import COPYING, READING, SAMPLING
 
 Array = jax.Array
 connect = distributed.connect
@@ -74,23 +68,22 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> JaxE
     budget = devices.memory_budget(config, spec, compute.mesh)
     budget.check_state()
     with devices.memory_errors("creating the model", budget):
+        with compute.precision():
+            check_user_parts(config, spec, compute.dtype)
         engine = JaxEngine(config, spec, compute)
         engine.import_weights(initial_weights(spec, config.run.seed))
         return engine
 
 
-class JaxEngine:
+class JaxEngine(Engine):
     """See ``core.engine.Engine``. Without weights, until ``import_weights`` or ``load``.
 
     Attributes:
-        data_shard: The part of each global batch that this process trains on.
-        taps: Functions attached to the residual stream.
         layout: The leaves of the parameter tree.
         state: Parameters and optimizer state on the devices.
     """
 
     name = "jax"
-    capabilities = CAPABILITIES
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
@@ -98,16 +91,20 @@ class JaxEngine:
         self.layout = ParameterLayout(spec, scanned=config.runtime.scan_layers)
         devices.check_divisible(self.layout, compute.mesh)
         self.data_shard = distributed.data_shard(compute.mesh)
-        self.taps = Taps(spec, self._reset_compiled)
+        self._taps = Taps(spec, self._reset_compiled)
         self._decoder = Decoder(
             self.layout, decoder_blocks(spec, attention.attention_kernel(compute.attention)),
-            attention.rotary_tables(spec), dtype=compute.dtype, taps=self.taps,
+            attention.rotary_tables(spec), dtype=compute.dtype, taps=self._taps,
             remat=config.train.activation_checkpointing, constrain=compute.constrain_rows,
         )  # fmt: skip
         self.optimizer = Optimizer(config.optimizer, config.train, self.layout)
         self._reset_compiled()
         self._products: dict[tuple[int, int, int], Callable[..., Array]] = {}
         self.compile_seconds, self._held = 0.0, devices.HeldMemory(compute)
+
+    @property
+    def taps(self) -> Taps:
+        return self._taps
 
     def _reset_compiled(self) -> None:
         """Drop compiled functions, which contain the attached taps."""
@@ -363,7 +360,7 @@ class JaxEngine:
         self.state = self.state._replace(params=params | average, weights_ema={leaf: params[leaf] for leaf in average})
 
     def fingerprint(self, like: str = "") -> str:
-        """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
+        """Return a digest of parameters and optimizer state (``models/arrays/fingerprint.py``)."""
         return engine_state.fingerprint(self._spec, self._engine_state(self.state), like)
 
     def device_stats(self) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from flax import nnx
 
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 
 Array = jax.Array
 

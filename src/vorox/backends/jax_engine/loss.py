@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from vorox.core.batch import IGNORED_LABEL
-from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import LossConfig
+from vorox.core.user_code.extensions import is_extension, load_function
 
 Array = jax.Array
 
@@ -97,7 +97,7 @@ def _objective(hidden_BcD: Array, labels_Bc: Array, head_VD: Array, config: Loss
     def total(values_Bc: Array) -> Array:
         return jnp.where(is_target_Bc, values_Bc, 0.0).sum()
 
-    is_correct_Bc = (target_Bc >= jax.lax.stop_gradient(logits_BcV).max(axis=-1)).astype(jnp.float32)
+    is_correct_Bc = (jnp.argmax(jax.lax.stop_gradient(logits_BcV), axis=-1) == labels_Bc).astype(jnp.float32)
     sums = LossSums(total(cross_entropy_Bc), total(jnp.square(log_partition_Bc)), total(is_correct_Bc), jnp.zeros(()))
     if not is_extension(config.name):
         return total(objective_Bc), sums

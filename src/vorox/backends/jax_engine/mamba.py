@@ -22,8 +22,8 @@ from vorox.backends.jax_engine.experts import Seen
 from vorox.backends.jax_engine.model import Attention, Block, ForwardContext, Linear, Mlp, stream_norm
 from vorox.backends.jax_engine.state_space import MambaState, causal_convolution, gated_norm, scan
 from vorox.backends.jax_engine.taps import Taps, moments
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.mamba import conv_channels, inner_channels
+from vorox.models.decoder.mamba import conv_channels, inner_channels
+from vorox.models.decoder.spec import DecoderSpec
 
 Array = jax.Array
 
@@ -50,7 +50,7 @@ class GatedNorm(nnx.Module):
 
 
 class Mamba(nnx.Module):
-    """See ``models/mamba.py`` for its parameters."""
+    """See ``models/decoder/mamba.py`` for its parameters."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         assert spec.mamba_num_heads is not None

@@ -29,8 +29,8 @@ from vorox.backends.jax_engine.attention import (
 from vorox.backends.jax_engine.experts import Experts, RouterStep, Seen
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
-from vorox.core.extensions import load_function
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.core.user_code.extensions import load_function
+from vorox.models.decoder.spec import DecoderSpec
 
 Array = jax.Array
 Constrain = Callable[[Array], Array]

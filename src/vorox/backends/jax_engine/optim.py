@@ -22,9 +22,9 @@ import optax
 
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.core.schema import OptimizerConfig, TrainConfig
-from vorox.models.engine_state import AVERAGE
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL
 from vorox.models.pruning import pruned_matrices
+from vorox.models.stored.engine_state import AVERAGE
 
 Array = jax.Array
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -22,8 +22,8 @@ from vorox.backends.jax_engine.distributed import to_host
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.schema import OptimizerConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.experts import split_expert
+from vorox.models.decoder.experts import split_expert
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.optimizer_groups import Group, common_group, optimizer_groups
 from vorox.models.spec import ParameterSpec
 

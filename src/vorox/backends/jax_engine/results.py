@@ -11,7 +11,7 @@ import numpy as np
 from vorox.backends.jax_engine.devices import memory_errors
 from vorox.backends.jax_engine.taps import statistics
 from vorox.core.engine import StepValues
-from vorox.models.memory_advice import MemoryBudget
+from vorox.planning.memory_advice import MemoryBudget
 
 _BITS = "gradient_bits/"
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.mamba import conv_channels
+from vorox.models.decoder.mamba import conv_channels
+from vorox.models.decoder.spec import DecoderSpec
 
 Array = jax.Array
 

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.engine import TapPoint
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.tap_points import POINTS, TapFunctions, decoder_points
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.decoder.tap_points import POINTS, TapFunctions, decoder_points
 
 MIXER_POINTS: tuple[TapPoint, ...] = ("block_input", "after_mlp")
 """Where a layer of ``model.layer_pattern`` is measured."""

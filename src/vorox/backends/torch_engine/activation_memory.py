@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vorox.backends.torch_engine import huggingface_model
 from vorox.backends.torch_engine.module_network import blocks
 from vorox.core.errors import ConfigError
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.huggingface_spec import HuggingFaceSpec
-from vorox.models.memory_estimate import FP32_BYTES
+from vorox.models.huggingface.adapter_spec import AdapterSpec
+from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.spec import SavedActivations
+from vorox.planning.memory_estimate import FP32_BYTES
 
 _RECURRENT_TOKENS = 32
 """Measured positions of a model without attention: its activations grow linearly, and it can be slow."""

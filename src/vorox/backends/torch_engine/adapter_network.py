@@ -22,7 +22,7 @@ from vorox.backends.torch_engine.module_table import named_tensors
 from vorox.backends.torch_engine.parameters import FlatParameters
 from vorox.core.engine import NamedArray
 from vorox.core.schema import RunConfig
-from vorox.models.adapter_spec import AdapterSpec
+from vorox.models.huggingface.adapter_spec import AdapterSpec
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.weight_init import initial_weights
 
@@ -30,6 +30,7 @@ from vorox.models.weight_init import initial_weights
 class AdapterNetwork(HuggingFaceNetwork):
     """See ``network.Network``."""
 
+    has_adapter = True
     _has_base = False
 
     def __init__(self, config: RunConfig, spec: AdapterSpec, compute: Compute, ranks: Ranks) -> None:
@@ -47,12 +48,10 @@ class AdapterNetwork(HuggingFaceNetwork):
         for name, array in huggingface_model.pretrained_weights(self._adapter_spec.base, directory):
             self._set_frozen(name, torch.from_numpy(array))
         self._has_base = True
-        self._is_separating = self._probe()
         return self.initial_weights(self._config.run.seed)
 
     @contextlib.contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Inside the block, the model computes what its base does."""
         with adapters.switched_off(self.module, self._adapter_spec):
             yield
 
@@ -95,20 +94,9 @@ class AdapterNetwork(HuggingFaceNetwork):
             else:
                 module._parameters[leaf] = parameter
 
-    def _probe(self) -> bool:
-        """Measure as without an adapter, but on the weights of the base and once they are known."""
-        return self._has_base and super()._probe()
-
-    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        with self._compute.autocast():
-            return super()._run_probe(tokens, positions, documents)
-
     @property
     def _weights_dtype(self) -> torch.dtype:
         return self._compute.dtype
-
-    def _randomise(self) -> None:
-        """Do nothing: the base has its weights."""
 
 
 def _owners(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

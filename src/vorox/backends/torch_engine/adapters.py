@@ -1,7 +1,7 @@
 """Adapters of linear layers through peft: which layers, where their parameters are, how they merge.
 
 ``inject`` puts adapters around linear layers of the blocks, on the meta device; ``peft`` computes them. Canonical names
-of their parameters equal those of a peft file (``models/adapter_spec.py``).
+of their parameters equal those of a peft file (``models/huggingface/adapter_spec.py``).
 
 Shape legend: R rank, K inputs, N outputs of a layer.
 """
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.huggingface_images import language_blocks
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.core.schema import RunConfig
-from vorox.models import adapter_spec
-from vorox.models.adapter_spec import Adapter, AdapterSpec
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface import adapter_spec
+from vorox.models.huggingface.adapter_spec import Adapter, AdapterSpec
+from vorox.models.huggingface.spec import HuggingFaceSpec
 
 _KEY = "adapter.target_modules"
 _NAME = "default"
@@ -88,8 +88,8 @@ def quantize(module: nn.Module, spec: AdapterSpec, dtype: torch.dtype) -> None:
         dtype: Precision of the matrix products.
     """
     layer_type = _library("bitsandbytes").nn.Linear4bit
-    for row in spec.base.rows:
-        if row.kind != "matrix":
+    for row in spec.base.parameters:
+        if not adapter_spec.is_quantized(row):
             continue
         name = row.name.removesuffix(".weight")
         layer = module.get_submodule(name)

@@ -28,9 +28,9 @@ from vorox.backends.torch_engine.document_attention import (
 )
 from vorox.backends.torch_engine.parallel.ring_mask import RingMask
 from vorox.core.batch import Int32Array
-from vorox.core.extensions import load_function
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.rotary import RopeScaling, scale_frequencies
+from vorox.core.user_code.extensions import load_function
+from vorox.models.decoder.rotary import RopeScaling, scale_frequencies
+from vorox.models.decoder.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)

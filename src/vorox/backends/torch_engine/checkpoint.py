@@ -1,4 +1,4 @@
-"""Saving and loading the training state as canonical arrays (``models/engine_state.py``).
+"""Saving and loading the training state as canonical arrays (``models/stored/engine_state.py``).
 
 Invariant: a loaded state has the fingerprint of the saved one.
 """
@@ -22,13 +22,13 @@ from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
-from vorox.models import engine_state
-from vorox.models.array_reader import WEIGHTS, ArrayReader, weight_entries
-from vorox.models.engine_state import EngineState, Snapshot
-from vorox.models.fingerprint import ELEMENTS, ElementSum, element_fingerprint, is_elementwise
+from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader, weight_entries
+from vorox.models.arrays.fingerprint import ELEMENTS, ElementSum, element_fingerprint, is_elementwise
 from vorox.models.optimizer_groups import Group
-from vorox.models.sharded_snapshot import ShardedSnapshot, ShardRows
 from vorox.models.spec import ModelSpec
+from vorox.models.stored import engine_state
+from vorox.models.stored.engine_state import EngineState, Snapshot
+from vorox.models.stored.sharded_snapshot import ShardedSnapshot, ShardRows
 
 _NOTHING = EngineState(weights=lambda: (), moments={}, moment_names={}, counters={})
 
@@ -63,7 +63,7 @@ def set_parameters(parameters: Parameters, weights: Iterable[NamedArray], spec: 
 
 def _copy(piece: Piece, array: np.ndarray[Any, Any]) -> None:
     with torch.no_grad():
-        piece.view.copy_(torch.from_numpy(np.ascontiguousarray(array[piece.place], dtype=np.float32)))
+        piece.view.copy_(torch.from_numpy(np.require(array[piece.place], np.float32, "C")))
 
 
 def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = False) -> EngineState:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vorox.backends.torch_engine import distributed
-from vorox.core.distributed_context import DistributedContext, Membership
+from vorox.core.ranks.distributed_context import DistributedContext, Membership
 
 _FLOAT_BYTES = 4
 

@@ -72,7 +72,7 @@ def _chunk_loss(
     if z_weight:
         values["squared_log_partition"] = log_partition_C.square()
     if count_correct:
-        values["num_correct"] = (target_C >= highest_C).float()
+        values["num_correct"] = (wide_CV.argmax(dim=1) == index_C).float()
     if kept_C is not None:
         gradient_CV = gradient_CV.where(kept_C[:, None], 0.0)
         values = {name: value_C.where(kept_C, 0.0) for name, value_C in values.items()}

@@ -15,14 +15,20 @@ from torch import Tensor
 from vorox.backends.torch_engine.state_space import MambaState
 from vorox.core.batch import Int32Array
 from vorox.core.errors import ConfigError
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 
 
 class KeyValueCache:
     """Keys and values of a fixed number of positions in every layer with attention, and the states of the others."""
 
     def __init__(
-        self, spec: DecoderSpec, batch_size: int, max_tokens: int, device: torch.device, dtype: torch.dtype
+        self,
+        spec: DecoderSpec,
+        num_kv_heads: int,
+        batch_size: int,
+        max_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         attention = [layer for layer in range(spec.num_layers) if spec.mixer(layer) in ("", "*")]
         self._index = {layer: index for index, layer in enumerate(attention)}
@@ -31,7 +37,7 @@ class KeyValueCache:
             for layer in range(spec.num_layers)
             if spec.mixer(layer) == "M"
         }
-        shape = (2, len(self._index), batch_size, spec.num_kv_heads, max_tokens, spec.head_dim)
+        shape = (2, len(self._index), batch_size, num_kv_heads, max_tokens, spec.head_dim)
         self._stored = torch.zeros(shape, device=device, dtype=dtype)
         self.num_tokens = 0
 

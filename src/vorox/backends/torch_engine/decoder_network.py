@@ -21,7 +21,6 @@ from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.direct_block import direct_blocks
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.document_attention import DocumentAttention
 from vorox.backends.torch_engine.dpo_loss import (
     PairSums,
     answer_log_probs,
@@ -37,35 +36,36 @@ from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
+from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optimizer_in_backward import flat_parameters
+from vorox.backends.torch_engine.parallel import decoder_plan
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel, ExpertParallelParameters
+from vorox.backends.torch_engine.parallel.rank_group import num_here
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
-from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
+from vorox.backends.torch_engine.parallel.share import share_of
 from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.user_block import UserBlock, block_values
+from vorox.backends.torch_engine.user_part_probe import check_user_parts, user_parts
 from vorox.backends.torch_engine.vision import ImageInputs, images_to_device
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.preference_pairs import find_pairs
-from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.core.schema import OptimizerConfig, ParallelConfig, RunConfig
+from vorox.models.decoder.document_separation import DocumentAttention, separation
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.decoder.tap_points import decoder_points
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.tap_points import decoder_points
 from vorox.models.weight_init import initial_weights
 
+_PROBE_LAYERS, _PROBE_VOCABULARY = 2, 64
 
-class DecoderNetwork:
+
+class DecoderNetwork(Network):
     """See ``network.Network``.
 
     Attributes:
-        module: The decoder.
-        parameters: Its parameters and gradients on this rank.
-        taps: Functions attached to the residual stream.
         loss: Head and loss.
         teach: Computes what the loss needs of a teacher (``train.distillation``).
     """
@@ -73,11 +73,15 @@ class DecoderNetwork:
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
         self.taps = Taps(decoder_points(spec))
-        self._parallel = TensorParallel.of(spec, ranks, divides_positions=config.parallel.sequence_parallel)
-        self._local = spec if self._parallel is None else self._parallel.local
+        self._share = share_of(
+            spec,
+            ranks,
+            partial(decoder_plan.tensor_plan, spec),
+            partial(decoder_plan.expert_plan, spec, ranks.expert_parallel_size),
+            divides_positions=config.parallel.sequence_parallel,
+        )
+        self._parallel = self._share.tensor_group
         self._positions = ContextParallel.of(ranks)
-        self.parameters: Parameters
-        self.module: nn.Module
         self.module, self._run = self._place()
         self._products = kernels.products(compute)
         self._run_block: RunBlock | None = None
@@ -88,15 +92,30 @@ class DecoderNetwork:
                 self._graphs = CudaGraphs(partial(self._pass, run_block=self._run_block))
         elif config.train.forward_backward is None:  # a step of the user may change the modules
             self._run_block = direct_blocks()
-        make_loss = FusedLinearLoss if self._parallel is None else partial(VocabularyLoss, self._parallel)
+        make_loss = FusedLinearLoss
+        if self._parallel is not None:
+            make_loss = partial(VocabularyLoss, self._parallel, spec.vocab_size)
         self.loss = make_loss(
-            config.loss, self._local.vocab_size, compute.device, self._products, compute.dtype,
+            config.loss, num_here(self._parallel, spec.vocab_size), compute.device, self._products, compute.dtype,
             count_correct=config.log.accuracy, distillation=config.train.distillation,
             choices=compute.choices if self._parallel is None else None,
         )  # fmt: skip
         self.teach: Callable[[Batch, int], TeacherOutput | TopLogits] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)
         self._routers = None if spec.num_experts is None else RouterMetrics(spec, config.loss, ranks)
+        self._check_user_parts()
+
+    def _check_user_parts(self) -> None:
+        """Check functions of the user before the parameters have values; see ``user_part_probe.py``."""
+        if self._config.precision.float8 is None:
+            check_user_parts(self._config, self._spec, self.parameters, self._probe_logits)
+        elif user_parts(self._config):
+            check_user_parts_alone(self._config, self._spec, self._compute)
+
+    @torch.no_grad()
+    def _probe_logits(self, batch: Batch) -> Tensor:
+        tokens_M, context = self._inputs(batch, 0, is_training=False)
+        return self._forward(tokens_M, context, self._head_logits)
 
     @property
     def is_random(self) -> bool:
@@ -105,11 +124,9 @@ class DecoderNetwork:
 
     @property
     def _separation(self) -> DocumentAttention:
-        """How documents and windows are separated; slices cannot be compiled, since their number changes."""
-        is_fused = self._config.model.attention_kernel in {"auto", "sdpa"} and self._spec.block is None
-        chosen = self._compute.choices.document_attention
-        is_possible = is_fused and self._spec.dropout_fraction == 0
-        return chosen if is_possible and not (chosen == "slices" and self._compute.compiled) else "mask"
+        """How documents and windows are separated."""
+        available = self._compute.choices.document_attention
+        return separation(self._spec, self._config, available, compiled=self._compute.compiled)
 
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
         """Yield initial weights; those of user blocks are the values of their modules."""
@@ -118,8 +135,8 @@ class DecoderNetwork:
 
     def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
         """Build this rank's share over flat buffers, or over shards if several ranks share it; return what runs it."""
-        config, spec, compute, parallel = self._config, self._local, self._compute, self._parallel
-        groups = optimizer_groups(self._spec, config.optimizer)
+        config, spec, compute, parallel = self._config, self._spec, self._compute, self._parallel
+        groups = optimizer_groups(spec, config.optimizer)
         attend = attention.attention_kernel(config.model.attention_kernel)
         if parallel is not None and self._positions is None:
             attend = attention.attend_with_share(attend, parallel.index, parallel.size)
@@ -127,26 +144,20 @@ class DecoderNetwork:
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
             model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
-        experts = ExpertParallel.of(spec.num_experts, self._ranks)
-        if experts is not None:
-            inner = ExpertParallelParameters(spec, groups, experts, compute.device)
-            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
-        elif self._ranks.fsdp_size == 1:
-            inner = flat_parameters(config, spec, groups, device=compute.device)
+        if self._ranks.num_fsdp_shards == 1:
+            inner = flat_parameters(config, spec, groups, device=compute.device, table=self._share.table)
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
-            inner, chosen = ShardedParameters(spec, groups, ranks=self._ranks), kernels.plain(compute)
+            inner = ShardedParameters(spec, groups, ranks=self._ranks, table=self._share.table)
+            chosen = kernels.plain(compute)
         chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
         chosen = float8_kernels(chosen, compute, config.precision)
-        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel, experts))
+        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+        self._share.divide(model, inner.modules)
         if isinstance(inner, ShardedParameters):
             reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload
             inner.shard(model, list(model.blocks), compute.dtype, reshard=reshard, offload=offload)
-        self.parameters = inner
-        if parallel is not None:
-            assert not isinstance(inner, ExpertParallelParameters)
-            division = Division.of_decoder(self._spec)
-            self.parameters = TensorParallelParameters(inner, self._spec, parallel, division)
+        self.parameters = self._share.place(inner, groups)
         return model, model
 
     def train(
@@ -256,7 +267,10 @@ class DecoderNetwork:
     ) -> TorchDecoder | PrefixDecoder:
         if self._spec.block is not None:  # it has no key/value cache
             return PrefixDecoder(torch.no_grad()(self.logits), batch_size, max_tokens)
-        cache = KeyValueCache(self._local, batch_size, max_tokens, self._compute.device, self._compute.dtype)
+        num_kv_heads = num_here(self._parallel, self._spec.num_kv_heads)
+        cache = KeyValueCache(
+            self._spec, num_kv_heads, batch_size, max_tokens, self._compute.device, self._compute.dtype
+        )
         return TorchDecoder(cache, max_tokens, partial(self._decode, images))
 
     @torch.no_grad()
@@ -286,7 +300,7 @@ class DecoderNetwork:
             multiply = F.linear if torch.is_grad_enabled() else self._products  # oneDNN's has no gradient
             return multiply(hidden_MD.to(dtype), head_VD.to(dtype)).float()
         part_MV = self._products(parallel.share(hidden_MD).to(dtype), head_VD.to(dtype)).float()
-        return parallel.join_logits(part_MV)
+        return parallel.join_columns(part_MV, self._spec.vocab_size)
 
     def _forward(
         self,
@@ -397,3 +411,20 @@ def build_decoder(parts: Parts) -> Decoder:
     if parts.spec.block is not None:
         return Decoder(parts, make_block=UserBlock)
     return Decoder(parts, make_block=Block if parts.spec.layer_pattern is None else MixerBlock)
+
+
+def check_user_parts_alone(config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
+    """Check functions of the user in a decoder of few layers on this rank, in the precision of ``precision.dtype``.
+
+    No rank of a pipeline has all blocks; and where a row is scaled by its largest element, all its positions meet.
+
+    Raises:
+        ConfigError: See ``user_part_probe.check_user_parts``.
+    """
+    layers = min(spec.num_layers, _PROBE_LAYERS)
+    types = None if spec.layer_types is None else spec.layer_types[-layers:]
+    vocabulary = min(spec.vocab_size, _PROBE_VOCABULARY)
+    small = replace(spec, num_layers=layers, layer_types=types, vocab_size=vocabulary)
+    plain = config.precision.model_copy(update={"float8": None})
+    alone = config.model_copy(update={"parallel": ParallelConfig(), "optimizer": OptimizerConfig(), "precision": plain})
+    DecoderNetwork(alone, small, compute, Ranks())

@@ -23,18 +23,17 @@ import psutil
 import torch
 
 from vorox.backends.torch_engine import barriers
-from vorox.backends.torch_engine.attention import ATTENTION
-from vorox.backends.torch_engine.document_attention import DocumentAttention, available_attention
+from vorox.backends.torch_engine.document_attention import available_attention
 from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices, available_choices
 from vorox.core.config.training_checks import FLOAT8
-from vorox.core.distributed_context import DistributedContext, membership
-from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
-from vorox.core.installation import install_command
+from vorox.core.platform.environment import host_memory_bytes, usable_cores
+from vorox.core.platform.installation import install_command
+from vorox.core.ranks.distributed_context import DistributedContext, membership
 from vorox.core.schema import PrecisionConfig, RunConfig
-from vorox.models.memory_advice import Devices, MemoryBudget
+from vorox.models.decoder.document_separation import DocumentAttention
 from vorox.models.spec import ModelSpec
+from vorox.planning.memory_advice import Devices, MemoryBudget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
@@ -95,7 +94,6 @@ def prepare(config: RunConfig) -> Compute:
     Raises:
         ConfigError: The machine or this engine cannot honour a setting.
     """
-    _check_supported(config)
     device = _select_device(config.runtime.device)
     dtype = _select_dtype(config.precision.dtype, device)
     float8 = _check_float8(config.precision, device)
@@ -123,31 +121,6 @@ def prepare(config: RunConfig) -> Compute:
         document_attention=attention,
         choices=available_choices(device, dtype, attention, compiled=config.runtime.compile),
     )
-
-
-def _check_supported(config: RunConfig) -> None:
-    """Refuse settings that only other engines support."""
-    others: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-        ("model.attention_kernel", config.model.attention_kernel, tuple(ATTENTION)),
-        ("train.activation_checkpointing", config.train.activation_checkpointing, ("none", "block", "dots")),
-        ("runtime.device", config.runtime.device, ("auto", "cpu", "cuda", "mps")),
-        ("runtime.scan_layers", config.runtime.scan_layers, (False,)),
-        ("checkpoint.format", config.checkpoint.format, ("safetensors",)),
-    )
-    for key, value, accepted in others:
-        if value not in accepted and not is_extension(value):
-            raise ConfigError(
-                f"{key} = {value} is not supported by the torch engine; it has {', '.join(map(str, accepted))}",
-                where=key,
-                hint="choose one of those, or set backend=jax",
-            )  # fmt: skip
-
-    if config.train.activation_checkpointing == "dots" and (config.runtime.compile or config.model.kind != "decoder"):
-        other = "runtime.compile=true" if config.runtime.compile else f"model.kind={config.model.kind}"
-        raise ConfigError(
-            f"activation_checkpointing = dots is not supported with {other}",
-            where="train.activation_checkpointing", hint="set it to block",
-        )  # fmt: skip
 
 
 def _select_device(name: str) -> torch.device:
@@ -381,7 +354,7 @@ def memory_budget(config: RunConfig, spec: ModelSpec, device: torch.device) -> M
     """
     memory_bytes = None if config.parallel.kind == "deepspeed" else _memory_bytes(device)
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return MemoryBudget.of(config, spec, memory_bytes, num_devices=count, device_kind=device.type, has_adamw_8bit=True)
+    return MemoryBudget.of(config, spec, memory_bytes, num_devices=count, device_kind=device.type)
 
 
 def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | None:
@@ -394,4 +367,4 @@ def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | N
 def _memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total if device.type == "cpu" else None
+    return host_memory_bytes() if device.type == "cpu" else None

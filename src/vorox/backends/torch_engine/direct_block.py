@@ -66,7 +66,7 @@ class BlockSteps:
             return None
         part, mlp = block.attention, block.mlp
         linears = [module for module in block.modules() if isinstance(module, Linear)]
-        is_direct = all(isinstance(linear.kernel, DirectLinear) for linear in linears) and part.parallel is None
+        is_direct = all(type(linear) is Linear and isinstance(linear.kernel, DirectLinear) for linear in linears)
         is_plain = part.query_norm is None and part.query_scale == 1
         has_kernels = part.attend is attention.sdpa and (mlp.up is None or mlp.activation in GELU_APPROXIMATIONS)
         return cls(block, mlp) if is_direct and is_plain and has_kernels else None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -24,12 +25,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from vorox.backends.torch_engine.store_channel import StoreChannel
 from vorox.core.batch import DataShard
-from vorox.core.distributed_context import FOUND_BY_BACKEND, DistributedContext, Membership, membership
 from vorox.core.errors import ConfigError, StalledError
+from vorox.core.ranks.distributed_context import (
+    FOUND_BY_BACKEND,
+    DistributedContext,
+    Membership,
+    SealedChannel,
+    membership,
+)
+from vorox.core.ranks.rendezvous import is_loopback, listen, loopback_interface
 from vorox.core.schema import RunConfig
 from vorox.core.schema.runtime import ParallelConfig
 
@@ -76,8 +83,11 @@ def _joined(found: Membership, start_timeout: timedelta, timeout: timedelta = TI
         torch.cuda.set_device((found.local_rank or 0) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        store, rank, world_size = next(_rendezvous(found, start_timeout))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=start_timeout)
+        store = _open_store(found, start_timeout)
+        assert found.rank is not None, "not found by the backend"
+        dist.init_process_group(
+            backend, store=store, rank=found.rank, world_size=found.world_size or 1, timeout=start_timeout
+        )
         cast("Any", dist).distributed_c10d._set_pg_timeout(timeout)  # has no public name
     except dist.DistStoreError as error:
         raise StalledError(
@@ -90,13 +100,25 @@ def _joined(found: Membership, start_timeout: timedelta, timeout: timedelta = TI
             f"The processes of the run cannot connect to each other: {str(error).splitlines()[0]}",
             where=found.coordinator, hint="rank 0 must be reachable at that address from all other ranks",
         ) from error  # fmt: skip
-    channel = StoreChannel(PrefixStore("vorox", store))
-    return DistributedContext(rank, world_size, channel, found.local_rank or 0)
+    channel = SealedChannel(StoreChannel(PrefixStore("vorox", store)))
+    return DistributedContext(found.rank, found.world_size or 1, channel, found.local_rank or 0)
 
 
-def _rendezvous(found: Membership, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    url = f"tcp://{found.coordinator}?rank={found.rank}&world_size={found.world_size}"
-    return cast("Iterator[tuple[Store, int, int]]", rendezvous(url, timeout=timeout))
+def _open_store(found: Membership, timeout: timedelta) -> Store:
+    """Open the key-value store of the ranks, served by rank 0 or by torchrun's agent.
+
+    On one machine, the store and the sockets of gloo and NCCL listen on loopback only.
+    """
+    host, _, port = found.coordinator.rpartition(":")
+    serves = found.rank == 0 and not found.agent_store
+    if is_loopback(host):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback_interface())
+    listening = listen(host, int(port), backlog=found.world_size or 1) if serves else None
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host.strip("[]"), int(port), found.world_size, serves, timeout,
+        multi_tenant=serves, master_listen_fd=None if listening is None else listening.detach(),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -120,8 +142,9 @@ class Ranks:
 
     Attributes:
         shard: The part of each global batch that this rank trains on.
-        data_parallel_size: Replicas of the model.
-        fsdp_size: Shards of one replica that train on different rows.
+        num_replicas: Replicas of the model, counted as parameters are held: ranks that divide positions are among them
+            (without FSDP2), those that divide experts are not.
+        num_fsdp_shards: Shards of one replica by FSDP2, with the ranks that divide positions.
         mesh: Mesh with the axes ``data`` and ``fsdp``, and ``pp`` and ``tp`` if the positions, layers or products of a
             replica are divided; ``None`` for a single process.
         is_exact: Whether no bit of a sum may depend on the number of ranks.
@@ -132,18 +155,17 @@ class Ranks:
         replica_group: The ranks of one replica; ``None`` for those of the axis ``fsdp``.
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
         pipeline_group: Those ranks, which read the same rows; ``None`` without a pipeline.
-        context_parallel_size: Ranks that each compute a part of the positions of the same rows. ``data_parallel_size``
-            or ``fsdp_size`` counts them as well.
+        context_parallel_size: Ranks that each compute a part of the positions of the same rows.
         context_group: Those ranks; ``None`` without context parallelism.
         context_parallel_kind: How they compute attention (``parallel.context_parallel_kind``).
         collective_time: Time spent in the sums below.
         expert_parallel_size: Ranks that divide the experts of a replica and train on different rows. They are
-            ``replica_group``, and the axis ``ep`` of the mesh; ``data_parallel_size`` does not count them.
+            ``replica_group``, and the axis ``ep`` of the mesh.
     """
 
     shard: DataShard = field(default_factory=DataShard)
-    data_parallel_size: int = 1
-    fsdp_size: int = 1
+    num_replicas: int = 1
+    num_fsdp_shards: int = 1
     mesh: DeviceMesh | None = None
     is_exact: bool = False
     tensor_parallel_size: int = 1
@@ -160,12 +182,12 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.num_shards
+        return self.num_replicas * self.num_shards
 
     @property
     def num_shards(self) -> int:
         """Ranks that share one replica."""
-        size = self.fsdp_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        size = self.num_fsdp_shards * self.tensor_parallel_size * self.pipeline_parallel_size
         return size * self.expert_parallel_size
 
     @property
@@ -183,7 +205,7 @@ class Ranks:
         """Index of this rank's shard within its replica."""
         if self.expert_parallel_size > 1:
             return self.expert_index
-        part = self.pipeline_index * self.fsdp_size + self.fsdp_index
+        part = self.pipeline_index * self.num_fsdp_shards + self.fsdp_index
         return part * self.tensor_parallel_size + self.tensor_index
 
     @property
@@ -216,7 +238,7 @@ class Ranks:
 
     def sum_over_replicas(self, *tensors: Tensor) -> None:
         """Add the tensors of the ranks that have the same part of a replica, in place."""
-        if self.mesh is not None and self.data_parallel_size > 1:
+        if self.mesh is not None and self.num_replicas > 1:
             with self.collective_time.measured():
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=self.mesh.get_group("data"))
@@ -274,7 +296,7 @@ class Ranks:
         others: dict[str, str | int | bool] = {name: size for name, size in sizes.items() if size > 1}
         if self.context_parallel_kind != "ulysses":
             others["context_parallel_kind"] = self.context_parallel_kind
-        fsdp_size = self.fsdp_size // self.context_parallel_size if self.fsdp_size > 1 else 1
+        fsdp_size = self.num_fsdp_shards // self.context_parallel_size if self.num_fsdp_shards > 1 else 1
         return {"num_devices": self.world_size, "num_processes": self.world_size, "fsdp_size": fsdp_size, **others}
 
     def sum_counts(self, *counts: float) -> list[float]:

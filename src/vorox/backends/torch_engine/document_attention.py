@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.core.batch import Int32Array
+from vorox.models.decoder.document_separation import DocumentAttention
 
-DocumentAttention = Literal["mask", "slices", "varlen"]
 VARLEN_HEAD_MULTIPLE = 8
 """The kernel needs heads of a multiple of so many elements; others are filled with zeros."""
 

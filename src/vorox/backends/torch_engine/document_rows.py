@@ -33,13 +33,19 @@ class DocumentGroup:
     is_token_GL: npt.NDArray[np.bool_]
 
 
-def group_documents(tokens_BT: Int32Array, labels_BT: Int32Array, segments_BT: Int32Array) -> Iterator[DocumentGroup]:
-    """Yield the documents of a micro-batch, longest first. Padding of rows (segment 0) is dropped."""
+def group_documents(
+    tokens_BT: Int32Array, labels_BT: Int32Array, segments_BT: Int32Array, *, max_documents: int | None = None
+) -> Iterator[DocumentGroup]:
+    """Yield the documents of a micro-batch, longest first, in groups of at most ``max_documents``.
+
+    Padding of rows (segment 0) is dropped.
+    """
     num_positions = segments_BT.size
     spans = sorted(_spans(segments_BT), key=lambda span: (span[0] - span[1], span))
     while spans:
         longest = spans[0][1] - spans[0][0]
-        group, spans = spans[: num_positions // longest], spans[num_positions // longest :]
+        size = min(num_positions // longest, max_documents or num_positions)
+        group, spans = spans[:size], spans[size:]
         tokens_GL = np.zeros((len(group), longest), np.int32)
         labels_GL = np.full((len(group), longest), IGNORED_LABEL, np.int32)
         is_token_GL = np.zeros((len(group), longest), np.bool_)

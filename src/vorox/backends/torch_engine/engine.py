@@ -41,33 +41,26 @@ from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwor
 from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
 from vorox.backends.torch_engine.results import TorchStepResult, gradient_bits
-from vorox.backends.torch_engine.taps import ActivationStatistics
+from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
 from vorox.backends.torch_engine.user_model import UserNetwork
 from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import AnyImages, Batch, Int32Array
-from vorox.core.distributed_context import DistributedContext
-from vorox.core.engine import TIMED_PRODUCTS, Decoder, EvalValues, NamedArray, NonfiniteOrigin
+from vorox.core.engine import TIMED_PRODUCTS, Decoder, Engine, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.preference_pairs import count_pairs
+from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.divisibility import check_divisible
-from vorox.models.engine_state import Snapshot
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface.adapter_spec import AdapterSpec
+from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.input_checks import check_length, check_tokens
-from vorox.models.memory_advice import COPYING, READING, SAMPLING
 from vorox.models.module_spec import UserSpec
-from vorox.models.sharded_snapshot import ShardedSnapshot
 from vorox.models.spec import ModelSpec
+from vorox.models.stored.engine_state import Snapshot
+from vorox.models.stored.sharded_snapshot import ShardedSnapshot
+from vorox.planning.memory_advice import COPYING, READING, SAMPLING
 
-__all__ = ["CAPABILITIES", "TorchEngine", "connect", "create"]
-
-CAPABILITIES = frozenset(
-    {
-        "activation_checkpointing", "activation_statistics", "bf16", "compile", "document_mask", "dropout", "fp16",
-        "muon", "profiler", "taps",
-    }
-)  # fmt: skip
+__all__ = ["TorchEngine", "connect", "create"]
 
 
 def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> TorchEngine:
@@ -85,42 +78,44 @@ def create(config: RunConfig, spec: ModelSpec, dist: DistributedContext) -> Torc
     layout = ranks(config, dist, compute.device)
     gradient_sums.check(config, layout)
     pipeline_schedule.check(config, layout)
-    cuda_graphs.check(config, spec, compute, layout.world_size)
+    cuda_graphs.check(config, compute, layout.world_size)
     with devices.memory_errors("creating the model", budget):
         return TorchEngine(config, spec, compute, layout)
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """See ``core.engine.Engine``.
 
     Attributes:
-        data_shard: The part of each global batch that this rank trains on.
-        taps: Functions attached to the residual stream.
         model: The modules.
         parameters: Parameters and gradients.
         optimizer: Update rule and its state.
-        teacher_fingerprint: Identifies the teacher; empty without one.
-        collective_time: Time that this host has spent in sums over ranks.
     """
 
     name = "torch"
-    capabilities = CAPABILITIES
-    teacher_fingerprint = ""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks | None = None) -> None:
         self._config, self._spec, self.compute = config, spec, compute
         self._ranks = ranks if ranks is not None else Ranks()
-        self.data_shard, self.collective_time = self._ranks.shard, self._ranks.collective_time
+        self.data_shard = self._ranks.shard
         self._memory = devices.memory_budget(config, spec, compute.device)
         self._statistics = ActivationStatistics() if config.log.activation_statistics else None
         self._user_step, self._products = load_step(config.train.forward_backward), kernels.products(compute)
         self._network = _network(config, spec, compute, self._ranks)
-        self.model, self.parameters, self.taps = self._network.module, self._network.parameters, self._network.taps
+        self.model, self.parameters = self._network.module, self._network.parameters
         checkpoint.set_parameters(self.parameters, self._network.initial_weights(config.run.seed), spec)
         self._reference = ReferenceModel(self._network) if config.loss.name == "dpo" else None
         self.optimizer = make_optimizer(config, spec, self.parameters, compute, self._ranks)
         self._held = held_memory.HeldMemory(compute.device, self._network, self.optimizer, self._reference)
         self._buckets = gradient_buckets.create(config, self.parameters, self._ranks, compute.choices)
+
+    @property
+    def taps(self) -> Taps:
+        return self._network.taps
+
+    @property
+    def collective_seconds(self) -> float:
+        return self._ranks.collective_time.seconds
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -130,10 +125,10 @@ class TorchEngine:
         """Run forward, backward and update over all micro-batches of the step."""
         check_tokens(batch, self._spec)
         with devices.memory_errors("training", self._memory):
-            self.taps.measure(self._statistics)
             (num_examples,) = self._ranks.sum_counts(self._num_examples(batch))
             count = max(1, int(num_examples) // self._ranks.context_parallel_size)  # ranks of a group count the same
             references = self._reference.answer_log_probs(batch) if self._reference is not None else None
+            self.taps.measure(self._statistics)  # of the policy, not of the reference
             self.optimizer.begin_step(lr=lr, weight_decay=weight_decay, max_loss=max_loss)
             try:
                 sums = self._train_micro_batches(batch, count, references)
@@ -159,7 +154,7 @@ class TorchEngine:
     ) -> dict[int, LossSums | PairSums]:
         """Run forward and backward of all micro-batches; return their loss sums by index."""
         num_passes, sums = len(batch.tokens_ABT), dict[int, LossSums | PairSums]()
-        if isinstance(self._network, (PipelineNetwork, HuggingFacePipeline)):
+        if self._network.has_stages:
             for _ in gradient_sums.accumulate(self.parameters, self._ranks, 1):
                 sums |= self._network.train_all(
                     batch, scale=self.parameters.gradient_divisor / count, loss_scale=self._loss_scale,
@@ -313,43 +308,31 @@ class TorchEngine:
         self.optimizer.reset()
 
     def import_pretrained(self, directory: Path) -> None:
-        """Replace all parameters by the weights of a transformers directory (``model.kind: huggingface``).
-
-        With an adapter, they replace its frozen base, and the adapter is initialised.
-        """
-        assert isinstance(self._network, HuggingFaceNetwork)
         self.import_weights(self._network.pretrained_weights(directory))
 
     def freeze_reference(self) -> None:
-        """Make the current weights the reference of DPO; with an adapter, its base stays it."""
         assert self._reference is not None
         self._reference.freeze()
 
     def reference_fingerprint(self) -> str:
-        """Return the hash of the reference of DPO; empty for the base of an adapter, which its spec identifies."""
         assert self._reference is not None
         return self._reference.fingerprint()
 
     def set_teacher(self, spec: ModelSpec, weights: Iterable[NamedArray]) -> None:
-        """Train towards the predictions of a frozen model (``train.distillation``)."""
         with devices.memory_errors("loading the teacher", self._memory):
             self.teacher_fingerprint = teacher.attach(self._network, self._config, spec, self.compute, weights)
 
     def set_stored_teacher(self, identity: str) -> None:
-        """Train towards the logits that batches carry (``train.distillation.logits``)."""
         self.teacher_fingerprint = teacher.attach_stored(self._network, self.compute.device, identity)
 
     def exchange_average(self) -> None:
-        """Exchange the parameters and their moving average (``train.ema_decay``)."""
         self.optimizer.exchange_average()
 
     def merged_weights(self) -> Iterator[NamedArray]:
-        """Yield the weights of the base of an adapter with the adapter merged into them, in fp32."""
-        assert isinstance(self._network, AdapterNetwork)
         return self._network.merged_weights()
 
     def fingerprint(self, like: str = "") -> str:
-        """Return a digest of parameters and optimizer state (``models/fingerprint.py``)."""
+        """Return a digest of parameters and optimizer state (``models/arrays/fingerprint.py``)."""
         return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks, like)
 
     def device_stats(self) -> Mapping[str, float]:

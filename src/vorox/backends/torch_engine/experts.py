@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.kernels import Kernels, activation
-from vorox.backends.torch_engine.parallel.expert_parallel import Compute, ExpertParallel, Permute
+from vorox.backends.torch_engine.parallel.expert_parallel import Compute, ExpertGroup, Permute
 from vorox.core.schema import LossConfig
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,24 @@ class _Weight(nn.Module):
 
 
 class Experts(nn.Module):
-    """Takes the place of the MLP in a block."""
+    """Takes the place of the MLP in a block.
 
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        parameters: Mapping[str, nn.Parameter],
-        kernels: Kernels,
-        layer: int,
-        parallel: ExpertParallel | None = None,
-    ) -> None:
+    Attributes:
+        num_experts: Experts of the block on all ranks.
+        parallel: The ranks that divide them.
+    """
+
+    parallel: ExpertGroup | None = None
+
+    def __init__(self, spec: DecoderSpec, parameters: Mapping[str, nn.Parameter], kernels: Kernels, layer: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.mlp"
         assert spec.num_experts is not None
         assert spec.experts_per_token is not None
-        self._layer, self._num_experts, self._num_chosen = layer, spec.num_experts, spec.experts_per_token
+        self._layer, self.num_experts, self._num_chosen = layer, spec.num_experts, spec.experts_per_token
         self._normalizes = spec.normalize_expert_weights
         self._gate, self._gate_kind, self._grouped = kernels.gate, spec.activation, kernels.grouped
         self._activate = None if spec.is_gated else activation(spec.activation)
-        self._parallel = parallel
         self._into = "gate_up" if spec.is_gated else "up"
         self.router = _Weight(parameters[f"{name}.router.weight"])
         self.experts = nn.ModuleDict(
@@ -83,8 +82,8 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, step: RouterStep | None) -> Tensor:
         weights_MK, experts_MK = self._route(x_MD, step)
-        compute = self._compute if self._parallel is None else partial(self._parallel.run, self._compute)
-        y_MKD = apply_experts(x_MD, experts_MK, self._num_experts, compute)
+        compute = self._compute if self.parallel is None else partial(self.parallel.run, self._compute)
+        y_MKD = apply_experts(x_MD, experts_MK, self.num_experts, compute)
         return (y_MKD * weights_MK[..., None].to(y_MKD.dtype)).sum(1)
 
     def _compute(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
@@ -113,7 +112,7 @@ class Experts(nn.Module):
         The load-balancing loss of a token is ``E x sum over experts of f_e p_e``, with ``f_e`` the share of the choices
         of the micro-batch that fell on an expert (Switch, arXiv 2101.03961, equation 4).
         """
-        ids_E = torch.arange(self._num_experts, device=experts_MK.device)
+        ids_E = torch.arange(self.num_experts, device=experts_MK.device)
         chosen_ME = (experts_MK[..., None] == ids_E).sum(1)
         square_M = logits_ME.logsumexp(-1).square()
         if step.kept_M is not None:
@@ -122,7 +121,7 @@ class Experts(nn.Module):
             square_M = square_M.masked_fill(~step.kept_M, 0.0)
         load_E = chosen_ME.sum(0).float()
         share_E = load_E / load_E.sum().clamp(min=1)
-        balance = self._num_experts * (share_E * probabilities_ME.sum(0)).sum()
+        balance = self.num_experts * (share_E * probabilities_ME.sum(0)).sum()
         square = square_M.sum()
         step.measured[self._layer] = torch.cat([load_E, torch.stack([balance, square]).detach()])
         return step.config.load_balancing_weight * balance + step.config.router_z_loss_weight * square

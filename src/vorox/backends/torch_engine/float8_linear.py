@@ -23,7 +23,7 @@ from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels
 from vorox.core.config.training_checks import FLOAT8
 from vorox.core.errors import ConfigError
-from vorox.core.library_logs import silence_torchao
+from vorox.core.platform.library_logs import silence_torchao
 from vorox.core.schema import PrecisionConfig
 
 _SIZE_MULTIPLE = 16

@@ -1,7 +1,7 @@
 """Measure the memory that a rank holds between steps: parameters, gradients and optimizer state.
 
 The modules, parameters and optimizer of the engine go in; bytes by metric name come out, for the comparison with the
-plan (``models/memory_estimate.py``). Sizes count the storages on the device, each once. On CUDA, the
+plan (``planning/memory_estimate.py``). Sizes count the storages on the device, each once. On CUDA, the
 rest of the peak is reported too: what steps allocate beyond these parts. DeepSpeed keeps the state itself, so nothing
 is reported with it.
 """

@@ -17,17 +17,20 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine import huggingface_dimensions
 from vorox.backends.torch_engine.module_table import check_modules, named_tensors, parameters_on_meta, rows
-from vorox.core.atomic import canonical_json
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.installation import install_command
-from vorox.core.library_logs import silence_torchao
-from vorox.models.huggingface_spec import IMAGE_MODELS, VOLATILE_KEYS, HuggingFaceSpec, auto_class
-from vorox.models.weights_file import open_directory
+from vorox.core.files.atomic import canonical_json
+from vorox.core.platform.installation import install_command
+from vorox.core.platform.library_logs import silence_torchao
+from vorox.models.arrays.weights_file import open_directory
+from vorox.models.huggingface.spec import IMAGE_MODELS, VOLATILE_KEYS, HuggingFaceSpec, auto_class, without_kernels
 
 _WITHOUT_LIMIT = 1 << 20
 """Positions of a model whose configuration sets no maximum, such as Mamba."""
+_GROUPED_ELEMENTS = 8
+"""The grouped product needs widths of a multiple of 16 bytes: of 8 elements in half precision."""
 _KEY = "model.name_or_path"
 
 
@@ -49,27 +52,28 @@ def describe(
         _text_values(kept)["vocab_size"] = vocab_size
     module = build(kept)
     text: Any = module.config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", None) or 0)
-    width = int(text.hidden_size)
-    head_dim = int(getattr(text, "head_dim", None) or (width // heads if heads else 0))
-    num_experts = next((int(value) for key in _EXPERTS if (value := getattr(text, key, None))), 0)
+    layers = huggingface_dimensions.layer_configs(text)
+    attention_widths, layer_windows, has_chunks = huggingface_dimensions.attention(text)
+    head = module.get_output_embeddings()
+    table = tuple(rows(module, head, huggingface_dimensions.widths(text)))
+    inner = max((int(huggingface_dimensions.value_of(layer, "intermediate_size") or 0) for layer in layers), default=0)
     spec = HuggingFaceSpec(
         config=kept,
         revision=revision,
-        rows=tuple(rows(module, module.get_output_embeddings())),
+        rows=table,
         num_layers=int(text.num_hidden_layers),
-        hidden_size=width,
+        hidden_size=int(text.hidden_size),
         vocab_size=int(module.get_input_embeddings().weight.shape[0]),
         max_positions_tokens=int(getattr(text, "max_position_embeddings", None) or _WITHOUT_LIMIT),
-        attention_width=heads * head_dim,
-        intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * width),
-        layer_windows=_windows(text),
-        active_experts=int(getattr(text, "num_experts_per_tok", None) or 1) / num_experts if num_experts else 1.0,
+        attention_width=max(attention_widths, default=0),
+        attention_widths=attention_widths,
+        intermediate_size=inner or 4 * int(text.hidden_size),
+        layer_windows=layer_windows,
+        has_chunks=has_chunks,
+        active_experts=huggingface_dimensions.active_experts(text, table),
+        scan_flops_per_position=huggingface_dimensions.scan_flops(module),
     )
     return spec, module
-
-
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
@@ -96,6 +100,32 @@ def build(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
             hint="check config.json, and model.attention_kernel if it is set",
         ) from error  # fmt: skip
     check_modules(module, where=_KEY)
+    return _with_experts_that_run(module)
+
+
+def build_random(values: Mapping[str, Any], *, attention: str | None = None) -> Any:
+    """Build the causal language model of a ``config.json`` in fp32 on the CPU, with the random weights of its library.
+
+    The generators of PyTorch keep their state. Fails as transformers does.
+    """
+    transformers = _transformers()
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    with torch.random.fork_rng(devices=[]):
+        module = _auto_class(transformers, values).from_config(
+            _configuration(transformers, values), dtype=torch.float32, trust_remote_code=False, **chosen
+        )
+    return _with_experts_that_run(module)
+
+
+def _with_experts_that_run(module: Any) -> Any:
+    """Let experts whose widths PyTorch's grouped product does not take run one by one."""
+    stacks = [
+        parameter
+        for child in module.modules() if isinstance(getattr(child, "num_experts", None), int)
+        for parameter in child.parameters(recurse=False) if parameter.ndim == 3
+    ]  # fmt: skip
+    if any(size % _GROUPED_ELEMENTS for stack in stacks for size in stack.shape[1:]):
+        module.set_experts_implementation("eager")
     return module
 
 
@@ -135,7 +165,7 @@ def _load(spec: HuggingFaceSpec, directory: Path) -> Any:
     transformers = _transformers()
     try:
         module, report = _auto_class(transformers, spec.config).from_pretrained(
-            str(directory), dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            str(directory), dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # transformers' converters raise many types
@@ -160,10 +190,10 @@ def _arrays(spec: HuggingFaceSpec, tensors: Iterator[tuple[str, Tensor]]) -> Ite
     for name, tensor in tensors:
         value = tensor.detach().float()
         shape = shapes.get(name, tuple(value.shape))
-        if len(value) < shape[0] and value.shape[1:] == shape[1:] and shape[0] == spec.vocab_size:
+        if shape and len(value) < shape[0] and value.shape[1:] == shape[1:] and shape[0] == spec.vocab_size:
             mean = value.mean(0, keepdim=True)
             value = torch.cat([value, mean.expand(shape[0] - len(value), *shape[1:])])
-        yield name, np.ascontiguousarray(value.numpy())
+        yield name, np.require(value.numpy(), requirements="C")  # a number stays one
 
 
 def _configuration(transformers: Any, values: Mapping[str, Any]) -> Any:
@@ -178,7 +208,7 @@ def _configuration(transformers: Any, values: Mapping[str, Any]) -> Any:
             "The model is quantised; training needs full weights", where=_KEY, hint="use the unquantised model"
         )
     try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(_decoded(values))
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(_decoded(without_kernels(values)))
     except Exception as error:  # transformers raises many types
         raise ConfigError(f"config.json is not valid: {_line(error)}", where=_KEY) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and model_type not in IMAGE_MODELS:
@@ -207,17 +237,6 @@ def _text_values(values: dict[str, Any]) -> dict[str, Any]:
         return values
     values["text_config"] = dict(nested)
     return values["text_config"]
-
-
-def _windows(text: Any) -> tuple[int | None, ...]:
-    window = getattr(text, "sliding_window", None)
-    types = getattr(text, "layer_types", None)
-    if types is not None:
-        kinds = {"full_attention": None, "attention": None, "sliding_attention": window}
-        return tuple(kinds[kind] for kind in types if kind in kinds)
-    if not getattr(text, "num_attention_heads", None):
-        return ()
-    return (window if getattr(text, "use_sliding_window", True) else None,) * int(text.num_hidden_layers)
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

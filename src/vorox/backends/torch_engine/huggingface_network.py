@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import huggingface_model
+from vorox.backends.torch_engine import huggingface_model, huggingface_probe
 from vorox.backends.torch_engine.decoder import PrefixDecoder
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
@@ -25,14 +26,15 @@ from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
 from vorox.backends.torch_engine.parallel.huggingface_context import DividedRows
+from vorox.backends.torch_engine.separation_probe import Separation, check_causal, measure_separation
 from vorox.core.batch import AnyImages, Batch, Int32Array
-from vorox.core.config.parallel_checks import CONTEXT_SIZE
-from vorox.core.config.pipeline_checks import SIZE as PIPELINE_SIZE
+from vorox.core.config.parallel_checks import CONTEXT_SIZE, PIPELINE_SIZE
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.huggingface_spec import IMAGE_MODELS, HuggingFaceSpec
+from vorox.models.huggingface.spec import IMAGE_MODELS, HuggingFaceSpec
 
+_log = logging.getLogger("vorox.torch_engine")
 ATTENTION = {"auto": None, "sdpa": "sdpa", "reference": "eager"}
 """``model.attention_kernel`` to the name in transformers; ``None`` for its choice."""
 
@@ -85,8 +87,15 @@ class HuggingFaceNetwork(ModuleNetwork):
 
     @cached_property
     def _auxiliary_weight(self) -> float:
+        """What transformers multiplies the load-balancing loss by; models differ in where they keep it."""
         text: Any = self.module.config.get_text_config()
-        return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)
+        holders = (
+            (self.module, "router_aux_loss_coef"),
+            (self.module, "aux_loss_coef"),
+            (text, "router_aux_loss_coef"),
+        )
+        given = (getattr(holder, name, None) for holder, name in holders)
+        return float(next((value for value in given if value is not None), 0.0))
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
         if self._divided_rows is not None:
@@ -127,35 +136,65 @@ class HuggingFaceNetwork(ModuleNetwork):
         self._mixers.documents_BT = documents if self.resets_states else None
         if self._divided_rows is not None:
             self._divided_rows.select(is_divided="attention_mask" in images)
+        output = self._run(**self._keywords(tokens, positions, is_token, **images), use_cache=False)
+        auxiliary = output.get("aux_loss")
+        has_images = self._config.model.image_processor.patch_size_pixels is not None
+        if self._ranks.num_fsdp_shards > 1 and has_images and "pixel_values" not in images:
+            return output.logits, unused_tower(self.module)
+        return output.logits, None if auxiliary is None else self._auxiliary_weight * auxiliary
+
+    def _keywords(
+        self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, **images: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the arguments of a forward pass."""
         if self._reads_images and positions is not None and positions.ndim == 2:
             positions = positions.expand(4, *positions.shape)  # in the document, time, height, width
         positions = positions if self._takes_positions else None
         given = {"input_ids": tokens, "attention_mask": is_token, "position_ids": positions, **images}
-        inputs = {name: value for name, value in given.items() if value is not None}
-        output = self._run(**inputs, use_cache=False)
-        auxiliary = output.get("aux_loss")
-        has_images = self._config.model.image_processor.patch_size_pixels is not None
-        if self._ranks.fsdp_size > 1 and has_images and "pixel_values" not in images:
-            return output.logits, unused_tower(self.module)
-        return output.logits, None if auxiliary is None else self._auxiliary_weight * auxiliary
+        return {name: value for name, value in given.items() if value is not None}
 
-    def _probe(self) -> bool:
-        """Measure as ``ModuleNetwork`` does.
+    def _probe(self) -> Separation:
+        """Measure a small copy of the model.
 
         Raises:
-            ConfigError: A micro-batch runs in one pass, and the model carries state between the documents of a row.
+            ConfigError: A token changes earlier logits, or a micro-batch runs in one pass, and the model carries state
+                between the documents of a row.
         """
-        is_separating = super()._probe()
+        config, device = self._config, self._compute.device
+        kernel = ATTENTION[config.model.attention_kernel]
+        found = huggingface_probe.small_copy(
+            self._spec, attention=kernel, length=config.data.sequence_length_tokens, device=device
+        )
+        if found is None:
+            _log.warning("No small %s model can be built to measure it; documents run one by one", self._spec.label)
+            return self._check_passes("single")
+        copy, length = found
+        mixers = PackedMixers(copy)
+
+        def run(tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None) -> Tensor:
+            mixers.documents_BT = documents if self.resets_states else None
+            return copy(**self._keywords(tokens, positions, is_token), use_cache=False).logits
+
+        vocab_size = int(copy.get_input_embeddings().weight.shape[0])
+        name = type(self.module).__name__
+        check_causal(run, vocab_size=vocab_size, length=length, device=device, name=name, where=self.setting)
+        can_pack = self._takes_positions or self.resets_states
+        return self._check_passes(
+            measure_separation(run, can_pack=can_pack, vocab_size=vocab_size, length=length, device=device)
+        )
+
+    def _check_passes(self, found: Separation) -> Separation:
+        """Check that a model whose documents need rows of their own may run a micro-batch in several passes."""
         parallel = self._config.parallel
         sizes = {PIPELINE_SIZE: parallel.pipeline_parallel_size, CONTEXT_SIZE: parallel.context_parallel_size}
         for key, size in sizes.items():
-            if size > 1 and self._config.data.document_mask and not is_separating:
+            if size > 1 and self._config.data.document_mask and found != "packed":
                 raise ConfigError(
                     f"The {self._spec.label} model carries state between the documents of a row, and with {key} above "
                     "1, each micro-batch runs in one pass", where=f"{key}, data.document_mask",
                     hint="set data.document_mask=false, or use data_parallel_size and fsdp_size",
                 )  # fmt: skip
-        return is_separating
+        return found
 
     def _sharded_units(self) -> list[nn.Module]:
         return language_blocks(self.module)  # the vision tower is gathered with the root: some ranks have no images

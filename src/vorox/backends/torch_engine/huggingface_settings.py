@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vorox.backends.torch_engine import adapters, huggingface_model
-from vorox.backends.torch_engine.huggingface_network import ATTENTION
-from vorox.backends.torch_engine.parallel import module_tensor_parallel
+from vorox.backends.torch_engine.parallel import module_plan
+from vorox.core.config.yaml_writer import write_overrides
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.huggingface_spec import HuggingFaceSpec
+from vorox.models.huggingface.spec import KIND, HuggingFaceSpec
 
 
 def resolve(
@@ -27,10 +27,9 @@ def resolve(
     Raises:
         ConfigError: The model contradicts the tokenizer or the data, or does not support a setting.
     """
-    _check(config)
     own, module = huggingface_model.describe(values, revision=revision)
     if config.parallel.tensor_parallel_size > 1:
-        module_tensor_parallel.check_plan(module)
+        module_plan.tensor_plan(module)
     wanted = config.model.vocab_size
     if wanted is not None and wanted < own.vocab_size:
         raise ConfigError(
@@ -39,10 +38,15 @@ def resolve(
         )  # fmt: skip
     rows = own.vocab_size if wanted is None else wanted
     if rows < tokenizer_vocab_size:
+        added = list(config.tokenizer.special_tokens)
+        other = f"remove tokenizer.special_tokens={added}" if added else "use the tokenizer of the model"
+        rows_added: dict[str, Any] = {"model.vocab_size": tokenizer_vocab_size}
+        if config.adapter.kind != "none":  # it freezes the embedding
+            rows_added = {"adapter.kind": "none", "model.kind": KIND, **rows_added}
         raise ConfigError(
             f"The tokenizer has {tokenizer_vocab_size:,} tokens, the model's embedding {rows:,} rows",
-            where="model.vocab_size",
-            hint=f"set model.vocab_size={tokenizer_vocab_size} to add rows, or use the tokenizer of the model",
+            where="tokenizer.special_tokens" if added else "model.vocab_size",
+            hint=f"to add rows, set {write_overrides(rows_added)}; or {other}",
         )  # fmt: skip
     if config.data.sequence_length_tokens > own.max_positions_tokens:
         raise ConfigError(
@@ -53,18 +57,3 @@ def resolve(
     if config.adapter.kind != "none":
         return adapters.describe(config, own, module)
     return own if wanted is None else huggingface_model.describe(values, revision=revision, vocab_size=wanted)[0]
-
-
-def _check(config: RunConfig) -> None:
-    unsupported = {
-        "runtime.compile": config.runtime.compile,
-        "log.activation_statistics": config.log.activation_statistics,
-        "model.attention_kernel": config.model.attention_kernel not in ATTENTION,
-    }
-    remedies = {"model.attention_kernel": f"set it to {', '.join(ATTENTION)}"}
-    for key, is_set in unsupported.items():
-        if is_set:
-            raise ConfigError(
-                f"{key} is not supported with model.kind=huggingface", where=key,
-                hint=remedies.get(key, "set it to false"),
-            )  # fmt: skip

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.loss import Labels
-from vorox.core.atomic import canonical_json
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
+from vorox.core.files.atomic import canonical_json
 
 
 def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:

@@ -33,7 +33,7 @@ from vorox.backends.torch_engine.direct_kernels import (
     activate_gate,
 )
 from vorox.backends.torch_engine.matrix_products import Products
-from vorox.core.extensions import load_function
+from vorox.core.user_code.extensions import load_function
 
 _aten = torch.ops.aten
 
@@ -130,11 +130,22 @@ def _plain_rotate(x_BTXH: Tensor, cosines: Tensor, sines: Tensor, num_rotated: i
     return torch.cat([turned_BTRH.to(x_BTXH.dtype), rest], dim=2)
 
 
+_GROUPED_BYTES = 16
+"""The grouped product needs rows of a multiple of so many bytes; others are filled with zeros."""
+
+
 def _plain_grouped(x_SD: Tensor, weight_RD: nn.Parameter, ends_E: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     weight_EOD = weight_RD.to(dtype).view(len(ends_E), -1, weight_RD.shape[1])
     if not len(x_SD):  # with expert parallelism, a rank may compute nothing
         return F.linear(x_SD.to(dtype), weight_EOD[0])
-    return F.grouped_mm(x_SD.to(dtype), weight_EOD.mT, offs=ends_E)
+    num_outputs, num_inputs = weight_EOD.shape[1:]
+    multiple = _GROUPED_BYTES // weight_EOD.element_size()
+    more_outputs, more_inputs = -num_outputs % multiple, -num_inputs % multiple
+    if not more_outputs and not more_inputs:
+        return F.grouped_mm(x_SD.to(dtype), weight_EOD.mT, offs=ends_E)
+    padded_SD = F.pad(x_SD.to(dtype), (0, more_inputs))
+    padded_EOD = F.pad(weight_EOD, (0, more_inputs, 0, more_outputs))
+    return F.grouped_mm(padded_SD, padded_EOD.mT, offs=ends_E)[:, :num_outputs]
 
 
 PLAIN = Kernels(F.embedding, F.linear, _plain_rms_norm, _plain_gate, _plain_rotate, _plain_grouped)

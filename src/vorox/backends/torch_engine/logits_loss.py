@@ -60,8 +60,7 @@ class LogitsLoss:
     ) -> LossSums:
         correct_M = torch.zeros_like(nll_M)
         if count_correct:
-            target_M = logits_MV.gather(1, labels.index_M[:, None])[:, 0]
-            correct_M = (target_M >= logits_MV.amax(1)).float()
+            correct_M = (logits_MV.argmax(1) == labels.index_M).float()  # of equal logits, the first
         cross_entropy = _total(nll_M, labels)
         squares, correct = _total(log_partition_M.square(), labels), _total(correct_M, labels)
         return LossSums(cross_entropy, squares, correct, torch.zeros_like(cross_entropy))

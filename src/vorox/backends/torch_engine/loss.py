@@ -26,9 +26,9 @@ from vorox.backends.torch_engine.compiled_loss import compiled_chunk_loss
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
-from vorox.core.extensions import is_extension, load_function
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
-from vorox.models.memory_estimate import loss_chunk_positions
+from vorox.core.user_code.extensions import is_extension, load_function
+from vorox.planning.memory_estimate import loss_chunk_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class LossSums(NamedTuple):
         cross_entropy: Nats.
         squared_log_partition: Squared log-sum-exp of the logits, for the z-loss.
         objective: The objective of a user function; else 0.
-        num_correct: Targets that have the highest logit.
+        num_correct: Targets that are the arg max of their logits; of equal logits, the first is.
     """
 
     cross_entropy: Tensor
@@ -108,13 +108,13 @@ class Partition(NamedTuple):
         probabilities: ``[C, V]``.
         log_partition: Log-sum-exp of the logits of each position.
         target: Logit of the target.
-        highest: Highest logit.
+        is_correct: Whether the target is the arg max, if that is counted.
     """
 
     probabilities: Tensor
     log_partition: Tensor
     target: Tensor
-    highest: Tensor
+    is_correct: Tensor | None
 
 
 UserLoss = Callable[[Tensor, Tensor], Tensor]
@@ -317,21 +317,24 @@ class FusedLinearLoss:
     def _probabilities(
         self, logits_CV: Tensor, labels: Labels, sums: _Sums, *, count_correct: bool
     ) -> tuple[Tensor, Tensor]:
-        probabilities_CV, log_partition_C, target_C, highest_C = self._partition(logits_CV, labels)
+        probabilities_CV, log_partition_C, target_C, is_correct_C = self._partition(
+            logits_CV, labels, count_correct=count_correct
+        )
         sums.add(log_partition_C - target_C, labels.kept_M, "cross_entropy")
         if self._z_weight:
             sums.add(log_partition_C.square(), labels.kept_M, "squared_log_partition")
-        if count_correct:
-            sums.add((target_C >= highest_C).float(), labels.kept_M, "num_correct")
+        if is_correct_C is not None:
+            sums.add(is_correct_C.float(), labels.kept_M, "num_correct")
         return probabilities_CV, log_partition_C
 
-    def _partition(self, logits_CV: Tensor, labels: Labels) -> Partition:
+    def _partition(self, logits_CV: Tensor, labels: Labels, *, count_correct: bool) -> Partition:
         highest_C = logits_CV.amax(dim=1)
         target_C = logits_CV.gather(1, labels.index_M[:, None])[:, 0]
         probabilities_CV = torch.softmax(logits_CV, dim=1)
         # The highest probability is at least 1 / V, so its logarithm is accurate.
         log_partition_C = highest_C - probabilities_CV.amax(dim=1).log_()
-        return Partition(probabilities_CV, log_partition_C, target_C, highest_C)
+        is_correct_C = logits_CV.argmax(dim=1) == labels.index_M if count_correct else None
+        return Partition(probabilities_CV, log_partition_C, target_C, is_correct_C)
 
     def _total(self, d_hidden_MD: Tensor) -> Tensor:
         """Return the gradient over the whole vocabulary."""

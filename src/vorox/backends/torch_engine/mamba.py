@@ -24,7 +24,7 @@ from vorox.backends.torch_engine.model import (
     ResidualBlock,
 )
 from vorox.backends.torch_engine.state_space import MambaState, causal_convolution, gated_norm, scan, scan_step
-from vorox.models.mamba import conv_channels, inner_channels
+from vorox.models.decoder.mamba import conv_channels, inner_channels
 
 
 class Convolution(nn.Module):
@@ -48,7 +48,7 @@ class GatedNorm(nn.Module):
 
 
 class Mamba(nn.Module):
-    """See ``models/mamba.py`` for its parameters."""
+    """See ``models/decoder/mamba.py`` for its parameters."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()

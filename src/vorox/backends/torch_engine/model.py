@@ -23,22 +23,19 @@ from vorox.backends.torch_engine.experts import Experts
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.inputs import add_noise
 from vorox.backends.torch_engine.kernels import Kernels, activation, keep_products
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallel
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorParallel
+from vorox.backends.torch_engine.parallel.rank_group import num_here
+from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
 from vorox.backends.torch_engine.taps import Taps
 from vorox.backends.torch_engine.vision import ImageEncoder
 from vorox.core.engine import TapPoint
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.pipeline_stages import Stage
 from vorox.models.user_layer import load_layer
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the modules of a model share.
-
-    With tensor parallelism, ``spec`` and ``parameters`` are the share of this rank.
-    """
+    """What the modules of a model share; with tensor parallelism, ``parameters`` are the share of this rank."""
 
     spec: DecoderSpec
     parameters: Mapping[str, nn.Parameter]
@@ -46,24 +43,17 @@ class Parts:
     attend: Attend
     taps: Taps
     device: torch.device
-    parallel: TensorParallel | None = None
-    experts: ExpertParallel | None = None
+    parallel: TensorGroup | None = None
 
 
 class Embedding(nn.Module):
-    def __init__(self, parts: Parts, name: str, *, has_part: bool = False) -> None:
-        """Create the lookup; with ``has_part``, the rows are this rank's part of the vocabulary."""
+    def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self._embed = parts.kernels.embed
-        self._parallel = parts.parallel if has_part else None
 
     def forward(self, index: Tensor) -> Tensor:
-        if self._parallel is None:
-            return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
-        local_M, is_here_M = self._parallel.local_tokens(index.flatten())
-        x_MD = self._embed(local_M, self.weight).masked_fill(~is_here_M[:, None], 0.0)
-        return self._parallel.sum(x_MD, is_training=self.training)
+        return self._embed(index.flatten(), self.weight).view(*index.shape, -1)
 
 
 class Linear(nn.Module):
@@ -73,19 +63,14 @@ class Linear(nn.Module):
         kernel: ``Kernels.linear``, which a pipeline may replace.
     """
 
-    def __init__(self, parts: Parts, name: str, *, has_part: bool = False) -> None:
-        """Create the product; with ``has_part``, the columns are this rank's part of the inputs."""
+    def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
         self.weight = parts.parameters[f"{name}.weight"]
         self.bias = parts.parameters.get(f"{name}.bias")
         self.kernel = parts.kernels.linear
-        self._parallel = parts.parallel if has_part else None
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        if self._parallel is None:
-            return self.kernel(x_MD, self.weight, self.bias)
-        y_MO = self._parallel.sum(self.kernel(x_MD, self.weight, None), is_training=self.training)
-        return y_MO if self.bias is None else y_MO + self.bias.to(y_MO.dtype)
+        return self.kernel(x_MD, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -107,17 +92,17 @@ class Attention(nn.Module):
         super().__init__()
         spec, name = parts.spec, f"blocks.{layer}.attention"
         self._layer, self.attend, self._rotate = layer, parts.attend, parts.kernels.rotate
-        self.parallel = parts.parallel
-        self.num_heads, self.num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.num_heads, self.num_kv_heads = (
+            num_here(parts.parallel, count) for count in (spec.num_heads, spec.num_kv_heads)
+        )
+        self._head_dim = spec.head_dim
         self._is_sliding, self.query_scale = spec.has_window(layer), spec.query_scale
         self.qkv = Linear(parts, f"{name}.qkv")
-        self.output = Linear(parts, f"{name}.output", has_part=True)
+        self.output = Linear(parts, f"{name}.output")
         self.query_norm = Norm(parts, f"{name}.query_norm", kind="rms_norm") if spec.qk_norm else None
         self.key_norm = Norm(parts, f"{name}.key_norm", kind="rms_norm") if spec.qk_norm else None
 
     def forward(self, x_MD: Tensor, context: ForwardContext) -> Tensor:
-        if self.parallel is not None:
-            x_MD = self.parallel.share(x_MD, is_training=self.training)
         return self.output(self.mix(self.qkv(x_MD), context))
 
     def inputs(self, context: ForwardContext) -> tuple[tuple[Tensor, Tensor] | None, AttentionMask]:
@@ -158,12 +143,9 @@ class Mlp(nn.Module):
         self.activate = None if is_gated else activation(parts.spec.activation)
         self.gate_up = Linear(parts, f"{name}.gate_up") if is_gated else None
         self.up = None if is_gated else Linear(parts, f"{name}.up")
-        self.down = Linear(parts, f"{name}.down", has_part=True)
-        self._parallel = parts.parallel
+        self.down = Linear(parts, f"{name}.down")
 
     def forward(self, x_MD: Tensor) -> Tensor:
-        if self._parallel is not None:
-            x_MD = self._parallel.share(x_MD, is_training=self.training)
         if self.gate_up is not None:
             return self.down(self._gate(self.gate_up(x_MD), self.activation))
         assert self.up is not None
@@ -234,7 +216,7 @@ class Block(ResidualBlock):
         self.mlp_norm, self.mlp_output_norm = norm("mlp_norm"), norm("mlp_output_norm")
         self.has_experts = parts.spec.num_experts is not None
         if self.has_experts:
-            self.mlp = Experts(parts.spec, parts.parameters, parts.kernels, layer, parts.experts)
+            self.mlp = Experts(parts.spec, parts.parameters, parts.kernels, layer)
         else:
             self.mlp = Mlp(parts, layer) if parts.spec.mlp is None else UserMlp(parts, layer, parts.spec.mlp)
 
@@ -266,7 +248,7 @@ class Decoder(nn.Module):
         has_first, has_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
         self._has_first = has_first
         has_embedding = has_first or (has_last and spec.tie_embeddings)
-        self.embedding = Embedding(parts, "embedding", has_part=True) if has_embedding else None
+        self.embedding = Embedding(parts, "embedding") if has_embedding else None
         self._embedding_scale = spec.embedding_scale
         is_learned = spec.positions == "learned" and has_first
         vision = spec.vision if has_first else None

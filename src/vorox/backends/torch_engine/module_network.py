@@ -3,9 +3,9 @@
 ``huggingface_network.py`` builds transformers models, ``user_model.py`` models of the user.
 
 Documents of a packed row must not see each other. Whether a model separates them, attention by position ids and Mamba
-layers by resets (``packed_mixers.py``), is measured when it is created: on random weights, a document in a packed row
-must have the logits that it has alone. If it does not (ALiBi, models without position ids), each document runs as a
-row of its own (``document_rows.py``). A model in which a token changes earlier logits is refused.
+layers by resets (``packed_mixers.py``), is measured when it is created (``separation_probe.py``). If it does not
+(ALiBi, models without position ids), each document runs as a row of its own (``document_rows.py``), or in a forward
+pass of its own if rows of other lengths change it. A model in which a token changes earlier logits is refused.
 
 Shape legend: B rows, T positions, M = B x T, V vocabulary.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,13 @@ from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
+from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters
-from vorox.backends.torch_engine.parallel import module_share
+from vorox.backends.torch_engine.parallel import module_plan
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.parallel.share import Share, share_of
 from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import Parameters
+from vorox.backends.torch_engine.separation_probe import Separation, exact_products
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
@@ -53,37 +55,32 @@ from vorox.core.schema import RunConfig
 from vorox.models.module_spec import ModuleSpec
 from vorox.models.optimizer_groups import optimizer_groups
 
-_PROBE_LENGTHS = (7, 9)
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-"""Largest difference of a document's logits alone and in a packed row, relative to the largest logit, by the precision
-of the weights. A leak changes logits by about their own size."""
 _log = logging.getLogger("vorox.torch_engine")
 
 
-class ModuleNetwork(ABC):
+class ModuleNetwork(Network):
     """See ``network.Network``.
 
-    Attributes:
-        module: The model.
-        parameters: Its parameters and gradients on this rank.
-        taps: Without points: blocks of other models have no common form.
+    It has no points for taps: blocks of other models have no common form.
     """
 
-    is_random = True  # whether a model has dropout is not known
     setting: str
     """The setting that names the model, for messages."""
 
     def __init__(self, config: RunConfig, spec: ModuleSpec, compute: Compute, ranks: Ranks) -> None:
         self._config, self._spec, self._compute, self._ranks = config, spec, compute, ranks
         self.taps = Taps(())
-        self.parameters: Parameters
         self.module: Any = self._build()
         self._run: Callable[..., Any] = self.module
+        with exact_products():
+            self._separation = self._probe()  # before the parameters take their memory
+        if self._separation != "packed" and config.data.document_mask:
+            where = "in a forward pass of its own" if self._separation == "single" else "as its own row"
+            _log.info("%s does not separate the documents of a row; each runs %s", type(self.module).__name__, where)
         self._place()
         if config.train.activation_checkpointing == "block":
             self._recompute_blocks()
         self._loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
-        self._is_separating = self._probe()
         check_passes(config, self.separates_documents)
 
     @property
@@ -94,7 +91,11 @@ class ModuleNetwork(ABC):
     @property
     def separates_documents(self) -> bool:
         """Whether the documents of a row run in one forward pass, and do not see each other."""
-        return self._is_separating
+        return self._separation == "packed"
+
+    @property
+    def is_random(self) -> bool:
+        return True  # whether a model has dropout is not known
 
     @abstractmethod
     def _build(self) -> nn.Module:
@@ -141,10 +142,12 @@ class ModuleNetwork(ABC):
         config, spec, module = self._config, self._spec, self.module
         groups = optimizer_groups(spec, config.optimizer)
         is_zero = config.parallel.kind == "deepspeed"
-        spec, shared = module_share.divide(module, spec, self._ranks)
-        if self._ranks.fsdp_size == 1 and not is_zero:
-            self.parameters = shared(flat_parameters(config, spec, groups, device=self._compute.device))
-            replace_tensors(module, self.parameters.modules)
+        share = self._share_of(module)
+        if self._ranks.num_fsdp_shards == 1 and not is_zero:
+            flat = flat_parameters(config, spec, groups, device=self._compute.device, table=share.table)
+            self.parameters = share.place(flat, groups)
+            replace_tensors(module, flat.modules)
+            share.divide(module, flat.modules)
             move_buffers(module, self._compute.device)
             return
         if is_zero:
@@ -162,12 +165,18 @@ class ModuleNetwork(ABC):
             return
         buffers = {name for name, _ in named_tensors(module)} - {name for name, _ in module.named_parameters()}
         constants = dict.fromkeys(sorted(buffers), self._compute.device)
-        sharded = ShardedParameters(spec, groups, ranks=self._ranks, constants=constants)
-        self.parameters = shared(sharded)
+        sharded = ShardedParameters(spec, groups, ranks=self._ranks, table=share.table, constants=constants)
+        self.parameters = share.place(sharded, groups)
         replace_tensors(module, sharded.modules)
+        share.divide(module, sharded.modules)
         move_buffers(module, self._compute.device)
         reshard = config.parallel.reshard_after_forward
         sharded.shard(module, self._sharded_units(), self._compute.dtype, reshard=reshard)
+
+    def _share_of(self, module: nn.Module) -> Share:
+        """Return this rank's share of a model, whose parameters are still whole."""
+        plans = partial(module_plan.tensor_plan, module), partial(module_plan.expert_plan, module)
+        return share_of(self._spec, self._ranks, *plans)
 
     def _sharded_units(self) -> list[nn.Module]:
         """Return the modules that FSDP2 gathers as a whole: all ranks run each of them in every forward pass."""
@@ -218,11 +227,6 @@ class ModuleNetwork(ABC):
         return total
 
     def check_pairs(self) -> None:
-        """Check that both answers of a preference pair run in one forward pass.
-
-        Raises:
-            ConfigError: Each document runs as a row of its own.
-        """
         if not self.separates_documents:
             raise ConfigError(
                 f"{type(self.module).__name__} carries state between the documents of a row, and loss.name=dpo needs "
@@ -290,7 +294,8 @@ class ModuleNetwork(ABC):
             inputs["positions"] = to_device(positions_ABT[index], device).long()
             yield inputs, labels_to_device(labels_BT, device)
             return
-        groups = list(group_documents(tokens_BT, labels_BT, segments_ABT[index]))
+        most = 1 if self._separation == "single" else None
+        groups = list(group_documents(tokens_BT, labels_BT, segments_ABT[index], max_documents=most))
         for number in range(self._largest(len(groups))):
             group = groups[number] if number < len(groups) else None
             tokens_GL = np.zeros((1, 1), np.int32) if group is None else group.tokens_GL
@@ -301,69 +306,22 @@ class ModuleNetwork(ABC):
 
     def _largest(self, count: int) -> int:
         """Return the largest count of all ranks: ranks that share a model run equally many forward passes."""
-        is_whole = self._ranks.fsdp_size == 1 and self._ranks.expert_parallel_size == 1
+        is_whole = self._ranks.num_fsdp_shards == 1 and self._ranks.expert_parallel_size == 1
         return max(1, count) if is_whole else self._ranks.maximum_count(max(1, count))
 
-    # -- packed rows --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _probe(self) -> bool:
-        """Measure on random weights whether position ids and resets separate the documents of a row.
+    @abstractmethod
+    def _probe(self) -> Separation:
+        """Measure how documents are separated.
 
         Raises:
             ConfigError: A token changes earlier logits.
         """
-        self._randomise()
-        self.module.eval()
-        generator = torch.Generator().manual_seed(0)
-        first, second = (
-            torch.randint(0, self._spec.vocab_size, (1, length), generator=generator) for length in _PROBE_LENGTHS
-        )
-        packed = torch.cat([first, second], dim=1)
-        alone_LV, packed_TV = self._run_probe(second), self._run_probe(packed)
-        allowed = _TOLERANCE[self._weights_dtype] * float(alone_LV.abs().max())
-        start = _PROBE_LENGTHS[0]
-        if not float((packed_TV[:start] - self._run_probe(first)).abs().max()) <= allowed:
-            raise ConfigError(
-                f"{type(self.module).__name__} is not causal: a token changes earlier logits",
-                where=self.setting, hint="use a causal language model",
-            )  # fmt: skip
-        if not self._takes_positions and not self.resets_states:
-            return False
-        positions = torch.cat([torch.arange(length) for length in _PROBE_LENGTHS])[None]
-        documents = torch.cat([torch.full((length,), length) for length in _PROBE_LENGTHS])[None]
-        difference = float((self._run_probe(packed, positions, documents)[start:] - alone_LV).abs().max())
-        if difference > allowed and self._config.data.document_mask:
-            _log.info("%s carries state between documents; each runs as its own row", type(self.module).__name__)
-        return difference <= allowed
-
-    def _run_probe(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        device = self._compute.device
-        positions, documents = (x if x is None else x.to(device) for x in (positions, documents))
-        logits = self._call(tokens.to(device), positions, None, documents)[0]
-        logits = logits[0].float().cpu()
-        self.parameters.release()
-        return logits
 
     @property
     def _weights_dtype(self) -> torch.dtype:
         """Precision of the weights in a forward pass without autocast."""
-        is_whole = self._ranks.fsdp_size == 1 and self._config.parallel.kind == "native"
+        is_whole = self._ranks.num_fsdp_shards == 1 and self._config.parallel.kind == "native"
         return torch.float32 if is_whole else self._compute.dtype
-
-    def _randomise(self) -> None:
-        """Fill all parameters so that every layer affects the logits: vectors near 1, and matrices that keep scale."""
-        values = self.parameters.values
-        generator = torch.Generator(next(iter(values.values()))[0].device).manual_seed(0)
-        for number, piece in enumerate(self.parameters.pieces(values)):
-            if self._ranks.tensor_parallel_size > 1 or self._ranks.pipeline_parallel_size > 1:
-                # Replicated parameters and tied embeddings are equal, also behind unequal shares.
-                generator.manual_seed(number)
-            if piece.view.ndim < 2:
-                piece.view.uniform_(0.5, 1.5, generator=generator)
-            else:
-                piece.view.normal_(std=piece.view.shape[-1] ** -0.5, generator=generator)
-        self.parameters.store(values)
 
 
 def blocks(module: Any) -> list[nn.Module]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vorox.backends.torch_engine.module_roles import ModuleRoles, Widths
 from vorox.core.errors import ConfigError
+from vorox.models.matrix_layout import PLAIN_MATRIX
 from vorox.models.module_spec import Row
+from vorox.models.parameter_roles import is_decayed
+
+_NO_WIDTHS = Widths()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -20,30 +24,19 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)
 
 
-def rows(module: Any, head: nn.Module | None) -> Iterator[Row]:
-    """Yield the table; vectors, and weights that their module exempts, have no weight decay.
-
-    Args:
-        module: The model.
-        head: The layer whose outputs are the logits.
-    """
-    embeddings = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    output = 0 if head is None else id(head.weight)
-    matrices = {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
+def rows(module: nn.Module, head: nn.Module | None, widths: Widths = _NO_WIDTHS) -> Iterator[Row]:
+    """Yield the table; see ``module_roles.ModuleRoles`` for the arguments."""
+    roles = ModuleRoles(module, head, widths)
     parameters = dict(module.named_parameters())
     for name, tensor in named_tensors(module):
-        is_buffer = name not in parameters
-        decay = not is_buffer and tensor.ndim > 1 and not getattr(tensor, "_no_weight_decay", False)
-        kind = "tensor"
-        if id(tensor) in embeddings:
-            kind = "embedding"
-        elif id(tensor) == output:
-            kind = "head"
-        elif tensor.ndim == 1:
-            kind = "bias" if name.endswith("bias") else "norm"
-        elif id(tensor) in matrices:
-            kind = "matrix"
-        yield Row(name, tuple(tensor.shape), kind, decay, tensor.requires_grad and not is_buffer)
+        found, is_parameter = roles.of(name, tensor), name in parameters
+        kind = found.kind if is_parameter or found.kind not in ("matrix", "router") else "tensor"
+        decay = is_parameter and is_decayed(kind)
+        layout = found.layout if is_parameter else PLAIN_MATRIX
+        yield Row(
+            name, tuple(tensor.shape), kind, decay, tensor.requires_grad and is_parameter, layout,
+            found.is_routed and is_parameter,
+        )  # fmt: skip
 
 
 def check_modules(module: nn.Module, *, where: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,22 +16,28 @@ from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import Decoder, NamedArray
 
+EnterMicroBatch = Callable[[int], AbstractContextManager[None]]
+"""Returns the context of a micro-batch: its randomness and statistics."""
+
 
 class Network(Protocol):
-    """A model with its loss, placed on the devices of a replica."""
+    """A model with its loss, placed on the devices of a replica.
 
-    @property
-    def module(self) -> nn.Module: ...
+    Networks derive from it. What follows ``decoder`` is for some of them: the others inherit a refusal.
 
-    @property
-    def parameters(self) -> Parameters:
-        """Values and gradients on this rank."""
-        ...
+    Attributes:
+        module: The model.
+        parameters: Values and gradients on this rank.
+        taps: Functions attached to the residual stream.
+        has_stages: Whether it is a pipeline: ``train_all`` trains on all micro-batches at once, in place of ``train``.
+        has_adapter: Whether an adapter is trained, on a frozen base.
+    """
 
-    @property
-    def taps(self) -> Taps:
-        """Functions attached to the residual stream."""
-        ...
+    module: nn.Module
+    parameters: Parameters
+    taps: Taps
+    has_stages: bool = False
+    has_adapter: bool = False
 
     @property
     def is_random(self) -> bool:
@@ -88,3 +96,35 @@ class Network(Protocol):
     def decoder(self, batch_size: int, max_tokens: int, images: AnyImages | None = None) -> Decoder:
         """Start decoding ``batch_size`` sequences of at most ``max_tokens`` tokens."""
         ...
+
+    def train_all(
+        self, batch: Batch, *, scale: float, loss_scale: Tensor | None, enter: EnterMicroBatch
+    ) -> dict[int, LossSums]:
+        """Run forward and backward of all micro-batches of a step; return their loss sums by index.
+
+        Args:
+            batch: The rows of this rank.
+            scale: See ``train``.
+            loss_scale: See ``train``.
+            enter: Entered for each micro-batch.
+        """
+        raise TypeError(f"{type(self).__name__} has no stages")
+
+    def pretrained_weights(self, directory: Path) -> Iterator[NamedArray]:
+        """Yield the weights of a transformers directory under the names of ``initial_weights``."""
+        raise TypeError(f"{type(self).__name__} has no weights of transformers")
+
+    def merged_weights(self) -> Iterator[NamedArray]:
+        """Yield the weights of the base with the adapter merged into them, in fp32."""
+        raise TypeError(f"{type(self).__name__} has no adapter")
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which the base of an adapter computes alone."""
+        raise TypeError(f"{type(self).__name__} has no adapter")
+
+    def check_pairs(self) -> None:
+        """Check that both answers of a preference pair run in one forward pass.
+
+        Raises:
+            ConfigError: They do not.
+        """

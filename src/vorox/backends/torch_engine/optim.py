@@ -22,8 +22,9 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parameters import Buffers, Parameters
 from vorox.core.schema import RunConfig
 from vorox.core.schema.runtime import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
-from vorox.models.engine_state import AVERAGE
+from vorox.models.matrix_layout import MatrixLayout
 from vorox.models.optimizer_groups import DECAYED, ORTHOGONAL, PLAIN, Group
+from vorox.models.stored.engine_state import AVERAGE
 
 GROWTH_INTERVAL_STEPS = 2000
 """fp16: the loss scale doubles after so many consecutive finite steps, and halves at a non-finite one."""
@@ -41,7 +42,11 @@ class Outcome:
 
 
 class Optimizer:
-    """The update rule and its state."""
+    """The update rule and its state.
+
+    Attributes:
+        layouts: The matrices of each parameter that Muon orthogonalises, by name.
+    """
 
     _exact_rules: tuple[str, ...] = (DECAYED.rule, PLAIN.rule)
     """Rules whose AdamW moments are fp32 buffers."""
@@ -56,6 +61,7 @@ class Optimizer:
         self._initial_loss_scale = config.precision.initial_loss_scale
         self.is_scaled = compute.dtype == torch.float16
         self._kept_zeros: frozenset[str] = frozenset()
+        self.layouts: dict[str, MatrixLayout] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -170,15 +176,15 @@ class Optimizer:
             if group.rule == ORTHOGONAL.rule:
                 muon.update(
                     self._parameters.local, group, tensors, self.momentum[group], divisor, finite,
-                    lr=self._config.muon_lr * lr / self._config.lr * group.lr_scale,
+                    layouts=self.layouts, lr=self._config.muon_lr * lr / self._config.lr * group.lr_scale,
                     weight_decay=weight_decay,
                     momentum=self._config.muon_momentum,
                 )  # fmt: skip
             elif tensors:  # a stage of a pipeline may have none of a group
                 decay = weight_decay if group.rule == DECAYED.rule else 0.0
-                self._adamw(group, tensors, divisor, finite, lr=lr * group.lr_scale, weight_decay=decay)
+                self._update_group(group, tensors, divisor, finite, lr=lr * group.lr_scale, weight_decay=decay)
 
-    def _adamw(
+    def _update_group(
         self,
         group: Group,
         gradients: Sequence[Tensor],
@@ -188,6 +194,7 @@ class Optimizer:
         lr: float,
         weight_decay: float,
     ) -> None:
+        """Update the parameters of a group that Muon does not: what another optimizer replaces."""
         self._adamw_tensors(
             self._parameters.values[group], gradients, self.exp_avg[group], self.exp_avg_sq[group], divisor, finite,
             lr=lr, weight_decay=weight_decay,

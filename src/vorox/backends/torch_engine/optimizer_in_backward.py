@@ -34,7 +34,7 @@ from vorox.backends.torch_engine.parameters import (
 )
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.optimizer_groups import Group
 from vorox.models.spec import ModelSpec, ParameterSpec
 
@@ -193,11 +193,16 @@ class InBackwardOptimizer(Optimizer):
 
 
 def flat_parameters(
-    config: RunConfig, spec: ModelSpec, groups: Mapping[str, Group], *, device: torch.device
+    config: RunConfig,
+    spec: ModelSpec,
+    groups: Mapping[str, Group],
+    *,
+    device: torch.device,
+    table: Sequence[ParameterSpec] | None = None,
 ) -> FlatParameters:
     """Create the parameters of one rank, with gradient buffers unless ``optimizer.in_backward``."""
     kind = TransientGradients if config.optimizer.in_backward else FlatParameters
-    return kind(spec, groups, device=device)
+    return kind(spec, groups, device=device, table=table)
 
 
 def check_passes(config: RunConfig, separates_documents: bool) -> None:

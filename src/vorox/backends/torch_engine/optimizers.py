@@ -11,8 +11,8 @@ from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.backends.torch_engine.quantized_adamw import QuantizedAdamW
 from vorox.backends.torch_engine.user_optimizer import UserOptimizer
-from vorox.core.extensions import is_extension
 from vorox.core.schema import RunConfig
+from vorox.core.user_code.extensions import is_extension
 from vorox.models.pruning import pruned_matrices
 from vorox.models.spec import ModelSpec
 
@@ -31,8 +31,10 @@ def make_optimizer(
     if is_extension(config.optimizer.name):
         kind = UserOptimizer
     if isinstance(parameters, TransientGradients):
-        return InBackwardOptimizer(config, parameters, compute, ranks)
-    optimizer = kind(config, parameters, compute, ranks)
+        optimizer = InBackwardOptimizer(config, parameters, compute, ranks)
+    else:
+        optimizer = kind(config, parameters, compute, ranks)
+    optimizer.layouts.update((row.name, row.layout) for row in spec.parameters)
     if config.train.keep_zeros:
         optimizer.keep_zeros(matrix.name for matrix in pruned_matrices(spec))
     return optimizer

@@ -5,7 +5,7 @@ and updates are a few vector operations; a canonical parameter is a contiguous r
 (``parallel/sharded_parameters.py``) stores a shard of every matrix, by FSDP2. ``ZeroParameters``
 (``parallel/zero_parameters.py``) leaves them to DeepSpeed. In all, some parameters of the modules are fused, so that
 one matrix product does the work of several; canonical parameters (``models/spec.py``) are rows of them. With tensor
-parallelism, either of the first two stores the share of this rank (``parallel/tensor_parallel_parameters.py``); in a
+parallelism, either of the first two stores the share of this rank (``parallel/divided_parameters.py``); in a
 pipeline, the first one stores the parameters of this rank's stages (``parallel/pipeline_parameters.py``).
 
 A *buffer* is a tensor or a list of tensors with the layout of a group: values, gradients, optimizer moments.
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.experts import split_expert
+from vorox.models.decoder.experts import split_expert
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.optimizer_groups import Group, common_group, in_order
 from vorox.models.spec import ModelSpec, ParameterSpec
 
@@ -155,7 +155,8 @@ class FlatParameters:
         spec: The model.
         groups: The optimizer group of every parameter.
         device: Where the buffers are.
-        table: The parameters that this rank has, in table order, each with all that it is fused with; default: all.
+        table: The parameters that this rank has, in the order of the buffers, each with all that it is fused with;
+            default: all.
 
     Attributes:
         slices: Canonical name to its range, in table order.
@@ -184,7 +185,7 @@ class FlatParameters:
                 self.slices[part.name] = BufferSlice(part, group, sizes[group])
                 sizes[group] += part.num_elements
             sizes[group] += -sizes[group] % ALIGNMENT_ELEMENTS
-        self.slices = {parameter.name: self.slices[parameter.name] for parameter in table}
+        self.slices = {row.name: self.slices[row.name] for row in spec.parameters if row.name in self.slices}
         self.groups = tuple(sizes)
         self.values: dict[Group, list[Tensor]] = {
             group: [torch.zeros(sizes[group], device=device)] for group in self.groups
@@ -318,10 +319,12 @@ def fused_parts(spec: ModelSpec, table: Sequence[ParameterSpec] | None = None) -
         spec: The model.
         table: Some of its parameters; default: all.
     """
-    is_gated = spec.is_gated if isinstance(spec, DecoderSpec) and spec.block is None else None  # others are not fused
+    decoder = spec if isinstance(spec, DecoderSpec) else None
     parts: dict[str, list[ParameterSpec]] = {}
     for parameter in spec.parameters if table is None else table:
-        name = parameter.name if is_gated is None else module_name(parameter.name, gated=is_gated)
+        name = parameter.name
+        if decoder is not None and (decoder.block is None or name.startswith("vision.")):  # others are not fused
+            name = module_name(name, gated=decoder.is_gated)
         parts.setdefault(name, []).append(parameter)
     return parts
 
@@ -340,6 +343,8 @@ def fused_group(parts: Sequence[ParameterSpec], groups: Mapping[str, Group]) -> 
 
 
 def fused_shape(parts: Sequence[ParameterSpec]) -> tuple[int, ...]:
+    if not parts[0].shape:  # a number
+        return ()
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 

@@ -29,8 +29,8 @@ from vorox.backends.torch_engine.loss import Labels
 from vorox.core.batch import Batch
 from vorox.core.engine import EvalValues
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
-from vorox.core.library_logs import silence_torchao
+from vorox.core.platform.installation import install_command
+from vorox.core.platform.library_logs import silence_torchao
 from vorox.core.schema import LossConfig
 
 _KEY = "--quantize"

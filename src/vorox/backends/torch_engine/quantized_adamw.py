@@ -118,7 +118,7 @@ class QuantizedAdamW(Optimizer):
                     piece = flat[start : start + PIECE_ELEMENTS].to(self._device)
                     target.write(start, piece.sqrt() if kind == "exp_avg_sq" else piece)
 
-    def _adamw(
+    def _update_group(
         self,
         group: Group,
         gradients: Sequence[Tensor],
@@ -129,7 +129,7 @@ class QuantizedAdamW(Optimizer):
         weight_decay: float,
     ) -> None:
         if group.rule != DECAYED.rule:
-            super()._adamw(group, gradients, divisor, finite, lr=lr, weight_decay=weight_decay)
+            super()._update_group(group, gradients, divisor, finite, lr=lr, weight_decay=weight_decay)
             return
         values = self._parameters.values[group]
         moments = self._first[group], self._root_second[group]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from vorox.backends.torch_engine.document_attention import DocumentAttention
+from vorox.models.decoder.document_separation import DocumentAttention
 
 Products = Literal["blas", "onednn"]
 GradientSums = Literal["whole", "buckets"]

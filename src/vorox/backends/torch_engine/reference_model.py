@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.adapter_network import AdapterNetwork
-from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.network import Network
 from vorox.core.batch import Batch
-from vorox.models.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import array_fingerprint
 
 _PIECE_ELEMENTS = 1 << 22
 """Elements that are exchanged at a time, which bounds the memory."""
@@ -31,7 +29,7 @@ class ReferenceModel:
 
     def __init__(self, network: Network) -> None:
         self._network, self._parameters = network, network.parameters
-        self._is_base = isinstance(network, AdapterNetwork)
+        self._is_base = network.has_adapter
         self._values = {} if self._is_base else self._parameters.new_buffers(self._parameters.groups)
         self._copy()
 
@@ -41,8 +39,7 @@ class ReferenceModel:
         Raises:
             ConfigError: The model does not compute both answers of a pair in one forward pass.
         """
-        if isinstance(self._network, ModuleNetwork):
-            self._network.check_pairs()
+        self._network.check_pairs()
         self._copy()
 
     @torch.no_grad()
@@ -65,7 +62,7 @@ class ReferenceModel:
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
-        if isinstance(self._network, AdapterNetwork):
+        if self._is_base:
             with self._network.without_adapter():
                 yield
             return

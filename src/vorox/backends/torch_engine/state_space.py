@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.mamba import conv_channels
+from vorox.models.decoder.mamba import conv_channels
+from vorox.models.decoder.spec import DecoderSpec
 
 
 @dataclass(slots=True)

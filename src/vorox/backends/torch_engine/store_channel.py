@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 
 class StoreChannel:
-    """``core.distributed_context.Channel`` over a store of PyTorch.
+    """``core.ranks.distributed_context.Channel`` over a store of PyTorch.
 
     A client of the store serves one call at a time, so every thread has its own.
     """
@@ -43,6 +43,8 @@ class StoreChannel:
     def get_all(self, folder: str, names: Sequence[str], timeout_seconds: float) -> list[bytes] | None:
         client, keys = self._client, [f"{folder}/{name}" for name in names]
         try:
+            if timeout_seconds <= 0:
+                return client.multi_get(keys) if client.check(keys) else None
             client.wait(keys, timedelta(seconds=timeout_seconds))
         except dist.DistStoreError:
             return None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.core.engine import TapPoint
-from vorox.models.tap_points import POINTS, LayerPoints, TapFunctions
+from vorox.models.decoder.tap_points import POINTS, LayerPoints, TapFunctions
 
 
 class Taps(TapFunctions):

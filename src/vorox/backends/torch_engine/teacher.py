@@ -22,8 +22,8 @@ from vorox.backends.torch_engine.parameters import FlatParameters
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.schema import OptimizerConfig, RunConfig
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.spec import ModelSpec
 
 

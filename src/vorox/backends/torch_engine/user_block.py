@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.model import Parts, ResidualBlock
 from vorox.backends.torch_engine.module_table import parameters_on_meta
-from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError
-from vorox.models.decoder_spec import DecoderSpec
+from vorox.core.files.atomic import canonical_json
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.user_layer import load_block
 
 

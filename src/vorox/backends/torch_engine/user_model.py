@@ -17,15 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 from vorox.backends.torch_engine.module_network import ModuleNetwork, blocks
 from vorox.backends.torch_engine.module_table import check_modules, named_tensors, parameters_on_meta, rows
-from vorox.core.atomic import canonical_json
+from vorox.backends.torch_engine.separation_probe import Separation, check_causal, measure_separation, randomise
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import load_function
+from vorox.core.files.atomic import canonical_json
 from vorox.core.schema import RunConfig
 from vorox.core.schema.model import ModelConfig
+from vorox.core.user_code.extensions import call_error, load_function
 from vorox.models.module_spec import UserSpec
 
 _KEY = "model.kind"
+_PROBE_TOKENS = 256
+"""Positions of a measured row at most: lengths at which the model changes are not known."""
 
 
 def resolve(config: RunConfig, *, tokenizer_vocab_size: int) -> UserSpec:
@@ -34,11 +37,6 @@ def resolve(config: RunConfig, *, tokenizer_vocab_size: int) -> UserSpec:
     Raises:
         ConfigError: The model cannot be built, contradicts the tokenizer or the data, or does not support a setting.
     """
-    for key, is_set in (
-        ("runtime.compile", config.runtime.compile), ("log.activation_statistics", config.log.activation_statistics)
-    ):  # fmt: skip
-        if is_set:
-            raise ConfigError(f"{key} is not supported with a model by import path", where=key, hint="set it to false")
     model, length = config.model, config.data.sequence_length_tokens
     vocab_size = tokenizer_vocab_size if model.vocab_size is None else model.vocab_size
     longest = length if model.max_positions_tokens is None else model.max_positions_tokens
@@ -125,7 +123,22 @@ class UserNetwork(ModuleNetwork):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         assert not images, "refused with the configuration"
         del is_token, documents  # the model is causal and padding is at the end; position ids separate documents
-        output = self._run(tokens) if positions is None else self._run(tokens, position_ids=positions)
+        return self._output(self._run, tokens, positions)
+
+    def _output(
+        self, run: Callable[..., Any], tokens: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        positions = positions if self._takes_positions else None
+        try:
+            output = run(tokens) if positions is None else run(tokens, position_ids=positions)
+        except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or torch.is_grad_enabled():
+                raise
+            raise call_error(
+                self._spec.function, error, where=_KEY, signature="module(tokens)", arguments="tokens [B, T]; with a "
+                "parameter position_ids also the position of each token in its document, [B, T]",
+                returns="logits [B, T, V]",
+            ) from error  # fmt: skip
         logits, auxiliary = output if isinstance(output, tuple) else (output, None)
         expected = (*tokens.shape, self._spec.vocab_size)
         if not isinstance(logits, Tensor) or logits.shape != expected:
@@ -135,6 +148,26 @@ class UserNetwork(ModuleNetwork):
                 where=_KEY, hint="return logits [rows, positions, vocabulary], or a pair of logits and a loss",
             )  # fmt: skip
         return logits, auxiliary
+
+    def _probe(self) -> Separation:
+        """Measure a copy with random weights.
+
+        Raises:
+            ConfigError: A token changes earlier logits, or the model cannot run.
+        """
+        device, length = self._compute.device, min(self._config.data.sequence_length_tokens, _PROBE_TOKENS)
+        with torch.random.fork_rng(devices=[]):
+            copy = build(self._sized).to(device).eval()
+        randomise(copy)
+
+        def run(tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None) -> Tensor:
+            del is_token, documents
+            return self._output(copy, tokens, positions)[0]
+
+        vocab_size, name = self._spec.vocab_size, self._spec.function
+        check_causal(run, vocab_size=vocab_size, length=length, device=device, name=name, where=_KEY)
+        can_pack = self._takes_positions
+        return measure_separation(run, can_pack=can_pack, vocab_size=vocab_size, length=length, device=device)
 
     def initial_weights(self, seed: int) -> Iterator[NamedArray]:
         """Yield the weights that the model starts with, a function of the seed."""

@@ -17,9 +17,10 @@ from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.optim import Optimizer
 from vorox.backends.torch_engine.parameters import Buffers, Parameters
+from vorox.core.config.schema_fields import schema_fields
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import load_function
 from vorox.core.schema import RunConfig
+from vorox.core.user_code.extensions import load_function
 from vorox.models.optimizer_groups import DECAYED, Group
 
 SAVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,10 +35,11 @@ class UserOptimizer(Optimizer):
 
     def __init__(self, config: RunConfig, parameters: Parameters, compute: Compute, ranks: Ranks) -> None:
         self._name = config.optimizer.name
-        if ranks.fsdp_size > 1:
+        if ranks.num_fsdp_shards > 1:
+            *others, last = schema_fields()[_KEY].choices
             raise ConfigError(
-                f"Optimizer {self._name} needs whole parameters, but fsdp_size = {ranks.fsdp_size}",
-                where="parallel.fsdp_size", hint="set it to 1, or use the optimizer adamw, adamw_8bit or muon",
+                f"Optimizer {self._name} needs whole parameters, but fsdp_size = {ranks.num_fsdp_shards}",
+                where="parallel.fsdp_size", hint=f"set it to 1, or use the optimizer {', '.join(others)} or {last}",
             )  # fmt: skip
         self._factory = load_function(self._name, kind="optimizer", where=_KEY)
         super().__init__(config, parameters, compute, ranks)

@@ -23,7 +23,7 @@ from vorox.backends.torch_engine.dpo_loss import PairSums
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import load_function
+from vorox.core.user_code.extensions import load_function
 from vorox.models.input_checks import check_tokens
 from vorox.models.spec import ModelSpec
 

@@ -1,4 +1,4 @@
-"""The image encoder: images to vectors at the positions of their tokens (``models/vision_spec.py``).
+"""The image encoder: images to vectors at the positions of their tokens (``models/decoder/vision_spec.py``).
 
 Shape legend: I images, S side in pixels, G patches per side, P = G x G patches, E width of the encoder, N heads,
 H head width, M positions of a micro-batch, K positions of images, D width of the decoder.
@@ -18,7 +18,7 @@ from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.kernels import Kernels
 from vorox.core.batch import AnyImages, BatchImages, Int32Array
 from vorox.core.errors import DataError
-from vorox.models.vision_spec import NUM_CHANNELS, VisionSpec
+from vorox.models.decoder.vision_spec import NUM_CHANNELS, VisionSpec
 
 _NORM_EPS = 1e-6
 

@@ -7,86 +7,52 @@ exit code 75, and the same command resumes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load_with_tokenizer, print_notes, progress_display, report_json
-from vorox.cli.output import AsJson, print_json, print_table
+from vorox.cli.data.loading import load_with_tokenizer, print_notes, progress_display, recorded_views, report_json
+from vorox.cli.output import print_json, print_table
+from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
+from vorox.data.cache.build import BuildOptions
+from vorox.data.cache.report import BuildReport
+from vorox.data.corpus.corpus import prepare
+from vorox.training.steps.stop import StopRequest
 
-if TYPE_CHECKING:
-    from vorox.data.cache.build import BuildOptions
-    from vorox.data.cache.report import BuildReport
-
-Workers = Annotated[int, typer.Option("--workers", min=1, max=256, help="Number of worker processes or Ray tasks.")]
-Executor = Annotated[
-    Literal["process", "ray"],
-    typer.Option("--executor", help="Kind of workers; ray: on all machines of a cluster."),
-]
 _OPTIONS = ("--workers", "--executor", "--json")
 
 
 def build(
-    arguments: ConfigArguments,
-    mode: Annotated[
-        Literal["forward", "inverse", "gaps"],
-        typer.Option(
-            "--mode", help="Order: lowest missing unit first, highest first, or gaps between built units first."
-        ),
-    ] = "forward",
-    workers: Workers = 1,
-    executor: Executor = "process",
-    force_rebuild: Annotated[
-        bool,
-        typer.Option(
-            "--force-rebuild", help="Rebuild everything; the old cache is kept until the new one is complete."
-        ),
-    ] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Verify every chunk first and rebuild damaged ones.")
-    ] = False,
-    as_json: AsJson = False,
+    arguments: list[str],
+    mode: Literal["forward", "inverse", "gaps"],
+    workers: int,
+    executor: Literal["process", "ray"],
+    force_rebuild: bool,
+    repair: bool,
+    as_json: bool,
 ) -> None:
-    """Build the tokenizer and the caches of a configuration."""
-    from vorox.core.errors import ConfigError
-    from vorox.data.cache.build import BuildOptions
-
     if force_rebuild and repair:
         raise ConfigError(
             "--force-rebuild and --repair exclude each other", where="--repair",
             hint="use one of them",
         )  # fmt: skip
     options = BuildOptions(
-        verify="full" if repair else None, mode=mode, workers=workers, executor=executor, force_rebuild=force_rebuild,
-        wait_for="complete",
+        verify="full" if repair else "quick", mode=mode, workers=workers, executor=executor,
+        force_rebuild=force_rebuild, wait_for="complete",
     )  # fmt: skip
     _make(arguments, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), options, as_json)
 
 
-def fill(
-    arguments: ConfigArguments,
-    verify: Annotated[bool, typer.Option("--verify", help="Verify every byte, not only sizes and headers.")] = False,
-    workers: Workers = 1,
-    executor: Executor = "process",
-    as_json: AsJson = False,
-) -> None:
-    """Build only missing, lost or damaged units."""
-    from vorox.data.cache.build import BuildOptions
-
+def fill(arguments: list[str], verify: bool, workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
     options = BuildOptions(
         verify="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
     )
     _make(arguments, ("--verify", *_OPTIONS), options, as_json)
 
 
-def repair(
-    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
-) -> None:
-    """Verify every byte of every chunk, and rebuild lost or damaged units."""
-    from vorox.data.cache.build import BuildOptions
-
+def repair(arguments: list[str], workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
     _make(
         arguments,
         _OPTIONS,
@@ -95,25 +61,18 @@ def repair(
     )
 
 
-def grow(
-    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
-) -> None:
-    """Add new files to the existing caches (data.cache.grow=true)."""
-    from vorox.data.cache.build import BuildOptions
-
-    options = BuildOptions(workers=workers, executor=executor, wait_for="complete")
+def grow(arguments: list[str], workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
+    options = BuildOptions(verify="quick", workers=workers, executor=executor, wait_for="complete")
     _make(arguments, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))
 
 
 def _make(
     arguments: list[str], known: tuple[str, ...], options: BuildOptions, as_json: bool, overrides: Sequence[str] = ()
 ) -> None:
-    from vorox.data.corpus import prepare
-    from vorox.training.stop import StopRequest
-
     config, tokenizer = load_with_tokenizer([*arguments, *overrides], known)
+    views = recorded_views([*arguments, *overrides], known, config)
     with StopRequest(), progress_display() as display:
-        corpus = prepare(config, on_progress=display, options=options, tokenizer=tokenizer)
+        corpus = prepare(config, on_progress=display, options=options, tokenizer=tokenizer, views=views)
         corpus.close()
     print_notes(corpus)
     if as_json:
@@ -151,6 +110,8 @@ def _print_reports(reports: dict[str, BuildReport]) -> None:
     titles += ["OF-UINT32", "OF-UINT16", "BUILT-NOW", "BAD"]
     print_table(titles, rows, right=" ".join(titles[1:]))
     for name, report in reports.items():
+        if report.units_adopted:
+            typer.echo(f"{name}: {pluralize(report.units_adopted, 'unit')} built earlier, not built again")
         for transform, count in report.transforms.items():
             added = f", added {count.added:,}" if count.added else ""
             title = transform.partition("/")[2]

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table
+from vorox.cli.output import print_json, print_table
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.data.contamination import Contamination, SharedDocument
+from vorox.core.run_layout import RunLayout
+from vorox.data.provenance.contamination import MOSTLY_FRACTION, Contamination, SharedDocument, find_contamination
+from vorox.data.provenance.evaluation_records import read_evaluation_records
+from vorox.data.provenance.run_data_index import RunDataIndex
+from vorox.data.tokenizers.loading import load
+from vorox.records.run_lookup import find_run
 
 _MOST_LINES = 20
 _MOST_STEPS = 4
 
 
-def contamination(
-    run: RunName,
-    against: Annotated[
-        list[str], typer.Option("--against", help="File, folder or glob of the evaluation set; repeatable.")
-    ],
-    field: Annotated[
-        str | None, typer.Option("--field", help="Its text column, if it is ambiguous (jsonl, csv, parquet).")
-    ] = None,
-    ngram_tokens: Annotated[
-        int, typer.Option("--ngram-tokens", min=1, help="Length of the n-grams that are compared.")
-    ] = 13,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Find records of an evaluation set in the text that a run was trained on, and the steps that saw them."""
-    from vorox.core.run_layout import RunLayout
-    from vorox.core.run_lookup import find_run
-    from vorox.data.contamination import find_contamination
-    from vorox.data.evaluation_records import read_evaluation_records
-    from vorox.data.run_data_index import RunDataIndex
-    from vorox.data.tokenizers.loading import load
-
+def contamination(run: str, against: list[str], field: str | None, ngram_tokens: int, root: str, as_json: bool) -> None:
     directory = find_run(root, run)
     with RunDataIndex.open(directory) as run_data:
         records = read_evaluation_records(against, load(RunLayout(directory).tokenizer), text_field=field)
@@ -51,8 +32,6 @@ def contamination(
 
 
 def _print(found: Contamination, ngram_tokens: int) -> None:
-    from vorox.data.contamination import MOSTLY_FRACTION
-
     mostly = sum(record.fraction >= MOSTLY_FRACTION for record in found.records)
     typer.echo(
         f"{len(found.records):,} of {pluralize(found.num_records, 'record')} share {ngram_tokens} tokens or more in "

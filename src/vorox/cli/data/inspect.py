@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load_with_tokenizer, print_notes, progress_display, report_json
-from vorox.cli.output import AsJson, print_json, print_table, print_text, print_wrapped
+from vorox.cli.data.loading import load_with_tokenizer, prepare_built, print_notes, progress_display, report_json
+from vorox.cli.output import print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
+from vorox.data.provenance import inspection
 
 
-def verify(arguments: ConfigArguments, as_json: AsJson = False) -> None:
-    """Verify every byte of source files and caches, and trace a few rows to their documents; exit code 4 on damage."""
-    from vorox.data import inspection
-    from vorox.data.corpus import prepare
-
+def verify(arguments: list[str], as_json: bool) -> None:
     config, tokenizer = load_with_tokenizer(arguments, ("--json",))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
-        inspection.verify(corpus, on_progress=display.step)
+        corpus = prepare_built(arguments, ("--json",), config, tokenizer, display)
+        notes = inspection.verify(corpus, on_progress=display.step)
     print_notes(corpus)
+    for note in notes:
+        typer.echo(f"note: {note.text}", err=True)
     digests = {name: report.digest for name, report in corpus.reports.items()}
     if as_json:
         print_json({"valid": True, "caches": digests})
@@ -31,20 +30,10 @@ def verify(arguments: ConfigArguments, as_json: AsJson = False) -> None:
         typer.echo(f"valid  {name}  {digest}")
 
 
-def stats(
-    arguments: ConfigArguments,
-    xz: Annotated[
-        bool, typer.Option("--xz", help="Also compress the validation text with xz, as a baseline (slow).")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Print statistics of the caches: tokens, packing, bytes per token, use of the vocabulary."""
-    from vorox.data import inspection
-    from vorox.data.corpus import prepare
-
+def stats(arguments: list[str], xz: bool, as_json: bool) -> None:
     config, tokenizer = load_with_tokenizer(arguments, ("--xz", "--json"))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
+        corpus = prepare_built(arguments, ("--xz", "--json"), config, tokenizer, display)
     print_notes(corpus)
     found = inspection.stats(corpus)
     baseline = inspection.xz_bits_per_byte(corpus) if xz else None
@@ -96,24 +85,20 @@ def stats(
         typer.echo(f"\nxz baseline: {baseline:.3f} bits/byte on the validation text")
 
 
-def peek(
-    arguments: ConfigArguments,
-    num_rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows per source.")] = 2,
-    split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
-    as_json: AsJson = False,
-) -> None:
-    """Show packed rows as text, with their documents; in conversations, brackets mark the trained tokens."""
-    from vorox.data import inspection
-    from vorox.data.corpus import prepare
-
+def peek(arguments: list[str], num_rows: int, split: Literal["train", "validation"], as_json: bool) -> None:
     config, tokenizer = load_with_tokenizer(arguments, ("--rows", "--split", "--json"))
     with progress_display() as display:
-        corpus = prepare(config, on_progress=display, build=False, tokenizer=tokenizer)
+        corpus = prepare_built(arguments, ("--rows", "--split", "--json"), config, tokenizer, display)
     print_notes(corpus)
     rows = inspection.peek(corpus, num_rows, split=split)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
+    for cache in corpus.caches:
+        if cache.split == split and cache.report.tokens:
+            report, share = cache.report, humanize.percent(cache.report.targets / cache.report.tokens, 1)
+            name = f"{cache.source.config.name} {split}"
+            typer.echo(f"{name}: {report.targets:,} of {report.tokens:,} tokens are trained on ({share})")
     for row in rows:
         typer.echo(f"{row.source} {row.split}, row {row.row:,}, {pluralize(row.padding_tokens, 'padding position')}")
         for segment in row.segments:

@@ -4,57 +4,84 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shlex
 from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from vorox.cli.arguments import parse_arguments
+from vorox.cli.build_display import BuildDisplay
 from vorox.cli.config import configuration_source, source_and_overrides
-
-if TYPE_CHECKING:
-    from vorox.cli.build_display import BuildDisplay
-    from vorox.core.schema import RunConfig
-    from vorox.data.cache.report import BuildReport
-    from vorox.data.corpus import Corpus
-    from vorox.data.tokenizers.tokenizer import Tokenizer
-
-ConfigArguments = Annotated[
-    list[str],
-    typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
-]
+from vorox.cli.config import load as load_config
+from vorox.core.errors import DataError
+from vorox.core.run_layout import RunLayout
+from vorox.core.schema import RunConfig
+from vorox.data.cache.report import BuildReport
+from vorox.data.corpus.cache_location import cache_root
+from vorox.data.corpus.cache_opener import NotBuiltError
+from vorox.data.corpus.corpus import Corpus, prepare
+from vorox.data.corpus.run_views import RunViews
+from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
+from vorox.data.tokenizers.tokenizer import Tokenizer
+from vorox.records.run_context import recorded_config
 
 
 def load(arguments: list[str], options: tuple[str, ...]) -> RunConfig:
-    from vorox.core.config import load_config
-
     return load_config(*source_and_overrides(parse_arguments(arguments, options=options, max_positional=1)))
 
 
 def load_with_tokenizer(arguments: list[str], options: tuple[str, ...]) -> tuple[RunConfig, Tokenizer | None]:
-    """Load a configuration; if the arguments name a run, also its trained tokenizer.
+    """Load a configuration; if the arguments name a run, also its tokenizer.
 
-    The caches of the run are built with that tokenizer; after files were added, training would give another one.
+    The caches of the run are built with it; after files were added, training would give another one.
     ``None`` if the arguments change the tokenizer.
     """
-    from vorox.core.config import load_config
-    from vorox.core.run_layout import RunLayout
-    from vorox.data.tokenizers.store import load_run_tokenizer
-
     config = load(arguments, options)
     parsed = parse_arguments(arguments, options=options, max_positional=1)
     source = configuration_source(parsed.positional[0]) if parsed.positional and not parsed.data else None
-    if not isinstance(source, Path) or load_config(source).tokenizer != config.tokenizer:
+    if not isinstance(source, Path) or recorded_config(source.parent).tokenizer != config.tokenizer:
         return config, None
-    return config, load_run_tokenizer(RunLayout(source.parent).tokenizer, config.tokenizer)
+    kept = load_run_tokenizer(RunLayout(source.parent).tokenizer, config.tokenizer)
+    return config, kept or configured_untrained(config.tokenizer)
+
+
+def recorded_views(arguments: list[str], options: tuple[str, ...], config: RunConfig) -> RunViews | None:
+    """Return the views of the run that the arguments name; ``None`` if they name none."""
+    parsed = parse_arguments(arguments, options=options, max_positional=1)
+    source = configuration_source(parsed.positional[0]) if parsed.positional and not parsed.data else None
+    if not isinstance(source, Path):
+        return None
+    views = RunViews.of_run(source.parent, cache_root(config.data))
+    views.register(source.parent)
+    return views
+
+
+def prepare_built(
+    arguments: list[str],
+    options: tuple[str, ...],
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    display: BuildDisplay,
+) -> Corpus:
+    """Return the corpus of a configuration from caches that are there.
+
+    Raises:
+        DataError: One is not built; the message has the command that builds it, with these arguments.
+    """
+    views = recorded_views(arguments, options, config)
+    try:
+        return prepare(config, on_progress=display, build=False, tokenizer=tokenizer, views=views)
+    except NotBuiltError as error:
+        command = shlex.join(["vorox", "data", "build", *arguments])
+        raise DataError(error.what, where=error.where, hint=f"build it first: {command}") from error
 
 
 @contextlib.contextmanager
 def progress_display() -> Generator[BuildDisplay]:
     """Show progress; warnings, such as a wait for data, are printed on lines of their own."""
-    from vorox.cli.build_display import BuildDisplay
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

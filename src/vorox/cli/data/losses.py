@@ -4,48 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any, Literal
 
 import typer
 
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, WeightsOption, print_json, print_table
+from vorox.api.model import find_model
+from vorox.api.runs import open_run
+from vorox.cli.data.provenance import chosen_steps
+from vorox.cli.generate import report_skipped
+from vorox.cli.output import print_json, print_table
 from vorox.core.pluralize import pluralize
+from vorox.training.steps.document_losses import DocumentLoss
 
-if TYPE_CHECKING:
-    from vorox.training.evaluation.document_losses import DocumentLoss
-
-    Losses = list[DocumentLoss]
-
-Key = tuple[str, str, int]
+Losses = list[DocumentLoss]
+Key = tuple[str, str, int, int]
 """Source, file and index of a document."""
 _DEFAULT_STEPS = 10
 _MOST_STEPS = 4
 
 
 def losses(
-    run: RunName,
-    steps: Annotated[
-        str | None, typer.Option("--steps", metavar="A:B", help="Steps with the documents. Default: the last 10.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to use. Default: the newest valid one.")
-    ] = None,
-    against: Annotated[
-        int | None, typer.Option("--against", help="Another checkpoint: sort by the change of the loss since then.")
-    ] = None,
-    easiest: Annotated[bool, typer.Option("--easiest", help="Lowest losses first.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Documents to print.")] = 20,
-    weights: WeightsOption = "model",
-    device: Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")] = None,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    run: str,
+    steps: str | None,
+    step: int | None,
+    checkpoint: int | None,
+    against: int | None,
+    easiest: bool,
+    limit: int,
+    weights: Literal["model", "ema"],
+    device: str | None,
+    root: str,
+    as_json: bool,
 ) -> None:
-    """Show which documents of some steps a checkpoint finds hardest, or has memorised: the mean loss of each."""
-    from vorox.api.model import find_model
-    from vorox.api.runs import open_run
-    from vorox.cli.data.provenance import step_range
-    from vorox.cli.generate import report_skipped
-
     with open_run(run, root=root) as opened:
 
         def losses_at(number: int | None, chosen: tuple[int, int] | None) -> tuple[int, tuple[int, int], Losses]:
@@ -55,7 +45,7 @@ def losses(
             first, last = chosen or (max(1, model.step - _DEFAULT_STEPS + 1), model.step)
             return model.step, (first, last), opened.document_losses(model, first, last - first + 1)
 
-        number, chosen, found = losses_at(step, None if steps is None else step_range(steps, "--steps"))
+        number, chosen, found = losses_at(checkpoint, chosen_steps(step, steps))
         before: dict[Key, float] = {}
         if against is not None:
             before = {_key(one): one.loss for one in losses_at(against, chosen)[2]}
@@ -77,7 +67,7 @@ def losses(
 
 
 def _key(one: DocumentLoss) -> Key:
-    return one.source, one.uri, one.ordinal
+    return one.source, one.uri, one.ordinal, one.copy
 
 
 def _record(one: DocumentLoss, before: Mapping[Key, float]) -> dict[str, Any]:
@@ -93,7 +83,7 @@ def _print_losses(found: Losses, before: Mapping[Key, float]) -> None:
             f"{one.num_target_tokens:,}",
             ", ".join(map(str, one.steps[:_MOST_STEPS])) + (", ..." if len(one.steps) > _MOST_STEPS else ""),
             one.source,
-            f"{one.uri}, record {one.ordinal:,}",
+            f"{one.uri}, record {one.ordinal:,}" + (f", text {one.copy + 1:,} of it" if one.copy else ""),
         ]
         for one in found
     ]

@@ -1,45 +1,27 @@
-"""``vorox data where`` and ``sql``: the documents and text of a step, and SQL queries."""
+"""``vorox data where``: the documents and text of a step."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
-from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, RunName, print_json, print_table, print_text, print_wrapped
+from vorox.cli.output import print_json, print_text, print_wrapped
+from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
+from vorox.data.provenance import queries as provenance_queries
+from vorox.data.provenance.original_text import FoundText, TextFinder
+from vorox.data.provenance.queries import DocumentOrigin, RowOrigin
+from vorox.records.run_lookup import find_run
 
-if TYPE_CHECKING:
-    from vorox.data.original_text import FoundText
-    from vorox.data.provenance_queries import DocumentOrigin, RowOrigin
 
-
-def where(
-    run: RunName,
-    step: Annotated[int, typer.Option("--step", min=1, help="The step, from 1, as in the log.")],
-    slot: Annotated[
-        int | None, typer.Option("--slot", min=0, help="Only this row of the step, from 0. Default: all.")
-    ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Also print the text, read from the source files.")] = False,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Show the documents that a step was trained on: files, bytes, tokens, optionally the text.
-
-    `vorox data losses` sorts the documents of many steps by their loss.
-    """
-    from vorox.core.run_lookup import find_run
-    from vorox.data import provenance_queries
-
+def where(run: str, step: int, slot: int | None, text: bool, root: str, as_json: bool) -> None:
     texts: dict[tuple[int, int], FoundText] = {}
     with provenance_queries.RunDataIndex.open(find_run(root, run)) as run_data:
         rows = provenance_queries.where(run_data, step, slot)
         if text:
-            from vorox.data.original_text import TextFinder
-
             with contextlib.closing(TextFinder(run_data)) as finder:
                 texts = {
                     (row.position, part): finder.find(row, document)
@@ -49,6 +31,7 @@ def where(
     if as_json:
         print_json([_row_json(row, texts) for row in rows])
         return
+    _print_state(step, rows[0].state)
     for row in rows:
         typer.echo(
             f"step {row.step:,}, slot {row.slot}: {row.source}, epoch {row.epoch}, row {row.row:,}, "
@@ -58,6 +41,21 @@ def where(
         for part, document in enumerate(row.documents):
             print_wrapped([f"  {_document_line(document)}"])
             _print_text(texts.get((row.position, part)))
+
+
+_STATES = {
+    "skipped": "Step {step:,} read these rows, but its update was not applied (a loss spike).",
+    "rolled_back": "Step {step:,} was executed by an attempt whose later steps were lost; no weights hold it.",
+    "open": "Step {step:,} was executed and is in no checkpoint yet.",
+    "planned": "Step {step:,} has not been executed. The data plan has these rows for it:",
+    "beyond": "Step {step:,} is after the end of the run and was never executed. The data plan has these rows for it:",
+}
+
+
+def _print_state(step: int, state: str) -> None:
+    """Print what became of a step, unless the weights hold it."""
+    if state in _STATES:
+        typer.echo(_STATES[state].format(step=step))
 
 
 def _row_json(row: RowOrigin, texts: dict[tuple[int, int], FoundText]) -> dict[str, Any]:
@@ -94,44 +92,17 @@ def _print_text(found: FoundText | None) -> None:
     print_text(found.marked_text or found.text)
 
 
-def sql(
-    run: RunName,
-    words: Annotated[
-        list[str], typer.Argument(metavar="STATEMENT", help="For example select '*' from consumed, quoted or not.")
-    ],
-    samples: Annotated[
-        str | None,
-        typer.Option("--samples", metavar="A:B", help="First write the rows of steps A to B into the table sample."),
-    ] = None,
-    inventory: Annotated[
-        bool, typer.Option("--inventory", help="First write the files, units and chunks of the run's caches.")
-    ] = False,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="First add data of the run directory that the database lacks.")
-    ] = False,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
-) -> None:
-    """Run a read-only SQL query on the run's metadata database."""
-    statement = " ".join(words)
-    from vorox.core.run_lookup import find_run
-    from vorox.experiments.metadata import MetadataCache
-    from vorox.training.metadata_database import existing_target, refresh_database
+def chosen_steps(step: int | None, steps: str | None) -> tuple[int, int] | None:
+    """Return the range that ``--step N`` or ``--steps A:B`` names; ``None`` without either.
 
-    directory = find_run(root, run)
-    if refresh or inventory or samples is not None:
-        steps = None if samples is None else step_range(samples, "--samples")
-        refresh_database(directory, inventory=inventory, sample_steps=steps)
-    found = MetadataCache.query(existing_target(directory), statement)
-    if as_json:
-        print_json(found.records())
-        return
-    if not found.rows:
-        typer.echo("No rows")
-        return
-    cells = [[humanize.UNKNOWN if value is None else str(value) for value in row] for row in found.rows]
-    numbers = [index for index in range(len(found.columns)) if isinstance(found.rows[0][index], int | float)]
-    print_table(found.columns, cells, right=" ".join(found.columns[index] for index in numbers))
+    Raises:
+        ConfigError: Both are given, or the range is none.
+    """
+    if step is not None and steps is not None:
+        raise ConfigError("--step and --steps both name steps", where=f"--step {step} --steps {steps}", hint="keep one")
+    if step is not None:
+        return step, step
+    return None if steps is None else step_range(steps, "--steps")
 
 
 def step_range(text: str, option: str) -> tuple[int, int]:
@@ -140,8 +111,6 @@ def step_range(text: str, option: str) -> tuple[int, int]:
     Raises:
         ConfigError: It is not a range of steps.
     """
-    from vorox.core.errors import ConfigError
-
     first, separator, last = text.replace(",", "").replace("_", "").partition(":")
     if not separator or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
         raise ConfigError(f"{text!r} is not a range of steps", where=option, hint="write it as 1:100")

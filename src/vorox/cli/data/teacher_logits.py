@@ -5,33 +5,20 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
+from vorox.api.teacher_logits import write_teacher_logits
 from vorox.cli import humanize
-from vorox.cli.data.loading import ConfigArguments, load, progress_display
-from vorox.cli.output import AsJson, print_json
+from vorox.cli.data.loading import load, progress_display
+from vorox.cli.output import print_json
 from vorox.core.pluralize import pluralize
 
 _REPORT_SECONDS = 10.0
 
 
-def teacher_logits(
-    arguments: ConfigArguments,
-    to: Annotated[Path, typer.Option("--to", help="Directory: a new one, or one to continue.")],
-    precision: Annotated[
-        Literal["fp16", "fp32"], typer.Option("--precision", help="Number format of the stored logits.")
-    ] = "fp16",
-    as_json: AsJson = False,
-) -> None:
-    """Write the top-k logits of train.distillation.teacher for all rows of a run.
-
-    Students read them with train.distillation.logits=DIRECTORY, without the
-    teacher in memory. Rows that the directory has are not computed again.
-    """
-    from vorox.api.teacher_logits import write_teacher_logits
-
+def teacher_logits(arguments: list[str], to: Path, precision: Literal["fp16", "fp32"], as_json: bool) -> None:
     config = load(arguments, ("--to", "--precision", "--json"))
     last = time.monotonic()
 

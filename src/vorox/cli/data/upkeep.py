@@ -4,53 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.data.loading import load, load_with_tokenizer
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, Yes, confirm, print_json, print_table
+from vorox.cli.data.loading import load, load_with_tokenizer, recorded_views
+from vorox.cli.output import confirm, print_json, print_table
+from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.data.cache.gc import CacheUse
+from vorox.data.cache import retention
+from vorox.data.cache.gc import CacheUse, find_caches, find_garbage, remove_garbage, remove_unused
+from vorox.data.corpus.cache_location import root_of
+from vorox.data.corpus.corpus import prepare
 
 _OPTIONS = ("--older-than", "--root", "--dry-run", "--yes", "--json", "--name", "--reason", "--cache")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-def gc(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [a.b=v ...]", help="Configuration that names the cache directory. Default: $VOROX_CACHE."
-        ),
-    ] = None,
-    older_than: Annotated[
-        str | None,
-        typer.Option(
-            "--older-than",
-            help="Also remove caches that no run below --root reads, that are not pinned, and that were not opened "
-            "for this long: 30d.",
-        ),
-    ] = None,
-    runs: Root = DEFAULT_ROOT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")] = False,
-    yes: Yes = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove unreferenced files of caches, and with --older-than unused caches."""
-    from vorox.data.cache import gc
-
+def gc(arguments: list[str] | None, older_than: str | None, runs: str, dry_run: bool, yes: bool, as_json: bool) -> None:
     root = _cache_root(arguments or [])
-    garbage = gc.find_garbage(root)
-    caches = gc.find_caches(root, Path(runs))
+    garbage = find_garbage(root)
+    caches = find_caches(root, Path(runs))
     longest = _seconds(older_than)
     unused = [cache for cache in caches if longest is not None and cache.idle_seconds > longest and cache.is_removable]
     if not as_json:
-        _print_caches(caches, unused)
+        _print_caches(caches, unused, arguments or [])
         for item in garbage:
             verb = "would remove" if dry_run else "removing"
             typer.echo(f"{verb}  {humanize.size(item.size_bytes)}  {item.path}: {item.reason}")
@@ -59,7 +40,7 @@ def gc(
         if unused:
             size_bytes = sum(cache.size_bytes for cache in unused)
             confirm(f"Remove {pluralize(len(unused), 'cache')}, {humanize.size(size_bytes)}?", yes=yes)
-        freed = gc.remove_garbage(garbage) + gc.remove_unused(unused)
+        freed = remove_garbage(garbage) + remove_unused(unused)
     if as_json:
         files = [{"path": str(item.path), "bytes": item.size_bytes, "reason": item.reason} for item in garbage]
         print_json(
@@ -75,39 +56,13 @@ def gc(
         typer.echo(f"{'Would free' if dry_run else 'Freed'} {humanize.size(freed)} ({freed:,} bytes) in {root}")
 
 
-PinName = Annotated[str, typer.Option("--name", help="Name of the pin.")]
-Cache = Annotated[
-    str | None,
-    typer.Option("--cache", help="Name of one cache, as listed by `vorox data gc`, instead of those of CONFIG."),
-]
-PinArguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG] [a.b=v ...]",
-        help="Configuration whose caches are meant; with --cache, the one that names the cache directory.",
-    ),
-]
-_DEFAULT_PIN = "kept"
-
-
-def pin(
-    arguments: PinArguments = None,
-    name: PinName = _DEFAULT_PIN,
-    reason: Annotated[str, typer.Option("--reason", help="Reason, shown in the list.")] = "",
-    cache: Cache = None,
-) -> None:
-    """Protect the caches of a configuration from gc until they are unpinned."""
-    from vorox.data.cache import retention
-
+def pin(arguments: list[str] | None, name: str, reason: str, cache: str | None) -> None:
     for directory in _chosen(arguments or [], cache):
         retention.pin(directory, name, reason)
         typer.echo(f"pinned  {directory}  ({name})")
 
 
-def unpin(arguments: PinArguments = None, name: PinName = _DEFAULT_PIN, cache: Cache = None) -> None:
-    """Remove a pin from the caches of a configuration."""
-    from vorox.data.cache import retention
-
+def unpin(arguments: list[str] | None, name: str, cache: str | None) -> None:
     for directory in _chosen(arguments or [], cache):
         remaining = ", ".join(pin.name for pin in retention.read_pins(directory))
         if retention.unpin(directory, name):
@@ -123,10 +78,6 @@ def _chosen(arguments: list[str], cache: str | None) -> list[Path]:
         ConfigError: The cache does not exist, or none is named.
         DataError: The caches of the configuration are incomplete.
     """
-    from vorox.core.errors import ConfigError
-    from vorox.data.cache.gc import find_caches
-    from vorox.data.corpus import prepare
-
     if cache is not None:
         root = _cache_root(arguments)
         known = {found.directory.name: found.directory for found in find_caches(root, root)}
@@ -142,21 +93,18 @@ def _chosen(arguments: list[str], cache: str | None) -> list[Path]:
             "No cache is named", where="vorox data pin", hint="name a configuration, or a cache with --cache"
         )
     config, tokenizer = load_with_tokenizer(arguments, _OPTIONS)
-    with contextlib.closing(prepare(config, build=False, tokenizer=tokenizer)) as corpus:
+    views = recorded_views(arguments, _OPTIONS, config)
+    with contextlib.closing(prepare(config, build=False, tokenizer=tokenizer, views=views)) as corpus:
         return [reader.directory for reader in (*corpus.train, *corpus.validation)]
 
 
 def _cache_root(arguments: list[str]) -> Path:
-    from vorox.data.cache_location import root_of
-
     if not arguments:
         return root_of(None)
     return root_of(load(arguments, _OPTIONS).data.cache.directory)
 
 
 def _seconds(text: str | None) -> float | None:
-    from vorox.core.errors import ConfigError
-
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
@@ -165,7 +113,7 @@ def _seconds(text: str | None) -> float | None:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _print_caches(caches: list[CacheUse], unused: list[CacheUse]) -> None:
+def _print_caches(caches: list[CacheUse], unused: list[CacheUse], arguments: list[str]) -> None:
     if not caches:
         return
     rows = [
@@ -173,13 +121,33 @@ def _print_caches(caches: list[CacheUse], unused: list[CacheUse]) -> None:
             cache.directory.name,
             humanize.size(cache.size_bytes),
             humanize.duration(cache.idle_seconds),
-            ", ".join(cache.runs) or ("being built" if cache.is_busy else "no run"),
+            _readers(cache),
             ", ".join(map(str, cache.pins)) or "-",
             "remove" if cache in unused else "keep",
         ]
         for cache in caches
     ]
     print_table(["CACHE", "SIZE", "IDLE", "READ-BY", "PINS", "DO"], rows, right="SIZE IDLE")
+    lost = [(cache, pin) for cache in caches for pin in cache.pins if pin.place == "lost"]
+    if lost:
+        typer.echo(
+            "\nRuns that are not where they were keep their caches. If one was moved, any command that reads its data, "
+            "such as `vorox data verify DIRECTORY`, records its new place. If it was removed for good:"
+        )
+    for cache, pin in lost:
+        typer.echo(
+            "  "
+            + shlex.join(["vorox", "data", "unpin", *arguments, "--cache", cache.directory.name, "--name", pin.name])
+        )
+
+
+def _readers(cache: CacheUse) -> str:
+    """Return the runs that read a cache; without any, those that did and are gone."""
+    if cache.runs:
+        return ", ".join(cache.runs)
+    if cache.is_busy:
+        return "being built"
+    return f"no run (gone: {', '.join(cache.removed_runs)})" if cache.removed_runs else "no run"
 
 
 def _json(cache: CacheUse, is_unused: bool) -> dict[str, Any]:
@@ -190,5 +158,8 @@ def _json(cache: CacheUse, is_unused: bool) -> dict[str, Any]:
         "runs": list(cache.runs),
         "being_built": cache.is_busy,
         "pins": {pin.name: pin.reason for pin in cache.pins},
+        "moved_runs": [pin.name for pin in cache.pins if pin.place == "moved"],
+        "lost_runs": [pin.name for pin in cache.pins if pin.place == "lost"],
+        "removed_runs": list(cache.removed_runs),
         "remove": is_unused,
     }

@@ -6,52 +6,48 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
+import xxhash
 
 from vorox.cli import humanize
-from vorox.cli.output import DEFAULT_ROOT, AsJson, Root, print_json, print_table, print_wrapped
+from vorox.cli.build_display import BuildDisplay
+from vorox.cli.output import print_json, print_table, print_wrapped
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from vorox.data.provenance_queries import Occurrence
-    from vorox.training.document_search import DocumentQuery, Finding
+from vorox.data.provenance import queries as provenance_queries
+from vorox.data.provenance.queries import Occurrence
+from vorox.records.run_lookup import find_run, run_directories
+from vorox.training.reports.document_search import DocumentQuery, Finding, finding_of, search_runs
 
 _MOST_LINES = 40
 _MOST_CHECKPOINTS = 6
 
 
 def when(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Run id or prefix, a path, or 'latest' (with a checkpoint).")
-    ] = None,
-    source: Annotated[str | None, typer.Option("--source", help="The file, or the end of its name.")] = None,
-    byte: Annotated[int | None, typer.Option("--byte", min=0, help="Only the document with this byte.")] = None,
-    record: Annotated[
-        int | None, typer.Option("--record", min=0, help="Only the document with this index in the file, from 0.")
-    ] = None,
-    text_file: Annotated[
-        Path | None, typer.Option("--text-file", help="Instead of --source: a file with the document's whole text.")
-    ] = None,
-    text_hash: Annotated[
-        str | None, typer.Option("--text-hash", help="Instead of --source: text_xxh3 of `vorox data where --json`.")
-    ] = None,
-    all_runs: Annotated[bool, typer.Option("--all-runs", help="Search all runs of --root instead of one.")] = False,
-    root: Root = DEFAULT_ROOT,
-    as_json: AsJson = False,
+    run: str | None,
+    source: str | None,
+    byte: int | None,
+    record: int | None,
+    text_file: Path | None,
+    text_hash: str | None,
+    all_runs: bool,
+    root: str,
+    as_json: bool,
 ) -> None:
-    """Show which steps and checkpoints were trained on a file, a document or a text; of one run or of all."""
-    from vorox.core.errors import ConfigError
-    from vorox.core.run_lookup import find_run, run_directories
-    from vorox.data import provenance_queries
-    from vorox.training.document_search import finding_of, search_runs
-
     query = _query(source, byte, record, text_file, text_hash)
     if all_runs:
         if run is not None:
             raise ConfigError("A run and --all-runs exclude each other", where=run, hint="use --root for the folder")
-        _print_findings(search_runs(run_directories(Path(root)), query), as_json)
+        display = BuildDisplay()
+        try:
+            findings = search_runs(
+                run_directories(Path(root)), query, lambda done, total: display.step("searching", done, total)
+            )
+        finally:
+            display.close()
+        _print_findings(findings, as_json)
         return
     if run is None:
         raise ConfigError("No run is named", where="vorox data when", hint="name a run, or use --all-runs")
@@ -72,11 +68,6 @@ def _query(
     source: str | None, byte: int | None, record: int | None, text_file: Path | None, text_hash: str | None
 ) -> DocumentQuery:
     """Return the document that the options name."""
-    import xxhash
-
-    from vorox.core.errors import ConfigError
-    from vorox.training.document_search import DocumentQuery
-
     if sum(option is not None for option in (source, text_file, text_hash)) != 1:
         raise ConfigError(
             "No document is named, or several are", where="vorox data when",
@@ -102,10 +93,8 @@ def _print_findings(findings: Sequence[Finding], as_json: bool) -> None:
     """Print what each run saw.
 
     Raises:
-        DataError: Runs could not be searched.
+        DataError: Runs, or those that they descend from, could not be searched.
     """
-    from vorox.core.errors import DataError
-
     if as_json:
         print_json([_finding_json(finding) for finding in findings])
     elif not findings:
@@ -128,6 +117,14 @@ def _print_findings(findings: Sequence[Finding], as_json: bool) -> None:
             f"{pluralize(len(lost), 'run')} of {len(findings):,} could not be searched: {lost[0].problem}",
             where=", ".join(finding.directory.name for finding in lost),
             hint="restore what is missing and search again: the answer is incomplete",
+        )
+    unsearched = [finding for finding in findings if finding.is_incomplete]
+    if unsearched:
+        raise DataError(
+            f"{pluralize(len(unsearched), 'run')} of {len(findings):,} may have inherited it from weights of a run "
+            f"that was not searched: {unsearched[0].unknown_weights}",
+            where=", ".join(finding.directory.name for finding in unsearched),
+            hint="search that run as well (--root FOLDER has all runs of a folder): the answer is incomplete",
         )
 
 
@@ -158,6 +155,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         "checkpoints": list(finding.checkpoints),
         "inherited_from": finding.inherited_from or None,
         "unknown_weights": finding.unknown_weights or None,
+        "is_incomplete": finding.is_incomplete,
         "problem": finding.problem or None,
         "occurrences": [asdict(one) for one in finding.occurrences],
     }
@@ -172,7 +170,7 @@ def _print_run(found: Sequence[Occurrence], byte: int | None, *, is_held_out: bo
     else:
         typer.echo(
             "No step: no row of this run's training caches contains it. It is held out for validation, was filtered "
-            "or quarantined, or is between records."
+            "or quarantined, is between records, or its file joined the source after the last pass of the run began."
             if not found
             else "No step of this run."
         )

@@ -9,14 +9,19 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from vorox.cli import humanize
+from vorox.core.config import model_label, slug
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError, NumericalError, Preempted
-from vorox.training.stop import INTERRUPTED_EXIT_CODE
-
-if TYPE_CHECKING:
-    from vorox.core.schema import RunConfig
+from vorox.core.redaction import redact_arguments
+from vorox.core.schema import RunConfig
+from vorox.planned_run import planned_model
+from vorox.planning.disk_space import checkpoint_bytes
+from vorox.records.run_context import run_id
+from vorox.records.run_lookup import latest_run
+from vorox.training.checkpoints.preemption_notice import MeasuredTimes
+from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 SAVED_EXIT_CODE = Preempted.exit_code
 """The run saved and stopped on request: start it again, as often as it happens."""
@@ -80,8 +85,6 @@ class Job:
     @property
     def name(self) -> str:
         """A DNS label for the job and its service, from the run's name."""
-        from vorox.core.config import model_label, slug
-
         text = slug(self.config.run.name or model_label(self.config)).lower()
         label = re.sub(r"[^a-z0-9]+", "-", text)[:_NAME_CHARACTERS].strip("-")
         return label if label[:1].isalpha() else f"run-{label}".rstrip("-")
@@ -142,8 +145,6 @@ def check_secrets(arguments: Sequence[str], secrets: Sequence[str]) -> None:
     Raises:
         ConfigError: The command contains one, or ``--secret`` has a value instead of a name.
     """
-    from vorox.core.redaction import redact_arguments
-
     for word, redacted in zip(arguments, redact_arguments(arguments), strict=True):
         if word != redacted:
             raise ConfigError(
@@ -179,20 +180,13 @@ def estimate_notice(config: RunConfig) -> Notice:
 
 def _measured(config: RunConfig) -> tuple[float | None, float | None]:
     """Return the longest step and save of the newest run of a configuration, in seconds."""
-    from vorox.core.run_context import run_id
-    from vorox.core.run_matching import latest_run
-    from vorox.training.preemption_notice import MeasuredTimes
-
-    directory = latest_run(config, run_id(config))
+    directory = latest_run(Path(config.run.directory), run_id(config))
     times = MeasuredTimes() if directory is None else MeasuredTimes.of_run(directory)
     return times.step_seconds, times.save_seconds
 
 
 def _checkpoint_bytes(config: RunConfig) -> int | None:
-    from vorox.run import planned_model
-    from vorox.training.disk_space import checkpoint_space
-
     try:
-        return checkpoint_space(config, planned_model(config), total_steps=1).checkpoint_bytes
+        return checkpoint_bytes(config, planned_model(config))
     except ConfigError:  # the vocabulary needs the text
         return None

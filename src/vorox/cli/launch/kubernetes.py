@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from vorox.cli.launch.job import FINAL_EXIT_CODES, PORT, SAVED_EXIT_CODE, Job
+from vorox.core.config import dump_yaml
 
 _CONFIGURATION = "/etc/vorox/config.yaml"
 _MANIFEST = """\
@@ -96,8 +97,6 @@ def kubernetes_manifest(job: Job, *, image: str, volume: str, secrets_from: str)
         volume: PersistentVolumeClaim of the shared directory.
         secrets_from: Secret with a key for each of ``job.secrets``.
     """
-    from vorox.core.config import dump_yaml
-
     gpus = f'            limits: {{nvidia.com/gpu: "{job.devices_per_node}"}}\n'
     return _MANIFEST.format(
         name=job.name, num_nodes=job.num_nodes, devices=job.devices_per_node, cpus=job.cpus_per_node,

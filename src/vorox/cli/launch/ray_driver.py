@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,9 +18,13 @@ from typing import Any
 
 from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE
 from vorox.cli.rank_launcher import GRACE_SECONDS
-from vorox.core.distributed_context import COORDINATOR, NODE_COUNT, NODE_INDEX
 from vorox.core.errors import ConfigError
+from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
+from vorox.core.processes.child_process import child_command
+from vorox.core.processes.signals import end_with_parent
+from vorox.core.ranks.distributed_context import COORDINATOR, NODE_COUNT, NODE_INDEX
+from vorox.core.ranks.rank_secret import SECRET, new_secret
 
 _POLL_SECONDS = 1.0
 _LOST_EXIT_CODE = 1
@@ -34,9 +39,7 @@ class _Machine:
 
     def address(self) -> str:
         """Return ``host:port`` that rank 0 can listen at."""
-        import socket
-
-        import ray
+        import ray  # optional
 
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -49,7 +52,10 @@ class _Machine:
     def train(self, arguments: Sequence[str], variables: dict[str, str]) -> int:
         """Run the launcher to its end, and return its exit code."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vorox", *arguments], env={**os.environ, **variables}, start_new_session=True
+            child_command("vorox", *arguments),
+            env={**os.environ, **variables},
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
         )
         code = self._process.wait()
         return code if code >= 0 else _LOST_EXIT_CODE
@@ -85,8 +91,9 @@ def train_on_ray(
         max_restarts: Restarts after crashes; restarts after a stop on request are not counted.
         secrets: Environment variables that every machine must have.
     """
-    import ray
+    import ray  # optional
 
+    disable_telemetry()
     if not ray.is_initialized():
         ray.init(address="auto")
     stop = _StopSignal()
@@ -106,7 +113,7 @@ def _start(
     arguments: Sequence[str], num_nodes: int, resources: dict[str, int], secrets: Sequence[str], stop: _StopSignal
 ) -> int:
     """Start all machines once, and return the exit code of the run."""
-    import ray
+    import ray  # optional
     from ray.exceptions import RayActorError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -131,7 +138,7 @@ def _start(
             address = ray.get(machines[0].address.remote())
         except RayActorError:
             return _LOST_EXIT_CODE
-        variables = {COORDINATOR: address, NODE_COUNT: str(num_nodes)}
+        variables = {COORDINATOR: address, NODE_COUNT: str(num_nodes), SECRET: new_secret()}
         runs = [
             machine.train.remote(list(arguments), {**variables, NODE_INDEX: str(index)})
             for index, machine in enumerate(machines)
@@ -148,7 +155,7 @@ def _wait(machines: Sequence[Any], runs: Sequence[Any], stop: _StopSignal) -> in
 
     After a failure, the other machines have a grace period: they may wait for a collective that cannot end.
     """
-    import ray
+    import ray  # optional
     from ray.exceptions import RayActorError
 
     codes: list[int] = []

@@ -33,6 +33,9 @@ _SCRIPT = """\
 {setup}{secrets}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export VOROX_COORDINATOR="$first:$((10000 + SLURM_JOB_ID % 20000))"
 export VOROX_NODE_COUNT="$SLURM_JOB_NUM_NODES"
+# By this secret the ranks recognise each other's messages; it is drawn at every start and kept nowhere.
+VOROX_RANK_SECRET=${{VOROX_RANK_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}}
+export VOROX_RANK_SECRET
 
 # If only this shell gets SIGTERM, pass it to the ranks; then wait for their save.
 signalled=

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from vorox.cli import humanize
 from vorox.cli.menu.questions import Ask, ask_choice, ask_number, title
+from vorox.cli.output import print_wrapped
+from vorox.core.files.file_holder import lock_holder
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout
+from vorox.experiments.artifacts import CheckpointSummary, RunSummary, list_checkpoints, list_runs
+from vorox.experiments.tracking import read_metrics
+from vorox.records.run_lookup import run_argument, short_path
 
-if TYPE_CHECKING:
-    from vorox.experiments.artifacts import CheckpointSummary, RunSummary
-
-_MAX_LISTED = 9
+_MAX_LISTED, _MIN_LISTED = 9, 3
+_OTHER_LINES = 10
+"""Lines of the screen besides the checkpoints, which have two each: title, choices, question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +52,6 @@ class Resumption:
 
 def list_entries(root: Path) -> list[Entry]:
     """Return all checkpoints that can be resumed: the newest of each run first, each group by time, latest first."""
-    from vorox.experiments.artifacts import list_checkpoints, list_runs
-    from vorox.experiments.tracking import read_metrics
-
     found: list[Entry] = []
     for run in list_runs(root):
         usable = [one for one in list_checkpoints(run.directory) if one.state == "unverified"]
@@ -64,10 +67,6 @@ def list_entries(root: Path) -> list[Entry]:
 
 def print_entries(entries: Sequence[Entry], root: Path, *, shows_all: bool = False) -> None:
     """Print the numbered checkpoints and the other choices."""
-    from vorox.cli.output import print_wrapped
-    from vorox.core.pluralize import pluralize
-    from vorox.core.run_lookup import short_path
-
     title("Checkpoints")
     if not entries:
         typer.echo(f"  None in {short_path(root.absolute())} yet.\n")
@@ -84,7 +83,12 @@ def print_entries(entries: Sequence[Entry], root: Path, *, shows_all: bool = Fal
 
 
 def _num_shown(entries: Sequence[Entry], *, shows_all: bool) -> int:
-    return len(entries) if shows_all else min(_MAX_LISTED, sum(entry.is_newest for entry in entries))
+    """Return how many entries fit on the screen, of those that are the newest of a run, or of all."""
+    if shows_all:
+        return len(entries)
+    lines = shutil.get_terminal_size((80, _OTHER_LINES + 2 * _MAX_LISTED)).lines
+    fitting = min(_MAX_LISTED, max(_MIN_LISTED, (lines - _OTHER_LINES) // 2))
+    return min(fitting, sum(entry.is_newest for entry in entries))
 
 
 def _facts(entry: Entry) -> str:
@@ -106,10 +110,6 @@ def choose_checkpoint(entries: Sequence[Entry], root: Path, ask: Ask) -> Resumpt
 
     A checkpoint of a run in use is refused.
     """
-    from vorox.cli.output import print_wrapped
-    from vorox.core.file_holder import lock_holder
-    from vorox.core.run_layout import RunLayout
-
     number = _num_shown(entries, shows_all=False)
     while True:
         older = "A" if number < len(entries) else ""
@@ -128,8 +128,6 @@ def choose_checkpoint(entries: Sequence[Entry], root: Path, ask: Ask) -> Resumpt
 
 
 def _resume(entry: Entry) -> Resumption:
-    from vorox.core.run_lookup import run_argument, short_path
-
     step, total = entry.checkpoint.step, entry.run.total_steps
     if not entry.is_newest:
         typer.echo(f"  Steps after {step:,} are trained again; the newer checkpoints are renamed and kept.")

@@ -8,28 +8,31 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import vorox
+from vorox import backends
 from vorox.cli import humanize
 from vorox.cli.menu.questions import title
-from vorox.core.windows_variables import windows_variables
-
-if TYPE_CHECKING:
-    from vorox.core.schema import RunConfig
-    from vorox.runtime.hardware import Hardware
+from vorox.cli.output import print_wrapped
+from vorox.core.errors import VoroxError
+from vorox.core.platform.environment import free_disk_bytes, processor_name, usable_cores
+from vorox.core.platform.windows_variables import windows_variables
+from vorox.core.pluralize import pluralize
+from vorox.core.schema import RunConfig
+from vorox.data.corpus.cache_location import root_of
+from vorox.planned_run import planned_model
+from vorox.planning.hardware import Hardware
+from vorox.planning.resource_plan import plan_resources
+from vorox.records.run_lookup import short_path
+from vorox.runtime.machine_checks import MIN_FREE_BYTES, check_memory, check_shared_memory
 
 _NAME_COLUMNS = 15
 _COMPILED_HIDDEN_SIZE = 512
 """Smaller models are trained in about the time that compiling takes."""
-_USED_FRACTION = 0.9
-"""Share of a GPU's memory that chosen settings may need, because their memory is an estimate."""
 
 
 def print_machine(root: Path, hardware: Hardware) -> None:
     """Print what training uses on this machine and why, and what is scarce."""
-    import vorox
-    from vorox.cli.output import print_wrapped
-
     title(f"Vorox {vorox.__version__}")
     print_wrapped(
         (f"  {name:<{_NAME_COLUMNS}}{text}" for name, text in _lines(root, hardware)), indent_columns=_NAME_COLUMNS + 2
@@ -37,13 +40,6 @@ def print_machine(root: Path, hardware: Hardware) -> None:
 
 
 def _lines(root: Path, hardware: Hardware) -> Iterator[tuple[str, str]]:
-    from vorox.core.environment import processor_name, usable_cores
-    from vorox.core.pluralize import pluralize
-    from vorox.core.run_lookup import short_path
-    from vorox.data.cache_location import root_of
-    from vorox.runtime.machine_checks import MIN_FREE_BYTES, check_memory, check_shared_memory
-    from vorox.training.disk_space import free_bytes
-
     if hardware.is_cpu:
         yield "device", f"{pluralize(usable_cores(), 'core')} of {processor_name()}; no NVIDIA GPU was found"
     else:
@@ -57,7 +53,7 @@ def _lines(root: Path, hardware: Hardware) -> Iterator[tuple[str, str]]:
         yield from [("", f"-> {finding.remedy}")] if finding.remedy else []
     caches = root_of(None)
     for name, folder in (("disk of runs", root), ("disk of caches", caches)):
-        free = free_bytes(folder)
+        free = free_disk_bytes(folder)
         text = f"{humanize.size(free)} free in {short_path(folder.absolute())}"
         yield name, text + ("; -> free some space" if free < MIN_FREE_BYTES else "")
     for name in windows_variables(Path()) if sys.platform == "win32" else ():
@@ -69,7 +65,7 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
     if hardware.is_cpu:
         return []
     found: list[tuple[str, str]] = []
-    if config.precision.dtype == "fp32" and hardware.peak_flops_per_second("bf16") is not None:
+    if config.precision.dtype == "fp32" and hardware.devices.has_bf16:
         found.append(("precision.dtype=bf16", f"{hardware.product} computes bf16 faster than fp32, in half the memory"))
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
     if _is_faster_compiled(config) and _has_triton():
@@ -80,8 +76,6 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
 
 def _is_faster_compiled(config: RunConfig) -> bool:
     """Whether the model can be compiled as a whole, and is large enough that this saves more time than it takes."""
-    from vorox import backends
-
     model, runtime, train = config.model, config.runtime, config.train
     own_parts = (model.layer_pattern, model.block, model.mlp, model.num_experts, train.forward_backward)
     is_possible = model.kind == "decoder" and all(part is None for part in own_parts)
@@ -97,16 +91,12 @@ def _has_triton() -> bool:
 
 def _settings_for_memory(config: RunConfig, hardware: Hardware) -> Iterator[tuple[str, str]]:
     """Yield settings with which a run fills the memory of one GPU, or fits into it at all."""
-    from vorox.core.errors import VoroxError
-    from vorox.run import planned_model
-    from vorox.training.resource_plan import plan_resources
-
-    usable = int(_USED_FRACTION * hardware.memory_bytes)
+    usable = hardware.devices.usable.memory_bytes
     try:
         plan = plan_resources(config, planned_model(config), replace(hardware, num_devices=1, memory_bytes=usable))
     except VoroxError:
         return  # its size depends on the text
-    limit = f"{_USED_FRACTION:.0%} of {humanize.size(hardware.memory_bytes)}"
+    limit = f"{hardware.devices.usable_fraction:.0%} of {humanize.size(hardware.memory_bytes)}"
     largest = plan.largest_micro_batch_sequences
     if not plan.fits and plan.alternatives:
         cheapest = plan.alternatives[0]

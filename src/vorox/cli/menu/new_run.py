@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from vorox.cli import humanize
-from vorox.cli.menu.questions import Ask, title
-
-if TYPE_CHECKING:
-    from vorox.core.schema import RunConfig
+from vorox.cli.config import CONFIGURATION_ENDINGS
+from vorox.cli.menu.questions import BACK, Ask, Back, title
+from vorox.cli.output import print_wrapped
+from vorox.core.config import model_label, slug
+from vorox.core.config.presets import run_presets
+from vorox.core.errors import VoroxError
+from vorox.core.schema import RunConfig
+from vorox.planned_run import planned_model
+from vorox.records.run_lookup import run_directories
 
 _MAX_FILES = 6
 
@@ -28,14 +34,20 @@ class Suggestion:
 
 
 def ask_what_to_train(ask: Ask) -> tuple[str, ...]:
-    """Ask for a preset, a configuration or a text, and return it as words of the command."""
-    from vorox.cli.output import print_wrapped
+    """Ask for a preset, a configuration or a text, and return it as words of the command.
 
+    Raises:
+        Back: The user returns to the list.
+    """
     choices = [*_files(), *_presets()]
     title("What to train")
     width = max(len(name) for name, _ in choices)
+    left = shutil.get_terminal_size().columns - width - 7  # one line each, so that the list fits on a screen
     print_wrapped(
-        (f"{number:>3}  {name:<{width}}  {text}" for number, (name, text) in enumerate(choices, 1)),
+        (
+            f"{number:>3}  {name:<{width}}  {textwrap.shorten(text, max(left, 24), placeholder=' ...')}"
+            for number, (name, text) in enumerate(choices, 1)
+        ),
         indent_columns=width + 7,
     )
     print_wrapped(
@@ -43,7 +55,9 @@ def ask_what_to_train(ask: Ask) -> tuple[str, ...]:
     )
     default = next(number for number, (name, _) in enumerate(choices, 1) if name == _DEFAULT)
     while True:
-        answer = ask(f"Choose 1-{len(choices)}, or a path [{default}]: ").strip() or str(default)
+        answer = ask(f"1-{len(choices)}, a path, or {BACK} = back [{default}]: ").strip() or str(default)
+        if answer.upper() == BACK:
+            raise Back
         if answer.isdecimal() and 1 <= int(answer) <= len(choices):
             return (choices[int(answer) - 1][0],)
         if answer in dict(choices):
@@ -59,8 +73,6 @@ _DEFAULT = "quickstart"
 
 def _words(answer: str) -> tuple[str, ...] | None:
     """Return the words of a typed path; ``None`` if it does not exist."""
-    from vorox.cli.config import CONFIGURATION_ENDINGS
-
     path = Path(answer).expanduser()
     if not path.exists():
         return None
@@ -76,8 +88,6 @@ def _files() -> list[tuple[str, str]]:
 
 def _presets() -> list[tuple[str, str]]:
     """Return name and first sentence of every preset, the quickstart first."""
-    from vorox.core.config.presets import run_presets
-
     found: list[tuple[str, str]] = []
     for name, path in run_presets().items():
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -90,10 +100,11 @@ def _presets() -> list[tuple[str, str]]:
 
 
 def choose_name(config: RunConfig, ask: Ask) -> str:
-    """Suggest names for a run, ask for one, and return it with the next free run number."""
-    from vorox.cli.output import print_wrapped
-    from vorox.core.config import slug
+    """Suggest names for a run, ask for one, and return it with the next free run number.
 
+    Raises:
+        Back: The user returns to the list.
+    """
     suggestions = suggest_names(config)
     title("Name")
     width = max(len(one.name) for one in suggestions)
@@ -102,7 +113,9 @@ def choose_name(config: RunConfig, ask: Ask) -> str:
         indent_columns=width + 7,
     )
     typer.echo("")
-    answer = ask(f"Choose 1-{len(suggestions)}, or type a name [1]: ").strip() or "1"
+    answer = ask(f"1-{len(suggestions)}, a name, or {BACK} = back [1]: ").strip() or "1"
+    if answer.upper() == BACK:
+        raise Back
     is_number = answer.isdecimal() and 1 <= int(answer) <= len(suggestions)
     name = suggestions[int(answer) - 1].name if is_number else slug(answer)
     numbered = f"{name}_run_{next_run_number(Path(config.run.directory), name)}"
@@ -112,8 +125,6 @@ def choose_name(config: RunConfig, ask: Ask) -> str:
 
 def suggest_names(config: RunConfig) -> list[Suggestion]:
     """Return four names built from size, data and sequence length."""
-    from vorox.core.config import slug
-
     size, data = _size(config), slug("-".join(source.name for source in config.data.sources))[:40]
     tokens = config.data.sequence_length_tokens
     full = f"{size}_{data}_{tokens}"
@@ -128,10 +139,6 @@ def suggest_names(config: RunConfig) -> list[Suggestion]:
 
 def _size(config: RunConfig) -> str:
     """Return the number of parameters as in a name: 415M, 1.3M; the model's label if it is not known in advance."""
-    from vorox.core.config import model_label, slug
-    from vorox.core.errors import VoroxError
-    from vorox.run import planned_model
-
     try:
         text = humanize.count(planned_model(config).num_parameters)
     except VoroxError:
@@ -143,8 +150,6 @@ def _size(config: RunConfig) -> str:
 
 def next_run_number(root: Path, name: str) -> int:
     """Return one more than the largest run number of a name."""
-    from vorox.core.run_lookup import run_directories
-
     pattern = re.compile(re.escape(name) + r"_run_(\d+)-")
     numbers = [int(match[1]) for path in run_directories(root) if (match := pattern.match(path.name))]
     return max(numbers, default=0) + 1

@@ -17,6 +17,14 @@ class Leave(Exception):
     """The user leaves the menu."""
 
 
+class Back(Exception):
+    """The user returns to the list of checkpoints."""
+
+
+BACK = "B"
+"""The answer to a free question that returns to the list."""
+
+
 def title(text: str) -> None:
     """Print the title of a screen."""
     typer.echo(f"\n{typer.style(text, bold=True)}\n")

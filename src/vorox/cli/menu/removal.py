@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import typer
 
 from vorox.cli import humanize
+from vorox.cli.checkpoints import print_checkpoints
 from vorox.cli.menu.questions import Ask, ask_choice, ask_yes_or_no, print_error, title
+from vorox.cli.output import print_wrapped
+from vorox.cli.run_removal import remove_one
+from vorox.cli.runs import head_lines
+from vorox.core.errors import CheckpointError, VoroxError
 from vorox.core.pluralize import pluralize
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vorox.experiments.artifacts import RunSummary
+from vorox.core.run_layout import RunLayout
+from vorox.experiments.artifacts import (
+    RunSummary,
+    inspect_run,
+    list_checkpoints,
+    list_failed_runs,
+    list_runs,
+    remove_checkpoints,
+)
+from vorox.records.run_lookup import short_path
+from vorox.training.mirror import mirror_uri
 
 
 def manage_checkpoints(root: Path, ask: Ask) -> None:
     """Show all runs and remove what the user chooses, until the user goes back."""
-    from vorox.cli.output import print_wrapped
-    from vorox.core.run_lookup import short_path
-    from vorox.experiments.artifacts import inspect_run, list_checkpoints, list_failed_runs, list_runs
-
     while True:
         title("Manage checkpoints")
         runs = sorted(list_runs(root), key=lambda run: -run.changed_at)
@@ -56,11 +63,6 @@ def _remove_orphans(orphans: list[RunSummary], ask: Ask) -> None:
 
 def _manage_run(run: RunSummary, ask: Ask) -> None:
     """Show one run, and remove a checkpoint of it or all of it."""
-    from vorox.cli.checkpoints import print_checkpoints
-    from vorox.cli.output import print_wrapped
-    from vorox.cli.runs import head_lines
-    from vorox.experiments.artifacts import list_checkpoints
-
     title("Details")
     print_wrapped(head_lines(run))
     typer.echo("")
@@ -85,10 +87,6 @@ def _manage_run(run: RunSummary, ask: Ask) -> None:
 
 def _contents(run: RunSummary) -> Iterator[str]:
     """Yield what is deleted with a run, and what is kept."""
-    from vorox.core.run_layout import RunLayout
-    from vorox.experiments.artifacts import list_checkpoints
-    from vorox.training.mirror import mirror_uri
-
     layout = RunLayout(run.directory)
     kept = list_checkpoints(run.directory)
     size = humanize.size(sum(checkpoint.size_bytes for checkpoint in kept))
@@ -102,9 +100,6 @@ def _contents(run: RunSummary) -> Iterator[str]:
 
 
 def _remove_run(run: RunSummary) -> None:
-    from vorox.cli.runs import remove_one
-    from vorox.core.errors import VoroxError
-
     try:
         remove_one(run, keep_metadata=False, mirror=False)
     except VoroxError as error:
@@ -112,9 +107,6 @@ def _remove_run(run: RunSummary) -> None:
 
 
 def _remove_checkpoint(run: RunSummary, name: str, ask: Ask) -> None:
-    from vorox.core.errors import CheckpointError, VoroxError
-    from vorox.experiments.artifacts import remove_checkpoints
-
     if not ask_yes_or_no(f"Delete {name} of {run.run_id}?", ask, default=False):
         return
     try:

@@ -7,27 +7,24 @@ The menu uses plain line input, so it works in every terminal and on Windows.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
+from vorox.cli.commands.options import DEFAULT_ROOT
+from vorox.cli.dry_run import RunPreview
 from vorox.cli.menu.checkpoint_list import ask_for_length, choose_checkpoint, list_entries, print_entries
 from vorox.cli.menu.machine import print_machine, settings_for_machine
 from vorox.cli.menu.new_run import ask_what_to_train, choose_name
-from vorox.cli.menu.questions import Ask, Leave, ask_yes_or_no, print_error, title
+from vorox.cli.menu.questions import Ask, Back, Leave, ask_yes_or_no, print_error, title
 from vorox.cli.menu.removal import manage_checkpoints
-from vorox.cli.output import DEFAULT_ROOT, print_wrapped
+from vorox.cli.output import print_wrapped
 from vorox.cli.plan import speed_lines
 from vorox.core.config.presets import run_presets
 from vorox.core.errors import VoroxError
-
-if TYPE_CHECKING:
-    from vorox.cli.dry_run import RunPreview
-    from vorox.runtime.hardware import Hardware
+from vorox.planning.hardware import Hardware, this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,6 @@ Inspect = Callable[[Command], "RunPreview"]
 """Inspects what a command would do, without building or writing anything."""
 
 
-def has_terminal() -> bool:
-    """Whether a person can answer: standard input and output are terminals."""
-    streams = (sys.stdin, sys.stdout)
-    return all(stream is not None and stream.isatty() for stream in streams)
-
-
 def open_menu(command: Command, inspect: Inspect, *, ask: Ask | None = None) -> Command | None:
     """Ask what to train until a command is ready.
 
@@ -77,8 +68,6 @@ def open_menu(command: Command, inspect: Inspect, *, ask: Ask | None = None) -> 
     """
     ask = ask or input
     root = Path(inspect(command).config.run.directory if command.arguments else DEFAULT_ROOT)
-    from vorox.runtime.hardware import this_machine
-
     hardware = this_machine()
     try:
         print_machine(root, hardware)
@@ -105,6 +94,8 @@ def _choose(command: Command, root: Path, inspect: Inspect, hardware: Hardware, 
             return None
         try:
             return _new_run(command, inspect, hardware, ask)
+        except Back:
+            return None
         except VoroxError as error:
             print_error(error)
             return None

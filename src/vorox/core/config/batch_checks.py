@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.config.tree import Problem
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 
 STAGES = "train.batch_stages"
+_PARTS = ("parallel.data_parallel_size", "parallel.fsdp_size")
 
 
 def batch_problems(config: RunConfig) -> Iterator[Problem]:
@@ -27,18 +29,15 @@ def batch_problems(config: RunConfig) -> Iterator[Problem]:
         batch_sizes_of(config)
     except ValueError as error:
         yield Problem(str(error), keys=(STAGES,))
-    if config.train.batch_stages and config.parallel.kind == "deepspeed":
-        yield Problem(
-            f"{STAGES} is not supported with parallel.kind=deepspeed; it needs parallel.kind=native",
-            keys=(STAGES, "parallel.kind"),
-        )
 
 
 def _divides(config: RunConfig, rows: int, key: str) -> Iterator[Problem]:
     micro = config.train.micro_batch_rows
     # Under auto, a run of several ranks takes smaller micro-batches.
     parts = 1 if config.parallel.data_parallel_size == "auto" else config.parallel.num_row_parts
-    if -(-rows // parts) % micro or rows < parts:  # shorter parts are filled up
+    if rows < parts:
+        yield Problem(fewer_rows(rows, parts, config.parallel.fsdp_size, key), keys=(key, *_PARTS))
+    elif -(-rows // parts) % micro:  # shorter parts are filled up
         over = f" x {parts} (parallel.data_parallel_size x parallel.fsdp_size)" if parts > 1 else ""
         below, above = (rows // (micro * parts) * micro * parts + more for more in (0, micro * parts))
         fitting = [size for size in range(1, rows + 1) if rows % (size * parts) == 0]
@@ -48,5 +47,27 @@ def _divides(config: RunConfig, rows: int, key: str) -> Iterator[Problem]:
             advice += f", or micro_batch_sequences={' or '.join(map(str, nearest))}"
         yield Problem(
             f"{key}={rows} is not a multiple of train.micro_batch_sequences={micro}{over}; {advice} would fit",
-            keys=(key, "train.micro_batch_sequences", "parallel.data_parallel_size", "parallel.fsdp_size"),
+            keys=(key, "train.micro_batch_sequences", *_PARTS),
         )
+
+
+def fewer_rows(rows: int, parts: int, fsdp_size: int, key: str = "train.global_batch_sequences") -> str:
+    """Return why rows cannot be divided over more devices, and what would fit."""
+    smaller = f" or parallel.data_parallel_size={rows // fsdp_size}" if rows >= fsdp_size else ""
+    return (
+        f"{key}={rows} is less than the {parts} devices that divide the rows of a step (parallel.data_parallel_size x "
+        f"parallel.fsdp_size); {key}={parts}{smaller} would fit"
+    )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check that the rows of every stage divide over the devices, whose number is resolved.
+
+    Training, plans and the choice of a micro-batch share this check.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    for problem in batch_problems(config):
+        what, _, hint = problem.what.partition("; ")
+        raise ConfigError(what, where=problem.keys[0], hint=hint)

@@ -22,11 +22,8 @@ _NOT_MERGES = 257
 _GPT2_IDS = {"kind": "none", "vocab_size": 50257, "end_of_text_id": 50256}
 """Default interpretation of token shards."""
 
-_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 """Special tokens of the default chat template, for a tokenizer that is trained on the text."""
-
-_DPO_LR = 1e-6
-"""Learning rate of DPO, as in TRL: larger ones soon leave the reference."""
 
 
 def expected_ids(tokenizer: TokenizerConfig) -> str:
@@ -77,9 +74,9 @@ def config_for_text(
             "kind": "bpe", "vocab_size": vocabulary // 128 * 128,
         }  # fmt: skip
     if source.get("chat_fields"):
-        tokenizer["special_tokens"] = list(_CHATML_TOKENS)
+        tokenizer["special_tokens"] = list(CHATML_TOKENS)
     if source.get("preference_pairs"):
-        values["loss"], values["optimizer"] = {"name": "dpo"}, {"lr": _DPO_LR}
+        values["loss"] = {"name": "dpo"}
         values["model"]["dropout_fraction"] = 0.0  # so that model and reference differ by training only
     values["tokenizer"] = tokenizer
     if opening and not has_tokens and not source.get("chat_fields"):

@@ -6,50 +6,34 @@ the text are checked by the modules that know them.
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Mapping
 
 from vorox.core.config.batch_checks import batch_problems
+from vorox.core.config.digest import flat_values
 from vorox.core.config.model_checks import model_problems
-from vorox.core.config.parallel_checks import (
-    context_problems,
-    deepspeed_problems,
-    expert_parallel_problems,
-    offload_problems,
-    sequence_problems,
+from vorox.core.config.parallel_checks import parallel_problems
+from vorox.core.config.schema_fields import alternatives_of, schema_fields
+from vorox.core.config.source_checks import (
+    bucket_names,
+    keyed_sources,
+    list_problems,
+    path_problems,
+    source_lists,
+    weight_problems,
 )
-from vorox.core.config.pipeline_checks import pipeline_problems
-from vorox.core.config.setting_dependencies import EXCLUSIVE, SOURCE_LISTS
-from vorox.core.config.training_checks import (
-    distillation_problems,
-    fine_tuning_problems,
-    float8_problems,
-    in_backward_problems,
-    preference_problems,
-)
+from vorox.core.config.support import support_problems
+from vorox.core.config.training_checks import preference_problems, training_problems
 from vorox.core.config.tree import Problem
 from vorox.core.config.vision_checks import vision_problems
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig
+from vorox.core.schema.setting import FUNCTION
+from vorox.core.user_code.extensions import is_extension
 
-LENGTHS, WARM_UPS = EXCLUSIVE
+LENGTHS, WARM_UPS = alternatives_of("train.num_steps"), alternatives_of("schedule.warmup_steps")
 _ONLY_FOR_TRAINING = ("weight", "max_epochs", "on_exhausted", "split_by", "split_quantiles", "split_names")
-
-
-def exact_weight(weight: float | str) -> Fraction:
-    """Return the exact value of a source's weight: a decimal number, or a string with a number or ``a/b``.
-
-    Raises:
-        ValueError: The weight is not a positive number.
-    """
-    try:
-        value = Fraction(str(weight).replace(" ", ""))
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{weight!r} is not a number or a fraction such as '1/3'") from None
-    if value <= 0:
-        raise ValueError(f"{weight} is not positive; remove the source instead")
-    return value
 
 
 def find_problems(config: RunConfig) -> list[Problem]:
@@ -57,28 +41,38 @@ def find_problems(config: RunConfig) -> list[Problem]:
     return [problem for check in _CHECKS for problem in check(config)]
 
 
-def _source_lists(config: RunConfig) -> Iterator[tuple[str, Sequence[SourceConfig]]]:
-    """Return the lists of sources by key."""
-    return zip(SOURCE_LISTS, (config.data.sources, config.data.validation.sources), strict=True)
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Refuse values that the engine does not support."""
+    for key, value in flat_values(config).items():
+        field = schema_fields().get(key)
+        if field is None or not isinstance(field.facts.engines, Mapping):
+            continue
+        name = FUNCTION if is_extension(value) else value
+        engines = field.facts.engines.get(name) if isinstance(name, str) else None
+        if engines is not None and config.backend not in engines:
+            needed = " or ".join(f"backend={engine}" for engine in engines)
+            yield Problem(f"{key}={value} is not supported by the {config.backend} engine; it needs {needed}",
+                          keys=(key, "backend"))  # fmt: skip
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "".encode(name)
+        codecs.getincrementaldecoder(name)
+    except (LookupError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _sources(config: RunConfig) -> Iterator[Problem]:
-    for sources_key, sources in _source_lists(config):
-        seen: dict[str, int] = {}
-        for index, source in enumerate(sources):
-            if source.name in seen:
-                key = f"{sources_key}.{index}.name"
-                yield Problem(f"{key}={source.name} is also the name of {sources_key}.{seen[source.name]}", keys=(key,))
-            seen.setdefault(source.name, index)
-            yield from _source(config, f"{sources_key}.{index}", source)
+    for key, sources in source_lists(config):
+        yield from list_problems(key, sources)
+    for key, source in keyed_sources(config):
+        yield from path_problems(key, source)
+        yield from _source(config, key, source)
 
 
 def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Problem]:
-    if source.format != "python_stdlib" and not source.paths:
-        yield Problem(
-            f"{key} ({source.name}) has format {source.format} but no paths; set {key}.paths=[FOLDER or FILE]",
-            keys=(f"{key}.paths", f"{key}.format"),
-        )
     if source.has_tokens and source.tokenizer is None and config.tokenizer.kind != "none":
         yield Problem(
             f"{key} ({source.name}) has token shards, but their tokenizer is not set; set "
@@ -119,15 +113,22 @@ def _source(config: RunConfig, key: str, source: SourceConfig) -> Iterator[Probl
             f"{key} ({source.name}) sets both chat_fields and text_field; remove one of them",
             keys=(f"{key}.chat_fields", f"{key}.text_field"),
         )
+    if not _is_text_encoding(source.encoding):
+        yield Problem(
+            f"{key}.encoding={source.encoding} is no encoding of text that Python knows; write utf-8, latin-1, cp1252, "
+            "utf-16 or another name of its documentation (codecs)",
+            keys=(f"{key}.encoding",),
+        )
+    if source.preference_pairs and source.history_field is not None:
+        yield Problem(
+            f"{key}.history_field has no place in preference pairs; write earlier turns into the prompt",
+            keys=(f"{key}.history_field", f"{key}.preference_pairs"),
+        )
     if source.tokens_field is not None and source.metadata_fields:
         yield Problem(
             f"{key} ({source.name}) sets metadata_fields with token ids; only text has metadata",
             keys=(f"{key}.metadata_fields", f"{key}.tokens_field"),
         )
-    try:
-        exact_weight(source.weight)
-    except ValueError as error:
-        yield Problem(f"{key}.weight: {error}", keys=(f"{key}.weight",))
 
 
 def _validation(config: RunConfig) -> Iterator[Problem]:
@@ -162,7 +163,7 @@ def _buckets(config: RunConfig) -> Iterator[Problem]:
 
 def _stages(config: RunConfig) -> Iterator[Problem]:
     known = {source.name for source in config.data.sources}
-    known |= {f"{s.name}.{part}" for s in config.data.sources if s.split_by is not None for part in s.split_names}
+    known |= {name for source in config.data.sources for name in bucket_names(source)}
     before = -1
     for index, stage in enumerate(config.data.stages):
         key = f"data.stages.{index}"
@@ -178,10 +179,7 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
                     f"{key}.weights has no source {name!r}; known are {', '.join(sorted(known))}",
                     keys=(f"{key}.weights",),
                 )
-            try:
-                exact_weight(weight)
-            except ValueError as error:
-                yield Problem(f"{key}.weights.{name}: {error}", keys=(f"{key}.weights",))
+            yield from weight_problems(f"{key}.weights.{name}", weight, f"{key}.weights")
         length, whole = stage.sequence_length_tokens, config.data.sequence_length_tokens
         if length is not None and whole % length:
             yield Problem(
@@ -228,10 +226,8 @@ def _secrets(config: RunConfig) -> Iterator[Problem]:
         "checkpoint.mirror": (config.checkpoint.mirror or "",),
         "train.from_weights": (config.train.from_weights or "",),
     }
-    for sources_key, sources in _source_lists(config):
-        for index, source in enumerate(sources):
-            locations[f"{sources_key}.{index}.paths"] = source.paths
-            locations[f"{sources_key}.{index}.fallback"] = source.fallback
+    for key, source in keyed_sources(config):
+        locations |= {f"{key}.paths": source.paths, f"{key}.fallback": source.fallback}
     for key, texts in locations.items():
         if any(redact(text) != text for text in texts):
             yield Problem(
@@ -345,18 +341,12 @@ def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _engine_problems,
+    support_problems,
     model_problems,
-    deepspeed_problems,
-    offload_problems,
-    in_backward_problems,
-    expert_parallel_problems,
-    pipeline_problems,
+    parallel_problems,
     vision_problems,
-    context_problems,
-    sequence_problems,
-    fine_tuning_problems,
-    float8_problems,
-    distillation_problems,
+    training_problems,
     _sources,
     _validation,
     _tokenizer,

@@ -19,8 +19,9 @@ from vorox.core.config.schema_fields import (
     schema_fields,
     wildcard,
 )
-from vorox.core.config.setting_dependencies import DEPENDENCIES
+from vorox.core.config.setting_dependencies import dependencies
 from vorox.core.config.synonyms import key_of, synonyms_of
+from vorox.core.config.training_defaults import default_rules
 from vorox.core.config.yaml_reader import Json
 from vorox.core.config.yaml_writer import write_inline
 from vorox.core.errors import ConfigError
@@ -44,9 +45,10 @@ class Explanation:
         field: Its row of the schema table.
         values: Its value in the given configuration: several for a key of a list, none without a configuration.
         needs: The setting without which it has no effect; empty if it always has one.
-        changes_run: Whether another value makes another run (see ``digest.NOT_IN_DIGEST``).
+        changes_run: Whether another value makes another run (see ``schema/setting.py``).
         keys: For a section, the keys directly inside it.
         synonyms: Its synonyms.
+        rules: How its default depends on what is trained, one line each.
     """
 
     field: SchemaField
@@ -55,6 +57,7 @@ class Explanation:
     changes_run: bool
     keys: tuple[str, ...]
     synonyms: tuple[str, ...]
+    rules: tuple[str, ...] = ()
 
     @property
     def default(self) -> str:
@@ -76,6 +79,7 @@ class Explanation:
             "changes_run": self.changes_run,
             "keys": list(self.keys),
             "synonyms": list(self.synonyms),
+            "default_rules": list(self.rules),
             "values": [{"key": value.key, "value": value.value, "origin": value.origin} for value in self.values],
         }
 
@@ -93,12 +97,50 @@ def explain(key: str, resolved: ResolvedConfig | None = None) -> Explanation:
     key = known_key(key)
     field = find_field(key)
     assert field is not None
-    needs = next((entry.remedy for entry in DEPENDENCIES if entry.key == field.key), "")
+    needs = next((entry.remedy for entry in dependencies() if entry.key == field.key), "")
     depth = field.key.count(".") + (2 if field.type_name == "list of sections" else 1)
     inside = tuple(
         name for name in schema_fields() if name.startswith(f"{field.key}.") and name.count(".") == depth
     )  # fmt: skip
-    return Explanation(field, _values(key, field, resolved), needs, in_digest(field.key), inside, synonyms_of(key))
+    values, rules = _values(key, field, resolved), default_rules(field.key)
+    return Explanation(field, values, needs, in_digest(field.key), inside, synonyms_of(key), rules)
+
+
+def sections() -> dict[str, str]:
+    """Return the sections of a configuration with their topic, in the order of the schema."""
+    return {name: _topic(name) for name in schema_fields() if "." not in name and name != "preset"}
+
+
+def _topic(name: str) -> str:
+    field = schema_fields()[name]
+    if field.description:
+        return field.description
+    keys = [key.rpartition(".")[2] for key in schema_fields() if key.startswith(f"{name}.") and key.count(".") == 1]
+    return ", ".join(keys)
+
+
+def reference_page() -> str:
+    """Return the page of all settings (``docs/settings.md``), as Markdown."""
+    lines = [
+        "# All settings",
+        "",
+        "Every key of a configuration, with its type, default and meaning. `vorox config reference` writes this page;",
+        "`vorox config explain KEY` shows one key with its value in a configuration. `*` stands for the number of an",
+        "entry of a list.",
+    ]
+    for section in sections():
+        fields = [field for key, field in schema_fields().items() if key == section or key.startswith(f"{section}.")]
+        lines += ["", f"## {section}", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        for field in fields:
+            if field.is_section:
+                continue
+            default = "required" if field.default is REQUIRED else f"`{write_inline(_plain(field.default))}`"
+            rules = default_rules(field.key)
+            default = f"{default}, or by what is trained: {'; '.join(rules)}" if rules else default
+            accepted = f", {field.accepted}" if field.accepted else ""
+            cells = (f"`{field.key}`", f"{field.type_name}{accepted}", default, field.description)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def known_key(key: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.tree import Problem, unmet_needs
-from vorox.core.extensions import is_extension
+from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig
+from vorox.core.user_code.extensions import is_extension
+
+_KEEP_TOKENIZER = "remove kind and path from the section tokenizer, so that it is taken from the weights"
 
 
 def model_problems(config: RunConfig) -> Iterator[Problem]:
@@ -35,27 +37,12 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
             f"model.experts_per_token={chosen} is more than model.num_experts={model.num_experts}",
             keys=("model.experts_per_token", "model.num_experts"),
         )
-    if model.num_experts is not None:
-        if model.vision.num_layers > 0:
-            yield Problem(
-                f"model.vision.num_layers={model.vision.num_layers} is not supported with "
-                f"model.num_experts={model.num_experts}; remove one of them",
-                keys=("model.vision.num_layers", "model.num_experts"),
-            )
-        for key in ("mlp", "block", "mlp_bias"):
-            if value := getattr(model, key):
-                yield Problem(
-                    f"model.{key}={str(value).lower() if value is True else value} is not supported with "
-                    f"model.num_experts={model.num_experts}; remove one of them",
-                    keys=(f"model.{key}", "model.num_experts"),
-                )
     longest, length = model.max_positions_tokens, config.data.sequence_length_tokens
     if longest is not None and longest < length:
         yield Problem(
             f"data.sequence_length_tokens={length} is more than model.max_positions_tokens={longest}",
             keys=("data.sequence_length_tokens", "model.max_positions_tokens"),
         )
-    yield from _width_transfer(config)
     yield from _layer_pattern(config)
     needed = {"bpe": config.tokenizer.vocab_size, "byte": 257, "none": config.tokenizer.vocab_size}.get(
         config.tokenizer.kind
@@ -63,32 +50,9 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if model.vocab_size is not None and needed is not None and model.vocab_size < needed:
         yield Problem(
             f"model.vocab_size={model.vocab_size} is less than the tokenizer's {needed} tokens; "
-            "remove it to use exactly those",
+            + ("remove it to use exactly those" if config.train.from_weights is None else _KEEP_TOKENIZER),
             keys=("model.vocab_size", "tokenizer.vocab_size", "tokenizer.kind"),
         )
-
-
-def _width_transfer(config: RunConfig) -> Iterator[Problem]:
-    """Yield settings that ``model.mup_base_hidden_size`` has no rule for."""
-    model, switch = config.model, "model.mup_base_hidden_size"
-    if model.mup_base_hidden_size is None:
-        return
-    needs = (
-        ("model.tie_embeddings", not model.tie_embeddings, "a head of its own; set model.tie_embeddings=false"),
-        (
-            "model.scale_embeddings", not model.scale_embeddings,
-            "embeddings of one scale; set model.scale_embeddings=false",
-        ),
-        ("model.vision.num_layers", not model.vision.num_layers, "text alone; set model.vision.num_layers=0"),
-        ("model.mlp", model.mlp is None, "the built-in MLP; remove model.mlp"),
-        ("model.block", model.block is None, "the built-in blocks; remove model.block"),
-        ("model.num_experts", model.num_experts is None, "one MLP in each block; remove model.num_experts"),
-        (
-            "optimizer.name", config.optimizer.name in ("adamw", "adamw_8bit"),
-            f"AdamW, whose learning rates it scales, not {config.optimizer.name}; set optimizer.name=adamw",
-        ),
-    )  # fmt: skip
-    yield from unmet_needs(switch, switch, needs)
 
 
 def _layer_pattern(config: RunConfig) -> Iterator[Problem]:
@@ -108,24 +72,6 @@ def _layer_pattern(config: RunConfig) -> Iterator[Problem]:
             f"model.num_layers={len(pattern)}",
             keys=(key, "model.num_layers"),
         )
-    if config.runtime.compile and "M" in pattern:
-        yield Problem(
-            f"runtime.compile=true is not supported with {key}={pattern}: the scan of Mamba-2 is not compiled; set "
-            "runtime.compile=false",
-            keys=("runtime.compile", key),
-        )
-    others = {
-        "norm_placement": model.norm_placement if model.norm_placement != "pre" else None,
-        "layer_types": model.layer_types, "mlp": model.mlp, "block": model.block,
-        "mup_base_hidden_size": model.mup_base_hidden_size, "num_experts": model.num_experts,
-        "vision.num_layers": model.vision.num_layers or None,
-    }  # fmt: skip
-    for name, value in others.items():
-        if value is not None:
-            yield Problem(
-                f"model.{name}={value} is not supported with {key}; each layer has one norm before one built-in mixer",
-                keys=(f"model.{name}", key),
-            )
 
 
 def _huggingface_model(config: RunConfig) -> Iterator[Problem]:
@@ -142,8 +88,8 @@ def _adapter(config: RunConfig) -> Iterator[Problem]:
     wanted = f"adapter.kind={kind} needs"
     if config.model.kind != "huggingface":
         yield Problem(
-            f"{wanted} model.kind=huggingface; export a native model with vorox export --to hf and set "
-            "model.name_or_path to the directory",
+            f"{wanted} pretrained weights of transformers; add --from-weights with a run, a directory or "
+            "hf://OWNER/NAME, without model.kind",
             keys=("adapter.kind", "model.kind"),
         )
     if not config.model.pretrained:
@@ -155,14 +101,4 @@ def _adapter(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"{wanted} the vocabulary of the model: the embedding is frozen; remove model.vocab_size",
             keys=("adapter.kind", "model.vocab_size"),
-        )
-    if config.optimizer.name == "muon":
-        yield Problem(
-            f"{wanted} another optimizer than muon, which updates whole matrices of blocks; set optimizer.name=adamw",
-            keys=("adapter.kind", "optimizer.name"),
-        )
-    if config.parallel.fsdp_size > 1:
-        yield Problem(
-            f"{wanted} parallel.fsdp_size=1; data parallelism (parallel.data_parallel_size) is supported",
-            keys=("adapter.kind", "parallel.fsdp_size"),
         )

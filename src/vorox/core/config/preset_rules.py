@@ -2,8 +2,8 @@
 
 A configuration tree goes in and is filled below what the user sets. ``preset: fineweb-edu`` in an entry of
 ``data.sources`` fills in the rest of the entry. Prompts, learning rate and holdout of a run preset were tuned on its
-own sources (``with_its_sources`` in its file): they are dropped as soon as a later layer sets other sources. The
-learning rate then follows from the width of the model.
+own sources (``with_its_sources`` in its file): they are dropped as soon as a later layer sets other sources. Defaults
+then apply (``training_defaults``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ WITH_ITS_SOURCES: Final = "with_its_sources"
 """Top-level key of a configuration file: settings that apply only while its own ``data.sources`` do."""
 
 _SELECTS_TEXT: Final = frozenset({"format", "paths", "preset"})
-_LARGEST_LR, _LR_TIMES_WIDTH = 3e-3, 0.4
 
 _BELOW_EVERY_LAYER = -0.5
 """Precedence of a named source: above defaults, below every layer."""
@@ -55,15 +54,6 @@ def names_heads(assignments: Iterable[Assignment]) -> bool:
     """Whether any assignment sets the number of attention heads."""
     paths = (translate(assignment).path for assignment in assignments)
     return any(path[0] == "model" and (len(path) < 2 or path[1] in {"num_heads", "preset"}) for path in paths)
-
-
-def fit_learning_rate(tree: ConfigTree) -> None:
-    """Set ``optimizer.lr`` inversely proportional to the width of the model, unless it is set explicitly."""
-    width = tree.get("model.hidden_size")
-    if tree.is_explicit("optimizer.lr") or not isinstance(width, int) or width < 1:
-        return
-    lr = float(f"{min(_LARGEST_LR, _LR_TIMES_WIDTH / width):.1e}")
-    tree.set_default("optimizer.lr", lr, f"fitted to model.hidden_size={width}")
 
 
 def fit_warmup(tree: ConfigTree) -> None:

@@ -20,7 +20,6 @@ _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
     "float32": "fp32",
     "fp64": "fp32",
     "half": "fp16",
-    "json": "jsonl",
     "tsv": "csv",
 }
 """Common names of choices that differ from ours."""
@@ -28,6 +27,9 @@ _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
 _TEXT_FORMATS = frozenset({"md", "markdown", "text", "rst", "tex", "html", "py", "code"})
 _CHAT_FORMATS = frozenset({"chat", "chatml", "conversation", "conversations", "messages", "sharegpt", "alpaca"})
 _UNITS: Final[Mapping[str, int]] = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?:[eE][+-]?\d+|[kKmMbBgGtT])?")
+_DECIMAL = re.compile(r"[+-]?\d+,\d+(?:[eE][+-]?\d+|[kKmMbBgGtT])?")
 
 
 def remedy(key: str, value: Json, field: SchemaField | None) -> str:
@@ -54,6 +56,8 @@ def _number_remedy(key: str, value: Json, field: SchemaField) -> str:
 def _text_remedy(key: str, value: str, field: SchemaField) -> str:
     if value.lower() in {"none", "nil"} and admits(field.annotation, type(None)):
         return f"write {key}=null"
+    if key == "log.sinks" and f"log.{value.lower()}" in schema_fields():
+        return f"write log.{value.lower()}=true"
     if key == "data.transforms":
         return f"write {key}=[{{name: {write_inline(value)}}}]"
     if key.endswith("sources"):
@@ -71,16 +75,35 @@ def _text_remedy(key: str, value: str, field: SchemaField) -> str:
         if known in field.choices:
             return f"did you mean {known}?"
         return did_you_mean(value, [str(choice) for choice in field.choices])
-    return _as_number(value) if "number" in field.type_name or "integer" in field.type_name else ""
+    kinds = field.type_name.split()
+    return _as_number(value, is_whole="number" not in kinds) if {"number", "integer"} & set(kinds) else ""
 
 
-def _as_number(value: str) -> str:
-    bare = value.replace("_", "").replace(",", "")
-    number = resolve_plain(bare)
-    if isinstance(number, int | float) and not isinstance(number, bool):
-        return f"it is text, write {bare} without quotes or separators"
-    scaled = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbBgGtT])", bare)
-    if scaled is None:
+def _as_number(value: str, *, is_whole: bool) -> str:
+    """Return how to write a text as a number.
+
+    A comma stands for a decimal point or between thousands: where both fit, a whole number has thousands, and both are
+    offered for any other.
+    """
+    bare = re.sub(r"(?<=\d)_(?=\d)", "", value)
+    readings = [bare] if "," not in bare else []
+    if _THOUSANDS.fullmatch(bare):
+        readings.append(bare.replace(",", ""))
+    if _DECIMAL.fullmatch(bare) and not (is_whole and readings):
+        readings.insert(0, bare.replace(",", "."))
+    written = [one for one in map(_number, readings) if one and not (is_whole and "." in one)]
+    if not written:
         return ""
-    exact = round(float(scaled[1]) * _UNITS[scaled[2].lower()])
-    return f"write {exact}"
+    is_scaled = value[-1:].lower() in _UNITS
+    what = "" if is_scaled else "it is text, "
+    how = "" if is_scaled else " without quotes or separators"
+    return f"{what}write {' or '.join(written)}{how}"
+
+
+def _number(text: str) -> str:
+    """Return a number as it is written in YAML; empty if a text is none."""
+    number = resolve_plain(text)
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        return text
+    scaled = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMbBgGtT])", text)
+    return "" if scaled is None else str(round(float(scaled[1]) * _UNITS[scaled[2].lower()]))

@@ -20,36 +20,37 @@ from vorox.core.config.overrides import Assignment, parse_override
 from vorox.core.config.preset_rules import (
     WITH_ITS_SOURCES,
     fit_heads,
-    fit_learning_rate,
     fit_warmup,
     names_heads,
     names_warmup,
     selects_sources,
 )
 from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.pretrained import Pretrained
 from vorox.core.config.python_file import mapping_document, read_python
 from vorox.core.config.schema_fields import nearest
 from vorox.core.config.schema_validation import validate
 from vorox.core.config.section_synonyms import translate_sections
-from vorox.core.config.synonyms import update_record
+from vorox.core.config.training_defaults import fill_training_defaults
 from vorox.core.config.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
 from vorox.core.config.yaml_writer import write_inline, write_yaml
-from vorox.core.disk_errors import disk_error
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import is_extension
+from vorox.core.files.disk_errors import disk_error
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig
+from vorox.core.user_code.extensions import is_extension
 
 _MAX_PRESET_CHAIN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A valid configuration with the origin of each value."""
+    """A valid configuration with the origin of each value, and the weights that it starts from, if any."""
 
     config: RunConfig
     tree: ConfigTree
+    pretrained: Pretrained | None = None
 
     def origin(self, key: str) -> str:
         """Return ``my.yaml:12``, ``override a.b=v``, ``preset quickstart:4``, ``model.preset=...`` or ``default``."""
@@ -58,10 +59,7 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, slots=True)
 class GivenConfig:
-    """A configuration that is not in a file: its name, for messages and the run's name, and its values.
-
-    The learning rate is fitted to the width of the model unless it is set.
-    """
+    """A configuration that is not in a file: its name, for messages and the run's name, and its values."""
 
     name: str
     values: dict[str, Json]
@@ -71,6 +69,8 @@ ConfigSource = str | Path | GivenConfig | Mapping[str, Any]
 """A preset or file, a generated configuration, or a mapping of values."""
 
 _MAPPING_NAME = "the mapping"
+_SHIPPED, _FITTED = "preset ", "preset for "
+"""Before the name of a preset, and of a configuration that was fitted to a text."""
 
 
 def load_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -86,8 +86,19 @@ def load_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> R
     return resolve_config(source, overrides).config
 
 
-def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Resolve a configuration like ``load_config``, with the origins of its values."""
+def resolve_config(
+    source: ConfigSource | None,
+    overrides: Sequence[str] = (),
+    *,
+    adopt: Callable[[ConfigTree], Pretrained | None] = lambda _: None,
+) -> ResolvedConfig:
+    """Resolve a configuration like ``load_config``, with the origins of its values.
+
+    Args:
+        source: As for ``load_config``.
+        overrides: As for ``load_config``.
+        adopt: Sets what the initial weights decide, once all layers are merged, and returns what is known of them.
+    """
     tree = ConfigTree(model_presets())
     assignments: list[Assignment] = []
     for text in overrides:
@@ -98,19 +109,21 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
             tree.problems.append(Problem(what, f"override {text}", kind="misread"))
     base = [assignment for assignment in assignments if assignment.path == ("preset",)]
     explicit = [assignment for assignment in assignments if assignment.path != ("preset",)]
-    fit = isinstance(source, GivenConfig)
     layers = [_Layer(name, document) for name, document in _chain(source, base[-1].value if base else None)]
     for number, layer in enumerate(layers):
         for what, line in layer.document.problems:
             tree.problems.append(Problem(what, f"{layer.name}:{line}", kind="misread"))
         above = [entry for other in layers[number + 1 :] for entry in other.assignments]
         has_other_sources = selects_sources([*above, *explicit])
-        tree.apply_layer(layer.assignments if has_other_sources else [*layer.assignments, *layer.with_its_sources])
-        fit = fit or (has_other_sources and bool(layer.with_its_sources))
-    tree.apply_layer(explicit)
+        tree.apply_layer(
+            layer.assignments if has_other_sources else [*layer.assignments, *layer.with_its_sources],
+            by_user=not layer.is_preset,
+        )
+    tree.apply_layer(explicit, by_user=True)
     translate_sections(tree)
-    if fit:
-        fit_learning_rate(tree)
+    is_read = not any(problem.kind == "misread" for problem in tree.problems)
+    pretrained = adopt(tree) if is_read else None
+    fill_training_defaults(tree, pretrained)
     if isinstance(source, GivenConfig) and not names_warmup(explicit):
         fit_warmup(tree)
     if isinstance(source, GivenConfig) and not names_heads(explicit):
@@ -121,16 +134,16 @@ def resolve_config(source: ConfigSource | None, overrides: Sequence[str] = ()) -
     config, problems = validate(tree)
     if config is None:
         raise _refusal(problems, _name_for_messages(source))
-    return ResolvedConfig(config, tree)
+    return ResolvedConfig(config, tree, pretrained)
 
 
 def config_from_record(values: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration that a checkpoint recorded, also one of an earlier version.
+    """Return the configuration that a checkpoint recorded.
 
     Raises:
         pydantic.ValidationError: The values are not those of a configuration that this version knows.
     """
-    return RunConfig.model_validate(update_record(values))
+    return RunConfig.model_validate(dict(values))
 
 
 def _name_for_messages(source: ConfigSource | None) -> str:
@@ -140,10 +153,14 @@ def _name_for_messages(source: ConfigSource | None) -> str:
 
 
 class _Layer:
-    """A document of the chain; settings that apply only to its own sources are kept separately."""
+    """A document of the chain; settings that apply only to its own sources are kept separately.
+
+    ``is_preset``: it ships with Vorox, or was fitted to a text; the user did not write it.
+    """
 
     def __init__(self, name: str, document: YamlDocument) -> None:
         self.name, self.document = name, document
+        self.is_preset = name.startswith(_FITTED) or name.removeprefix(_SHIPPED) in run_presets()
         special = document.value.pop(WITH_ITS_SOURCES, None)
         lines = {path[1:]: line for path, line in document.lines.items() if path[0] == WITH_ITS_SOURCES}
         inner = special if isinstance(special, dict) else {}
@@ -166,7 +183,7 @@ def _chain(source: ConfigSource | None, preset: Json) -> list[tuple[str, YamlDoc
     chain: list[tuple[str, YamlDocument]] = []
     seen: list[Path] = []
     if isinstance(source, GivenConfig):
-        chain.append((f"preset for {source.name}", YamlDocument(copy.deepcopy(source.values), {}, [])))
+        chain.append((f"{_FITTED}{source.name}", YamlDocument(copy.deepcopy(source.values), {}, [])))
         source = None
     elif isinstance(source, Mapping):
         document = mapping_document(source)
@@ -209,7 +226,7 @@ def locate_config(source: str | Path, relative_to: Path | None = None) -> tuple[
     """
     presets = run_presets()
     if isinstance(source, str) and source in presets:
-        return f"preset {source}", presets[source]
+        return f"{_SHIPPED}{source}", presets[source]
     path = Path(source) if relative_to is None else relative_to / source
     if path.is_file():
         return str(path), path
@@ -274,3 +291,19 @@ def dump_yaml(config: RunConfig, resolved: ResolvedConfig | None = None) -> str:
         return resolved.origin(".".join(str(part) for part in path)) if resolved is not None else ""
 
     return write_yaml(config_values(config), comment)
+
+
+def check_recordable(config: RunConfig) -> None:
+    """Check that the ``config.yaml`` of a run can be read again, before anything is built for it.
+
+    Raises:
+        ConfigError: It is too long or too deep.
+    """
+    text = dump_yaml(config)
+    try:
+        read_mapping(text, "the recorded configuration")
+    except ConfigError as error:
+        raise ConfigError(
+            f"The configuration could not be read again from the run: {error.what}", where="data.sources",
+            hint="combine sources, whose paths is a list that may have globs, or flatten nested args",
+        ) from error  # fmt: skip

@@ -11,16 +11,16 @@ import functools
 import itertools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from vorox.core.config.synonyms import SYNONYMS
 from vorox.core.schema import RunConfig
 from vorox.core.schema.section import ImportPath, Section
+from vorox.core.schema.setting import Engine, Need, SettingFacts, facts_of
 
 REQUIRED: Final = object()
 """Default of a required key."""
@@ -29,7 +29,9 @@ REQUIRED: Final = object()
 _NAMES_ELSEWHERE: Final[Mapping[str, str]] = {
     "betas": "optimizer.beta1",
     "gradient_accumulation_steps": "train.micro_batch_sequences",
+    "lr_warmup_fraction": "schedule.warmup_steps",
     "tokenizer_name": "tokenizer.path",
+    "warmup_ratio": "schedule.warmup_steps",
 }
 """Settings of other trainers without an equivalent, and the setting to suggest."""
 
@@ -47,6 +49,7 @@ class SchemaField:
         accepted: Bounds, for messages; empty without any.
         choices: The accepted values of a key with a fixed set.
         is_section: Whether it contains further keys.
+        facts: What else it declares; nothing of it is ``None`` but the location, and keys of needs are dotted.
     """
 
     key: str
@@ -57,17 +60,46 @@ class SchemaField:
     accepted: str
     choices: tuple[Any, ...]
     is_section: bool
+    facts: SettingFacts
+
+
+_OF_RUN = SettingFacts(digest="identity", resume="logged")
+"""What holds for a section that states nothing."""
 
 
 @functools.cache
 def schema_fields() -> Mapping[str, SchemaField]:
     """Return all keys, including sections and lists, in schema order."""
-    return {field.key: field for field in _walk(RunConfig, "")}
+    return {field.key: field for field in _walk(RunConfig, "", _OF_RUN)}
 
 
 def leaf_keys() -> tuple[str, ...]:
     """Return all keys that hold a value."""
     return tuple(key for key, field in schema_fields().items() if not field.is_section)
+
+
+@functools.cache
+def synonyms() -> Mapping[str, str]:
+    """Return every synonym with its key."""
+    return {name: field.key for field in schema_fields().values() for name in field.facts.synonyms}
+
+
+@functools.cache
+def alternatives() -> tuple[tuple[str, ...], ...]:
+    """Return the groups of keys of which at most one is given."""
+    groups = dict.fromkeys(alternatives_of(key) for key, field in schema_fields().items() if field.facts.alternatives)
+    return tuple(groups)
+
+
+def alternatives_of(key: str) -> tuple[str, ...]:
+    """Return a key and its alternatives, in schema order."""
+    group = {key, *_absolute(key, schema_fields()[key].facts.alternatives)}
+    return tuple(name for name in schema_fields() if name in group)
+
+
+def keys_where(holds: Callable[[SettingFacts], bool]) -> tuple[str, ...]:
+    """Return the keys, of sections too, whose facts meet a condition."""
+    return tuple(key for key, field in schema_fields().items() if holds(field.facts))
 
 
 def wildcard(key: str) -> str:
@@ -82,6 +114,16 @@ def find_field(key: str) -> SchemaField | None:
     if direct is not None:
         return direct
     return next((field for name, field in table.items() if name.replace(".*", "") == key), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def facts_at(key: str) -> SettingFacts:
+    """Return what a key declares; inside a mapping, what the mapping declares, and as a section if nothing does."""
+    field = schema_fields().get(wildcard(key))
+    if field is not None:
+        return field.facts
+    above = key.rpartition(".")[0]
+    return facts_at(above) if above else _OF_RUN
 
 
 def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -> list[str]:
@@ -100,7 +142,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None, limit: int = 3) -
         bonus = 0.05 if is_near and name.rpartition(".")[0] == section else 0.0  # rather a slip than another section
         return max(whole, 0.5 * part + 0.5 * whole, 0.95 * part if is_near else 0.0) + bonus
 
-    elsewhere = _NAMES_ELSEWHERE.get(last) or SYNONYMS.get(last)
+    elsewhere = _NAMES_ELSEWHERE.get(last) or synonyms().get(last)
     if candidates is None and elsewhere is not None:
         return [elsewhere]
     ranked = sorted(((similarity(name), name) for name in pool), key=lambda pair: (-pair[0], pair[1]))
@@ -124,14 +166,39 @@ def in_yaml_words(description: str) -> str:
     return description.replace("None:", "null:")
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[SchemaField]:
+def _walk(section: type[Section], prefix: str, above: SettingFacts) -> Iterator[SchemaField]:
     for name, info in section.model_fields.items():
         key = f"{prefix}{name}"
         inner = _section_of(info.annotation)
-        yield _describe(key, info, inner is not None)
+        found = _describe(key, info, above, is_section=inner is not None)
+        yield found
         if inner is not None:
             many = typing.get_origin(info.annotation) is tuple
-            yield from _walk(inner, f"{key}.*." if many else f"{key}.")
+            yield from _walk(inner, f"{key}.*." if many else f"{key}.", found.facts)
+
+
+def _absolute(key: str, names: Iterable[str]) -> list[str]:
+    """Return dotted keys: those without a dot are in the same section."""
+    section = key.rpartition(".")[0]
+    return [name if "." in name or name == "backend" else f"{section}.{name}" for name in names]
+
+
+def _facts(key: str, info: FieldInfo, above: SettingFacts) -> SettingFacts:
+    stated = facts_of(info)
+    return replace(
+        stated,
+        digest=stated.digest or above.digest,
+        resume=stated.resume or above.resume,
+        needs=tuple(replace(need, key=_absolute(key, [need.key])[0]) for need in _needs(stated)),
+    )
+
+
+def _needs(stated: SettingFacts) -> tuple[Need, ...]:
+    """What a setting needs, the engine too if only some support it whatever its value."""
+    engines = stated.engines
+    if isinstance(engines, Mapping) or len(engines) == len(typing.get_args(Engine)):
+        return stated.needs
+    return (Need("backend", engines, is_feature=True), *stated.needs)
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
@@ -150,7 +217,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _describe(key: str, info: FieldInfo, is_section: bool) -> SchemaField:
+def _describe(key: str, info: FieldInfo, above: SettingFacts, *, is_section: bool) -> SchemaField:
     default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
     choices = tuple(
         choice
@@ -167,6 +234,7 @@ def _describe(key: str, info: FieldInfo, is_section: bool) -> SchemaField:
         accepted=_accepted(info),
         choices=choices,
         is_section=is_section,
+        facts=_facts(key, info, above),
     )
 
 

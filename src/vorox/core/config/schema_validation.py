@@ -20,6 +20,8 @@ from vorox.core.config.preset_rules import fill_sources
 from vorox.core.config.remedies import remedy
 from vorox.core.config.schema_fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
 from vorox.core.config.setting_dependencies import SOURCE_LISTS, resolve_dependencies
+from vorox.core.config.support import gives_way, support_problems
+from vorox.core.config.synonyms import OTHER_OPTIONS
 from vorox.core.config.tree import ConfigTree, Problem, dotted
 from vorox.core.config.yaml_reader import Json, KeyPath, WholeFloat
 from vorox.core.schema import RunConfig
@@ -35,6 +37,8 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
     resolve_dependencies(tree)
     values = _without_surrogates(_integers(tree.values, ()), (), tree)
     config, errors = _try(values)
+    if config is not None and _give_way(tree, config):
+        return validate(tree)
     schema_problems = [problem for error in errors for problem in _describe(error, values, tree)]
     wrong = {key for problem in schema_problems for key in problem.keys}
     if config is None:
@@ -49,6 +53,16 @@ def validate(tree: ConfigTree) -> tuple[RunConfig | None, list[Problem]]:
         rest = [problem for problem in problems if not problem.kind]
         problems = [*misread, *rest]
     return (None if problems else config), problems
+
+
+def _give_way(tree: ConfigTree, config: RunConfig) -> bool:
+    """Reset what a preset chose and later layers do not support, if it changes only how a step is executed."""
+    found = False
+    for one, other in (keys for problem in support_problems(config) for keys in (problem.keys, problem.keys[::-1])):
+        if gives_way(one) and not tree.is_set_by_user(one) and tree.origin(one).layer < tree.origin(other).layer:
+            tree.reset(one)
+            found = True
+    return found
 
 
 def _try(values: Json) -> tuple[RunConfig | None, list[ErrorDetails]]:
@@ -137,7 +151,7 @@ def _describe(error: ErrorDetails, values: Json, tree: ConfigTree) -> list[Probl
         return [Problem(what, tree.origin(key).text, (key,))]
     if of_list is not None and not of_list.is_section:
         what = f"{key}={_show(value)} must be {of_list.type_name.removeprefix('list of ')}"
-        return [Problem(what, tree.origin(key).text, (key,))]
+        return [Problem(what + remedy(of_list.key, value, of_list), tree.origin(key).text, (key,))]
     what = f"{key}={_show(value)} must be {_wanted(field)}"
     correction = remedy(key, value, field) if of_list is None else remedy(of_list.key, value, of_list)
     return [Problem(what + correction, tree.origin(key).text, (key,))]
@@ -153,7 +167,8 @@ def _leaves(value: Json, path: KeyPath) -> list[KeyPath]:
 def _unknown(path: KeyPath, tree: ConfigTree) -> Problem:
     key = dotted(path)
     indices = [str(part) for part in path if isinstance(part, int)]
-    hint = did_you_mean(key)
+    equivalent = OTHER_OPTIONS.get(key)
+    hint = did_you_mean(key) if equivalent is None else f"write {equivalent}"
     if len(indices) == 1:
         hint = hint.replace("*", indices[0])
     return Problem(f"Unknown key {key}" + (f"; {hint}" if hint else ""), tree.origin(key).text, (key,))

@@ -1,4 +1,4 @@
-"""Synonyms of sections: ``data.settings`` and ``data.source``, as streaming trainers write them.
+"""Synonyms of sections: ``data.settings`` and ``data.source`` of streaming trainers, ``training_config``.
 
 ```yaml
 data:
@@ -6,30 +6,44 @@ data:
   source: {name: dolma, urls: ["s3://bucket/part1.txt"]}
 ```
 
-Both sections are removed from the tree, and the equivalent keys are set. The connection string is held in memory
-only (``core/redaction.py``): the resolved configuration has just ``log.metadata: postgres``.
+These sections are removed from the tree, and the equivalent keys are set. Most of ``training_config`` are synonyms of
+single settings; batch size, accumulation and switches are translated here. The connection string is held in memory only
+(``core/redaction.py``): the resolved configuration has just ``log.metadata: postgres``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, cast
 from urllib.parse import unquote, urlsplit
 
-from vorox.core.config.file_extensions import format_of_path
 from vorox.core.config.presets import source_presets
-from vorox.core.config.setting_dependencies import EXCLUSIVE
+from vorox.core.config.schema_fields import alternatives_of
 from vorox.core.config.tree import ConfigTree, Origin
 from vorox.core.config.yaml_reader import Json
 from vorox.core.redaction import hold_secret, redact
+from vorox.core.schema.source_formats import format_of_path
 
 _SETTINGS: Final = ("prefetch_size", "shuffle_buffer", "cache_dsn")
 _SOURCE: Final = ("name", "urls")
+_TRAINING: Final = "training_config"
+_BATCH: Final = "batch_size"
+_ACCUMULATION: Final = "gradient_accumulation_steps"
+_SWITCHES: Final[Mapping[str, tuple[str, Json, Json]]] = {
+    "use_packed_cache": ("data.mode", "cached", "streaming"),
+    "use_mixed_precision": ("precision.dtype", "fp16", "fp32"),
+    "use_torch_compile": ("runtime.compile", True, False),
+    "use_flash_attention": ("model.attention_kernel", "sdpa", "reference"),
+}
+"""Switch of ``training_config`` to a setting, with its values when on and off."""
+_TRAINING_KEYS: Final = (_BATCH, _ACCUMULATION, *_SWITCHES)
 _WEBHOOK_VARIABLE: Final = "VOROX_WEBHOOK"
 _SHORTEST_PASSWORD = 8  # a shorter one may be an ordinary word, and would be redacted everywhere
 
 
 def translate_sections(tree: ConfigTree) -> None:
-    """Translate both sections, if present."""
+    """Translate these sections, if present."""
+    _translate_training(tree)
     settings, source = _take(tree, "data.settings", _SETTINGS), _take(tree, "data.source", _SOURCE)
     if source:
         _translate_source(tree, source)
@@ -40,6 +54,41 @@ def translate_sections(tree: ConfigTree) -> None:
     if "cache_dsn" in settings:
         _translate_dsn(tree, settings["cache_dsn"])
     _hold_webhook(tree)
+
+
+def _translate_training(tree: ConfigTree) -> None:
+    """Translate what ``training_config`` has beside synonyms of single settings."""
+    origins = {name: tree.origin(f"{_TRAINING}.{name}") for name in _TRAINING_KEYS}
+    found = _take(tree, _TRAINING, _TRAINING_KEYS)
+    for name in found.keys() & _SWITCHES.keys():
+        setting, on, off = _SWITCHES[name]
+        if isinstance(found[name], bool):
+            _set_unless_later(tree, setting, on if found[name] else off, origins[name])
+        else:
+            key = f"{_TRAINING}.{name}"
+            tree.add_problem(f"{key} must be true or false", origins[name], (key,))
+    sizes = {name: found[name] for name in (_BATCH, _ACCUMULATION) if name in found}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            key = f"{_TRAINING}.{name}"
+            tree.add_problem(f"{key} must be an integer, at least 1", origins[name], (key,))
+            return
+    if _BATCH in sizes:
+        _set_unless_later(tree, "train.micro_batch_sequences", sizes[_BATCH], origins[_BATCH])
+    rows = tree.get("train.micro_batch_sequences")
+    if sizes and isinstance(rows, int):
+        times = cast("int", sizes.get(_ACCUMULATION, 1))
+        _set_unless_later(
+            tree,
+            "train.global_batch_sequences",
+            rows * times,
+            max((origins[name] for name in sizes), key=lambda origin: origin.layer),
+        )
+
+
+def _set_unless_later(tree: ConfigTree, key: str, value: Json, origin: Origin) -> None:
+    if tree.origin(key).layer < origin.layer:
+        tree.set_at(key, value, origin)
 
 
 def _take(tree: ConfigTree, key: str, known: tuple[str, ...]) -> dict[str, Json]:
@@ -124,5 +173,5 @@ def _translate_source(tree: ConfigTree, source: dict[str, Json]) -> None:
         tree.add_problem(what, tree.origin(key), (key,))
         entry["format"] = "python_stdlib"  # so that consequences are not reported as well
     tree.set_default("data.sources", [entry], key)
-    if all(tree.get(length) is None for length in EXCLUSIVE[0]):
+    if all(tree.get(length) is None for length in alternatives_of("train.num_steps")):
         tree.set_default("train.num_epochs", 1.0, "one epoch over data.source")

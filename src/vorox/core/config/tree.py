@@ -8,14 +8,14 @@ architecture's keys; keys set in the same layer take precedence over both. The s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
 from vorox.core.config.overrides import Assignment
 from vorox.core.config.presets import ModelPresets
 from vorox.core.config.schema_fields import REQUIRED, did_you_mean, find_field, schema_fields
-from vorox.core.config.synonyms import current_value, translate
+from vorox.core.config.synonyms import translate
 from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
 
 
@@ -37,26 +37,17 @@ class Problem:
     kind: Literal["", "misread", "missing"] = ""
 
 
-Need = tuple[str, bool, str]
-"""A setting, whether its value is supported, and what is needed."""
-
-
-def unmet_needs(switch: str, feature: str, needs: Iterable[Need]) -> Iterator[Problem]:
-    """Yield the needs of a feature that are not met; ``switch`` is the setting that enables it."""
-    for key, holds, needed in needs:
-        if not holds:
-            yield Problem(f"{feature} needs {needed}", keys=(switch, key))
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The origin of a value; ``layer`` is -1 for defaults and increases with precedence.
 
-    Values filled in by a family or a size are half a layer below explicit ones.
+    Values filled in by a family or a size are half a layer below explicit ones. ``by_user``: a file, a mapping or the
+    command line sets the value or the name that fills it in; false for defaults, presets and initial weights.
     """
 
     layer: float
     text: str
+    by_user: bool = False
 
 
 DEFAULT_ORIGIN = Origin(-1, "default")
@@ -122,7 +113,8 @@ class ConfigTree:
         self.problems: list[Problem] = []
         self._models = models
         self._origins: dict[KeyPath, Origin] = {}
-        self._num_layers = 0
+        self._num_layers = 1  # 0 and below: what every layer overrides
+        self._first_user_layer: int | None = None
         family = schema_fields()["model.family"].default
         self._fill_model(self._models.families.get(family, {}), Origin(-1, f"default of family {family}"))
 
@@ -149,15 +141,28 @@ class ConfigTree:
         """Whether a layer sets this very key, even to null."""
         return tuple(key.split(".")) in self._origins
 
+    def is_set_by_user(self, key: str) -> bool:
+        """Whether a file, a mapping or the command line decides a key, not a preset, the weights or a default."""
+        return self.origin(key).by_user
+
     def set_default(self, key: str, value: Json, origin: str) -> None:
         """Set a key that no layer sets, below every layer."""
+        self.set_at(key, value, Origin(-1, origin))
+
+    def adopt(self, key: str, value: Json, origin: str) -> None:
+        """Set a key to the value that the initial weights have: above presets, below the user's first layer."""
+        first = self._num_layers if self._first_user_layer is None else self._first_user_layer
+        self.set_at(key, value, Origin(first - 0.75, origin))
+
+    def set_at(self, key: str, value: Json, origin: Origin) -> None:
+        """Set a key at a layer."""
         *sections, name = key.split(".")
         holder: Json = self.values
         for section in sections:
             holder = holder.setdefault(section, {}) if isinstance(holder, dict) else None
         if isinstance(holder, dict):
             holder[name] = value
-            self._origins[(*sections, name)] = Origin(-1, origin)
+            self._origins[(*sections, name)] = origin
 
     def set_below(self, key: str, value: Json, origin: Origin) -> None:
         """Set a key of a list entry that the entry leaves open."""
@@ -170,23 +175,24 @@ class ConfigTree:
     def add_problem(self, what: str, origin: Origin, keys: tuple[str, ...]) -> None:
         self.problems.append(Problem(what, origin.text, keys))
 
-    def apply_layer(self, assignments: Sequence[Assignment]) -> None:
+    def apply_layer(self, assignments: Sequence[Assignment], *, by_user: bool) -> None:
         """Apply the assignments of one layer over the current values."""
         layer = self._num_layers
         self._num_layers += 1
+        if by_user and self._first_user_layer is None:
+            self._first_user_layer = layer
         assignments = [translate(entry) for entry in assignments]
-        self._expand_model(assignments, layer)
+        self._expand_model(assignments, layer, by_user)
         for assignment in assignments:
-            self._assign(assignment, layer)
+            self._assign(assignment, layer, by_user)
 
-    def _assign(self, assignment: Assignment, layer: int) -> None:
+    def _assign(self, assignment: Assignment, layer: int, by_user: bool) -> None:
         path, value = assignment.path, assignment.value
         if isinstance(value, dict) and self._merges(path):
             for key, item in value.items():
                 entry = Assignment((*path, key), item, assignment.origin, assignment.nested)
-                self._assign(translate(entry), layer)
+                self._assign(translate(entry), layer, by_user)
             return
-        value = current_value(dotted(path), value)
         parent = self._parent(path, assignment)
         if parent is None:
             return
@@ -200,10 +206,10 @@ class ConfigTree:
             parent[cast(int, last)] = value
         else:
             parent[str(last)] = value
-        self._origins[path] = Origin(layer, assignment.origin)
+        self._origins[path] = Origin(layer, assignment.origin, by_user)
         for nested_path, text in assignment.nested.items():
             if nested_path[: len(path)] == path:
-                self._origins[nested_path] = Origin(layer, text)
+                self._origins[nested_path] = Origin(layer, text, by_user)
 
     def _merges(self, path: KeyPath) -> bool:
         """Whether a mapping at this path is merged key by key."""
@@ -247,7 +253,7 @@ class ConfigTree:
     def _problem(self, what: str, assignment: Assignment) -> None:
         self.problems.append(Problem(what, assignment.origin, (dotted(assignment.path),)))
 
-    def _expand_model(self, assignments: Sequence[Assignment], layer: int) -> None:
+    def _expand_model(self, assignments: Sequence[Assignment], layer: int, by_user: bool) -> None:
         preset = _last_assignment(assignments, "preset")
         family = _last_assignment(assignments, "family")
         if preset is not None and isinstance(preset.value, str):
@@ -258,11 +264,11 @@ class ConfigTree:
             else:
                 self._clear_model()
                 size_family = str(size["family"])
-                origin = Origin(layer - 0.5, f"model.preset={preset.value} ({preset.origin})")
+                origin = Origin(layer - 0.5, f"model.preset={preset.value} ({preset.origin})", by_user)
                 self._fill_model(self._models.families.get(size_family, {}), origin)
                 self._fill_model(size, origin)
         if family is not None and isinstance(family.value, str):
-            origin = Origin(layer - 0.5, f"model.family={family.value} ({family.origin})")
+            origin = Origin(layer - 0.5, f"model.family={family.value} ({family.origin})", by_user)
             self._fill_model(self._models.families.get(family.value, {}), origin)  # the schema refuses unknown ones
 
     def _clear_model(self) -> None:
@@ -280,7 +286,7 @@ class ConfigTree:
     def reset(self, key: str) -> None:
         """Reset a key to its default."""
         *parents, last = key.split(".")
-        holder = self.get(".".join(parents))
+        holder = self.get(".".join(parents)) if parents else self.values
         if isinstance(holder, dict):
             holder.pop(last, None)
         path = _path(key)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.tree import Problem, unmet_needs
+from vorox.core.config.source_checks import keyed_sources
+from vorox.core.config.tree import Problem
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.image_processor import ImageProcessorConfig
 from vorox.core.schema.vision import IMAGE_TOKEN
@@ -16,8 +16,7 @@ _LEAST_TOKENS_PER_IMAGE = 4
 def vision_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the contradictions between the image encoder and the data, and what it does not support."""
     vision, switch = config.model.vision, "model.vision.num_layers"
-    lists = zip(SOURCE_LISTS, (config.data.sources, config.data.validation.sources), strict=True)
-    sources = [(f"{name}.{index}", source) for name, found in lists for index, source in enumerate(found)]
+    sources = list(keyed_sources(config))
     if config.model.kind == "huggingface":
         if any(source.images_field is not None for _, source in sources):
             yield from _image_processor(config)
@@ -57,7 +56,9 @@ def vision_problems(config: RunConfig) -> Iterator[Problem]:
             f"{vision.num_heads}",
             keys=("model.vision.hidden_size", "model.vision.num_heads"),
         )
-    yield from _unsupported(config, "An image encoder (model.vision)", switch)
+    if IMAGE_TOKEN not in config.tokenizer.special_tokens and config.tokenizer.kind not in {"file", "huggingface"}:
+        key = "tokenizer.special_tokens"
+        yield Problem(f"{switch} needs the token of images; set {key}=['{IMAGE_TOKEN}']", keys=(switch, key))
     yield from _pairs(sources)
 
 
@@ -71,7 +72,6 @@ def _pairs(sources: Sequence[tuple[str, SourceConfig]]) -> Iterator[Problem]:
 def _image_processor(config: RunConfig) -> Iterator[Problem]:
     """Yield the contradictions of images with a transformers model, whose settings may not be adopted yet."""
     processor, name = config.model.image_processor, "model.image_processor"
-    yield from _unsupported(config, "A source with images (images_field)", "data.sources")
     area, length = processor.unit_pixels**2, config.data.sequence_length_tokens
     if not area:
         return
@@ -91,35 +91,3 @@ def _image_processor(config: RunConfig) -> Iterator[Problem]:
             f"data.sequence_length_tokens, or reduce {name}.min_pixels",
             keys=("data.sequence_length_tokens", f"{name}.min_pixels"),
         )
-
-
-def _unsupported(config: RunConfig, what: str, switch: str) -> Iterator[Problem]:
-    is_native = config.model.kind != "huggingface"
-    parallel, train = config.parallel, config.train
-    is_one = "1; replicas are supported" if is_native else "1; replicas and FSDP2 are supported"
-    transforms = [*config.data.transforms, *(t for source in config.data.sources for t in source.transforms or ())]
-    needs = (
-        ("tokenizer.special_tokens", not is_native or IMAGE_TOKEN in config.tokenizer.special_tokens
-            or config.tokenizer.kind in {"file", "huggingface"},
-            f"the token of images: tokenizer.special_tokens=['{IMAGE_TOKEN}']"),
-        ("data.packing", config.data.packing == "best_fit", "data.packing=best_fit, which keeps an image in one row"),
-        ("data.mode", config.data.mode == "cached", "data.mode=cached"),
-        ("data.transforms", not transforms, "data without transforms"),
-        ("parallel.kind", parallel.kind == "native", "parallel.kind=native"),
-        ("parallel.fsdp_size", not is_native or parallel.fsdp_size == 1, f"parallel.fsdp_size={is_one}"),
-        ("parallel.tensor_parallel_size", parallel.tensor_parallel_size == 1,
-            f"parallel.tensor_parallel_size={is_one}"),
-        ("parallel.context_parallel_size", parallel.context_parallel_size == 1,
-            f"parallel.context_parallel_size={is_one}"),
-        ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size == 1,
-            f"parallel.pipeline_parallel_size={is_one}"),
-        ("loss.name", config.loss.name != "dpo", "another loss than dpo"),
-        ("train.forward_backward", train.forward_backward is None, "train.forward_backward=null"),
-        ("train.distillation.teacher", train.distillation.teacher is None, "train.distillation.teacher=null"),
-        ("train.distillation.logits", train.distillation.logits is None, "train.distillation.logits=null"),
-    )  # fmt: skip
-    yield from unmet_needs(switch, what, needs)
-    for index, stage in enumerate(config.data.stages):
-        if stage.sequence_length_tokens is not None:
-            key = f"data.stages.{index}.sequence_length_tokens"
-            yield Problem(f"{what} needs whole rows: shorter ones would cut images; remove {key}", keys=(switch, key))

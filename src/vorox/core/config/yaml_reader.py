@@ -1,9 +1,10 @@
 """A defensive YAML 1.2 reader: text to plain values with line numbers.
 
 PyYAML implements YAML 1.1, where ``3e-4`` is a string, ``off`` is false and ``010`` is 8. Only its event parser is used
-here; scalars are resolved by the YAML 1.2 core schema. Values are built without recursion, with limits on size, depth
-and (expanded) nodes, so alias bombs and deep nesting are harmless. Tags are refused, so the result contains only
-mappings, lists, strings, numbers, booleans and null.
+here; scalars are resolved by the YAML 1.2 core schema. Values are built without recursion, with limits on bytes, depth
+and values that aliases repeat, so alias bombs and deep nesting are harmless; values that are written out may be as many
+as a resolved configuration of that size has. Tags are refused, so the result contains only mappings, lists, strings,
+numbers, booleans and null.
 
 Syntax errors and exceeded limits raise immediately; duplicate keys, tags and other local faults are collected and
 reported together with all other problems.
@@ -11,6 +12,7 @@ reported together with all other problems.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -27,9 +29,14 @@ from vorox.core.errors import ConfigError
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 KeyPath: TypeAlias = tuple["str | int", ...]
 
-MAX_TEXT_BYTES = 256 << 10
+MAX_TEXT_BYTES = 4 << 20
+"""Room for a resolved configuration of several thousand sources."""
 MAX_DEPTH = 32
-MAX_NODES = 10_000
+MAX_ALIASED_NODES = 10_000
+_MAX_NODES = 400_000
+"""More than a resolved configuration of ``MAX_TEXT_BYTES`` has; it bounds the time that a hostile text takes."""
+_LARGE_TEXT_BYTES = 32 << 10
+"""Longer texts are parsed by libyaml, ten times as fast; what it refuses is parsed again, for the message."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _OCTAL = re.compile(r"0o[0-7]+")
@@ -120,7 +127,7 @@ class _Builder:
         self.problems: list[tuple[str, int]] = []
         self._stack: list[_Frame] = []
         self._anchors: dict[str, tuple[Json, int]] = {}
-        self._num_nodes = 0
+        self._num_nodes = self._num_aliased = 0
 
     def build(self, events: Iterable[yaml.Event]) -> None:
         num_documents = 0
@@ -146,8 +153,14 @@ class _Builder:
 
     def _count(self, num_nodes: int, line: int) -> None:
         self._num_nodes += num_nodes
-        if self._num_nodes > MAX_NODES:
-            raise self._fatal(f"More than {MAX_NODES:,} values (with aliases expanded)", line)
+        if self._num_nodes > _MAX_NODES:
+            raise self._fatal(f"More than {_MAX_NODES:,} values", line)
+
+    def _count_aliased(self, num_nodes: int, line: int) -> None:
+        self._count(num_nodes, line)
+        self._num_aliased += num_nodes
+        if self._num_aliased > MAX_ALIASED_NODES:
+            raise self._fatal(f"Aliases repeat more than {MAX_ALIASED_NODES:,} values", line)
 
     def _refuse_tag(self, tag: str | None, line: int) -> None:
         if tag is not None:
@@ -198,7 +211,7 @@ class _Builder:
         if self._expects_key():
             self._key(text, line)
             return
-        value = resolve_plain(text) if event.style is None else _joined(text)
+        value = _joined(text) if event.style else resolve_plain(text)  # libyaml: plain is ""
         if event.anchor is not None:
             self._anchors[event.anchor] = (value, 1)
         self._place(value, line)
@@ -209,7 +222,7 @@ class _Builder:
         if self._expects_key():
             raise self._fatal("Alias used as a key", line)
         value, num_nodes = self._anchors[event.anchor]
-        self._count(num_nodes, line)
+        self._count_aliased(num_nodes, line)
         self._place(_copy(value), line)
 
     def _open(self, container: list[Json] | dict[str, Json], event: yaml.CollectionStartEvent, line: int) -> None:
@@ -246,12 +259,18 @@ def _copy(value: Json) -> Json:
 @functools.lru_cache(maxsize=32)
 def _parse(text: str, name: str) -> _Builder:
     """Return what a text holds; one process reads the same presets and recorded configurations several times."""
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+    num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_TEXT_BYTES:
         raise ConfigError(
             f"Configuration is longer than {MAX_TEXT_BYTES:,} bytes",
             where=name,
             hint="check that the file is a configuration",
         )
+    if num_bytes > _LARGE_TEXT_BYTES and (fast := getattr(yaml, "CSafeLoader", None)) is not None:
+        builder = _Builder(name)
+        with contextlib.suppress(yaml.YAMLError, UnicodeError):
+            builder.build(yaml.parse(text, Loader=fast))
+            return builder
     builder = _Builder(name)
     try:
         builder.build(yaml.parse(text, Loader=yaml.SafeLoader))

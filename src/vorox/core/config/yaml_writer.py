@@ -7,7 +7,9 @@ origin of its value.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import yaml
 
@@ -56,6 +58,11 @@ def _entries(items: list[Json], path: KeyPath, indent: str, comment: Comment | N
 def _with_comment(line: str, path: KeyPath, comment: Comment | None) -> str:
     text = comment(path) if comment is not None else ""
     return f"{line}  # {text}" if text else line
+
+
+def write_overrides(values: Mapping[str, Any]) -> str:
+    """Return overrides by dotted key as they are typed in a shell."""
+    return " ".join(shlex.quote(f"{key}={write_inline(value)}") for key, value in values.items())
 
 
 def write_inline(value: Json) -> str:

@@ -7,184 +7,245 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vorox.core.schema.section import Section
+from vorox.core.schema.setting import Need, setting
 
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**32
 
+_NATIVE = Need("kind", ("native",))
+
 
 class PrecisionConfig(Section):
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="Number format of the forward and backward pass; parameters stay fp32."
+    dtype: Literal["fp32", "bf16", "fp16"] = setting(
+        default="fp32",
+        description="Number format of the forward and backward pass; parameters stay fp32.",
+        engines={"fp16": ("torch",)},
+        synonyms=("dtype",),
     )
-    matmul: Literal["ieee", "tf32"] = Field(
+    matmul: Literal["ieee", "tf32"] = setting(
         default="ieee", description="Precision of fp32 matrix products on NVIDIA GPUs."
     )
-    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
+    float8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = setting(
         default=None,
         description="torch: multiply in 8-bit floats in the linear layers of the blocks, by the torchao recipe of this "
         "name; the head and matrices with a size that is no multiple of 16 keep precision.dtype. Needs "
         "torchao and a GPU of compute capability 8.9 or newer, or float8_emulate. None: off.",
+        engines=("torch",),
     )
-    float8_emulate: bool = Field(
+    float8_emulate: bool = setting(
         default=False,
         description="Emulate float8 on any device: the same rounding with fp32 products, which is slower than no "
         "float8.",
+        needs=Need("float8"),
     )
-    initial_loss_scale: float = Field(
+    initial_loss_scale: float = setting(
         default=65536.0,
         ge=SMALLEST_LOSS_SCALE,
         le=LARGEST_LOSS_SCALE,
         description="fp16: initial loss scale; it then adapts within the same bounds.",
+        needs=Need("dtype", ("fp16",)),
     )
 
 
 class RuntimeConfig(Section):
-    device: Literal["auto", "cpu", "cuda", "mps", "tpu"] = Field(
-        default="auto", description="Device to train on. auto: the first one available."
+    device: Literal["auto", "cpu", "cuda", "mps", "tpu"] = setting(
+        default="auto",
+        description="Device to train on. auto: the first one available.",
+        engines={"mps": ("torch",), "tpu": ("jax",)},
+        synonyms=("device",),
     )
-    num_threads: int | None = Field(
+    num_threads: int | None = setting(
         default=None,
         ge=1,
         description="Compute threads on the CPU; another number changes bits. None: the number of physical cores, "
-        "or 1 with determinism=bitwise-any-world.",
+        "or 1 with determinism=bitwise-any-world. JAX uses all that the process may.",
+        engines=("torch",),
     )
-    compile: bool = Field(default=False, description="Compile the model before step 1, which takes up to a minute.")
-    cuda_graphs: bool = Field(
+    compile: bool = setting(
+        default=False, description="Compile the model before step 1, which takes up to a minute.", synonyms=("compile",)
+    )
+    cuda_graphs: bool = setting(
         default=False,
         description="torch on a GPU, with compile: start forward and backward pass of a micro-batch as one CUDA "
         "graph, which makes small steps faster. The memory of a pass stays reserved.",
+        digest="none",
+        engines=("torch",),
     )
-    scan_layers: bool = Field(
+    scan_layers: bool = setting(
         default=False,
         description="jax: compile one block and scan over all of them, so deep models compile faster. A block saves "
         "its matrix products for the backward pass and recomputes the rest.",
+        engines=("jax",),
     )
-    determinism: Literal["auto", "none", "data", "bitwise", "bitwise-any-world"] = Field(
+    determinism: Literal["auto", "none", "data", "bitwise", "bitwise-any-world"] = setting(
         default="auto",
         description="What repeats when a step is recomputed. none: nothing; data: the batches; bitwise: every bit, on "
         "the same machine; bitwise-any-world (PyTorch): every bit, also on 1, 2, 4, 8, ... replicas with the same "
         "micro-batches. auto: bitwise on the CPU, data on accelerators.",
+        engines={"bitwise-any-world": ("torch",)},
     )
-    stall_timeout_seconds: float | None = Field(
+    stall_timeout_seconds: float | None = setting(
         default=None,
         gt=0,
         description="Time without progress of a step or its batch after which a watchdog process writes the stacks of "
-        "all ranks and ends the run with exit code 6. Compilation, saves, validation and a store that does not answer "
-        "do not count. None: no watchdog.",
+        "all ranks and ends the run with exit code 6. A store that does not answer does not count. None: no watchdog.",
+        digest="none",
     )
-    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+    long_stall_timeout_seconds: float | None = setting(
+        default=3600.0,
+        gt=0,
+        description="The same limit for start, compilation, saves and validation, if it is longer than "
+        "stall_timeout_seconds. A validation batch and a batch of a task are progress; a function in eval.functions, a "
+        "sample and a save are one piece. Needs stall_timeout_seconds. None: no limit.",
+        digest="none",
+        needs=Need("stall_timeout_seconds"),
+    )
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = setting(
         default=(),
         description="Steps to profile, from 1, such as [10, 11, 12]: a Chrome trace and a table in profile/ of the run "
         "directory. Consecutive steps share a trace. Empty: no profiler.",
+        digest="none",
     )
-    rehearsal: bool | Literal["auto"] = Field(
+    rehearsal: bool | Literal["auto"] = setting(
         default="auto",
         description="Before the first step, try a step, a validation batch of each set, eval.functions, the samples "
         "and a save, and discard them, so that a run that cannot finish fails before it. No bit of the run changes. "
         "auto: with at least 1,000 steps ahead.",
+        digest="none",
+        needs=Need("parallel.kind", ("native",), is_feature=True),
     )
-    recompute_every_steps: int | None = Field(
+    recompute_every_steps: int | None = setting(
         default=None,
         ge=1,
         description="Compute loss and gradients of every N-th step twice from the same state. Other bits end the run "
         "with exit code 7: a device that computes wrongly. Needs bitwise determinism. None: never.",
+        digest="none",
+        needs=Need("determinism", never=("none", "data"), remedy="runtime.determinism=bitwise", is_feature=True),
     )
 
 
 class ParallelConfig(Section):
-    data_parallel_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    data_parallel_size: Annotated[int, Field(ge=1)] | Literal["auto"] = setting(
         default="auto",
         description="Replicas of the whole model; each trains on a part of the batch. auto: as many as the devices of "
         "the run allow, with smaller micro-batches if the batch does not divide.",
     )
-    fsdp_size: int = Field(
+    fsdp_size: int = setting(
         default=1,
         ge=1,
         description="Replicas that each train on a part of the batch and hold a shard of the parameters (FSDP).",
+        needs=_NATIVE,
     )
-    tensor_parallel_size: int = Field(
+    tensor_parallel_size: int = setting(
         default=1,
         ge=1,
         description="Devices that every matrix product of the model is sharded over; they train on the same rows. "
         "PyTorch: the native decoder or a transformers model, with this many processes for each replica or shard.",
+        needs=_NATIVE,
     )
-    sequence_parallel: bool = Field(
+    sequence_parallel: bool = setting(
         default=False,
         description="PyTorch with tensor_parallel_size > 1: divide the residual stream of training along its "
         "positions, so norms and saved block inputs take a part of the memory. The communication is the same.",
+        engines=("torch",),
+        needs=Need("tensor_parallel_size", never=(1,), remedy="parallel.tensor_parallel_size above 1"),
     )
-    pipeline_parallel_size: int = Field(
+    pipeline_parallel_size: int = setting(
         default=1,
         ge=1,
         description="PyTorch, the native decoder and transformers models: processes that each hold some of the "
         "blocks; the micro-batches of a step pass through them in turn. With tensor_parallel_size, or (the native "
         "decoder) context_parallel_size, each stage is that many processes.",
+        engines=("torch",),
+        needs=_NATIVE,
     )
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = Field(
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = setting(
         default="1f1b",
         description="Order of the forward and backward passes of a pipeline. 1f1b: one stage of consecutive blocks for "
         "each process; interleaved: two, so processes idle less and communicate more; zero_bubble: two, and gradients "
         "of weights are computed when a process would idle.",
+        needs=Need("pipeline_parallel_size", never=(1,), remedy="parallel.pipeline_parallel_size above 1"),
     )
-    context_parallel_size: int = Field(
+    context_parallel_size: int = setting(
         default=1,
         ge=1,
         description="PyTorch, the native decoder and transformers models: processes that each compute a part of the "
         "positions of every row, for rows that are too long for one device; see context_parallel_kind.",
+        engines=("torch",),
+        needs=_NATIVE,
     )
-    context_parallel_kind: Literal["ulysses", "ring"] = Field(
+    context_parallel_kind: Literal["ulysses", "ring"] = setting(
         default="ulysses",
         description="How attention reaches the positions of other processes. ulysses: each computes some of the heads "
         "for all positions; ring (the native decoder): keys and values pass through the processes, so heads "
         "need not divide by their number.",
+        needs=Need("context_parallel_size", never=(1,), remedy="parallel.context_parallel_size above 1"),
     )
-    expert_parallel_size: int = Field(
+    expert_parallel_size: int = setting(
         default=1,
         ge=1,
         description="PyTorch, with model.num_experts or a transformers model with experts: replicas that divide the "
         "experts of each block and exchange tokens for them. They are among those of data_parallel_size and train on "
         "different rows.",
+        engines=("torch",),
     )
-    gradient_bucket_bytes: int = Field(
+    gradient_bucket_bytes: int = setting(
         default=25 * 2**20,
         ge=0,
         description="PyTorch, replicas of whole models: size of the parts in which gradients are summed over ranks "
         "while the backward pass computes the rest. 0: whole, after the last backward pass.",
+        engines=("torch",),
+        needs=_NATIVE,
     )
-    reshard_after_forward: bool = Field(
+    reshard_after_forward: bool = setting(
         default=True,
         description="PyTorch with fsdp_size > 1: free the gathered parameters of a block until its backward pass "
         "(ZeRO-3), or keep them (ZeRO-2: more memory, less communication).",
+        digest="none",
+        needs=_NATIVE,
     )
-    fsdp_offload: bool = Field(
+    fsdp_offload: bool = setting(
         default=False,
         description="PyTorch with fsdp_size > 1, the native decoder: keep parameters, gradients and optimizer state in "
         "host memory, and update them there; a GPU holds the parameters of the blocks that it computes. No effect on "
         "a CPU.",
+        engines=("torch",),
+        needs=Need("fsdp_size", never=(1,), remedy="parallel.fsdp_size above 1"),
     )
-    kind: Literal["native", "deepspeed"] = Field(
+    kind: Literal["native", "deepspeed"] = setting(
         default="native",
         description="What distributes the state over ranks. native: fsdp_size, tensor_parallel_size, "
         "pipeline_parallel_size and context_parallel_size; deepspeed (PyTorch): ZeRO of DeepSpeed, over all ranks.",
+        engines={"deepspeed": ("torch",)},
     )
-    zero_stage: Literal[1, 2, 3] = Field(
+    zero_stage: Literal[1, 2, 3] = setting(
         default=2,
         description="DeepSpeed: what is sharded. 1: optimizer state; 2: also gradients; 3: also parameters.",
+        needs=(
+            Need("kind", ("deepspeed",)),
+            Need("deepspeed_config", (None,), remedy="no parallel.deepspeed_config: the file sets it"),
+        ),
     )
-    zero_offload: Literal["none", "optimizer", "parameters"] = Field(
+    zero_offload: Literal["none", "optimizer", "parameters"] = setting(
         default="none",
         description="DeepSpeed: what is kept in host memory. optimizer: optimizer state and its update; parameters "
         "(stage 3): also parameters.",
+        needs=(
+            Need("kind", ("deepspeed",)),
+            Need("deepspeed_config", (None,), remedy="no parallel.deepspeed_config: the file sets it"),
+        ),
     )
-    deepspeed_config: str | None = Field(
+    deepspeed_config: str | None = setting(
         default=None,
         description="DeepSpeed: its JSON file, instead of zero_stage and zero_offload. Values that other settings "
         "determine are auto or equal.",
+        needs=Need("kind", ("deepspeed",)),
     )
-    start_timeout_seconds: float = Field(
+    start_timeout_seconds: float = setting(
         default=300.0,
         gt=0,
         allow_inf_nan=False,
         description="Time that ranks wait for each other at the start; then the run ends and names the missing ranks.",
+        digest="none",
     )
 
     @property
@@ -247,10 +308,22 @@ class ParallelConfig(Section):
 
 
 class RunSection(Section):
-    name: str | None = Field(
-        default=None, description="Readable part of the run id. None: derived from the configuration and the model."
+    name: str | None = setting(
+        default=None,
+        description="Readable part of the run id. None: derived from the configuration and the model.",
+        digest="none",
     )
-    directory: str = Field(default="runs", description="Parent directory of run directories.")
-    seed: int = Field(
-        default=1234, ge=0, lt=2**63, description="Seed of the initial weights, the data order and dropout."
+    directory: str = setting(
+        default="runs",
+        description="Parent directory of run directories.",
+        digest="none",
+        synonyms=("save_dir", "out_dir", "output_dir"),
+    )
+    seed: int = setting(
+        default=1234,
+        ge=0,
+        lt=2**63,
+        description="Seed of the initial weights, the data order and dropout.",
+        resume="refused",
+        synonyms=("seed",),
     )

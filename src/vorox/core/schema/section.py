@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\s]+:[A-Za-z_]\w*$")]
-"""A user function: ``package.module:function`` or ``path/to/file.py:function`` (``core/extensions.py``)."""
+"""A user function: ``package.module:function`` or ``path/to/file.py:function`` (``core/user_code/extensions.py``)."""
 
 
 class Section(BaseModel):

@@ -27,7 +27,7 @@ export function lineChart({ title, unit = "", description = "", height = 180, xF
     if (!current) return;
     const hasRaw = current.series.filter((one) => one.faint).length === 1;  // of one metric, not of several runs
     const items = current.series.map((one, number) => ({ one, values: plot.data[number + 1] })).filter(({ one }) => hasRaw || !one.faint);
-    const nameOf = (one) => (!hasRaw ? one.label : one.faint ? "raw" : current.series.length === 2 ? "smoothed" : one.label);
+    const nameOf = (one) => (!hasRaw ? one.label : one.faint && current.series.length === 2 ? "raw" : current.series.length === 2 ? "smoothed" : one.label);
     replace(readout, items.map(({ one, values }) => {
       let at = index ?? values.length - 1;
       while (at >= 0 && (values[at] === null || values[at] === undefined)) at -= 1;

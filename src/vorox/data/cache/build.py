@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from vorox.core.errors import DataError
 from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
 from vorox.data.cache.initialize import has_planned, prepare_directory
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
-from vorox.data.cache.quarantine import first_quarantined, report_quarantine
-from vorox.data.cache.recipe import RECIPE_NAME, check_recipe, read_recipe
+from vorox.data.cache.quarantine import encoding_remedy, first_quarantined, report_quarantine, split_remedy
 from vorox.data.cache.report import BuildReport, OnProgress, build_report, transform_counts
 from vorox.data.cache.scheduler import BuildScheduler, PairedScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth, damaged_units
 from vorox.data.cache.workers import run_processes
 from vorox.data.documents import Unit
+from vorox.data.recipe import RECIPE_NAME, check_recipe, read_recipe
 
 Executor = Literal["process", "ray"]
 _BACKGROUND_DRAIN_SECONDS = 2.0
@@ -143,19 +145,27 @@ class _Build:
         )
         self.num_missing = 0
         manifest = _read_if_complete(directory, builder, units, options.last_unit)
-        if units and (options.verify is not None or manifest is None):
+        damaged = set[int]() if manifest is None else self._damaged(manifest)
+        if units and (manifest is None or damaged):
             with self.scheduler.translate_os_errors():
-                manifest = prepare_directory(
+                planned = prepare_directory(
                     directory, builder, units, stop=options.stop,
                     on_compared=lambda size: self.scheduler.tracker.update(compared_bytes=size),
                 )  # fmt: skip
                 self.scheduler.tracker.update(compared_bytes=0)
-            damaged: set[int] = set()
+            damaged = damaged if manifest is not None else self._damaged(planned)
+            manifest = planned
             if options.verify is not None:
-                damaged = set(damaged_units(directory, manifest, options.verify, target.on_verified))
                 self.scheduler.residency = Permanent(directory, damaged, options.verify)
             self.num_missing = len(manifest.missing_units(0, last_unit)) + len(damaged)
         self._manifest = manifest or Manifest.empty()
+
+    def _damaged(self, manifest: Manifest) -> set[int]:
+        """Return the units with a lost or damaged chunk, if the options want that checked."""
+        depth = self._options.verify
+        if depth is None:
+            return set()
+        return set(damaged_units(self._target.directory, manifest, depth, self._target.on_verified))
 
     def run(self, companion: BuildScheduler | None = None) -> None:
         """Build the missing units, and alongside them those of a companion."""
@@ -179,10 +189,11 @@ class _Build:
         """Return the report of this build.
 
         Raises:
-            DataError: The cache is complete and empty.
+            DataError: The cache is complete, and no token of it is trained on.
         """
         manifest, scheduler, builder = self._manifest, self.scheduler, self._target.builder
-        if manifest.num_rows == 0 and len(manifest.units) == len(self._target.units):
+        targets = int(manifest.units["targets"].sum(dtype=np.int64))
+        if targets == 0 and len(manifest.units) == len(self._target.units):
             raise _empty_source(self._target.directory)
         report = build_report(
             manifest,
@@ -239,14 +250,18 @@ def _empty_source(directory: Path) -> DataError:
     first = first_quarantined(directory, 1)
     if not first:
         return DataError(
-            "The source has no text to build a cache from", where=str(directory),
-            hint="check the paths of the source; for a validation split, hold out a larger fraction",
+            "No token of the source is trained on: it has no text, or all of its answers are left out",
+            where=str(directory),
+            hint="check the paths of the source, and the weights and labels of its answers; for a validation split, "
+            "hold out a larger fraction",
         )  # fmt: skip
     place, reason = first[0]
+    reason, remedy = split_remedy(reason)
+    if "UTF-8" in reason:
+        remedy = f"{encoding_remedy(place, num_files=1)}, or check data.sources.0.format (0 is the first source)"
     return DataError(
         f"Cannot read any record of the source; the first error: {reason}", where=place,
-        hint="convert the file to UTF-8, for example: iconv -f LATIN1 -t UTF-8 OLD > NEW" if "UTF-8" in reason
-        else f"repair the records; all are listed in {directory / QUARANTINE_NAME}",
+        hint=f"{remedy or 'repair the records'}; all are listed in {directory / QUARANTINE_NAME}",
     )  # fmt: skip
 
 

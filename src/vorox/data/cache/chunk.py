@@ -22,6 +22,7 @@ import xxhash
 import zstandard
 
 from vorox.core.errors import DataError
+from vorox.core.files.disk_errors import read_hint
 from vorox.data.cache.format import (
     CODECS,
     DOCUMENT,
@@ -137,7 +138,8 @@ class Chunk:
                 extra: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
                 mapped = mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_READ, **extra)
         except OSError as error:
-            raise DataError(f"Cannot open a chunk: {error.strerror}", where=str(path), hint=REMEDY) from error
+            hint = read_hint(error) or REMEDY
+            raise DataError(f"Cannot open a chunk: {error.strerror}", where=str(path), hint=hint) from error
         return cls(path, memoryview(mapped))
 
     def _section(self, offset: int, size_bytes: int) -> memoryview:
@@ -169,7 +171,7 @@ class Chunk:
     @property
     def origin(self) -> ChunkOrigin:
         header = self.header
-        return ChunkOrigin(header.unit, header.part, header.num_parts, header.recipe, header.source_set)
+        return ChunkOrigin(header.part, header.num_parts, header.recipe, header.source_set)
 
     def block(self, block: int) -> memoryview | bytes:
         """Return the rows of a block as bytes, checked.
@@ -217,7 +219,7 @@ class Chunk:
         return np.frombuffer(section, DOCUMENT)
 
     def rows_of(self, file_index: int, byte: int | None, ordinal: int | None) -> npt.NDArray[np.int64]:
-        """Return the rows with tokens of a file's documents (with this byte, or this ordinal), ascending."""
+        """Return the rows with tokens of the documents of a file of the unit, at a byte or ordinal, ascending."""
         documents_D = self.documents()
         wanted_D = documents_D["file"] == file_index
         if byte is not None:
@@ -251,7 +253,7 @@ class Chunk:
         file_xxh3 = FOOTER.unpack(view[len(view) - FOOTER.size :])[1]
         self._expect("hash of the file", _xxh3(view[: len(view) - FOOTER.size]), file_xxh3)
         content = self.content()
-        self._expect("content", content_digest(content, header.unit, header.part).hex(), header.content.hex())
+        self._expect("content", content_digest(content, header.part).hex(), header.content.hex())
         segments_S3 = content.segments_S3.astype(np.int64)
         row_ptr = content.row_ptr.astype(np.int64)
         tokens_R = np.diff(np.append(0, np.cumsum(segments_S3[:, 2]))[row_ptr])
@@ -271,19 +273,19 @@ class Chunk:
     def matches(self, record: ChunkRecord) -> bool:
         """Whether the header matches the manifest record."""
         header = self.header
-        found = (header.unit, header.part, header.num_rows, header.num_tokens, header.num_padding_tokens)
-        expected = (record.unit, record.part, record.rows, record.tokens, record.padding_tokens)
+        found = (header.part, header.num_rows, header.num_tokens, header.num_padding_tokens)
+        expected = (record.part, record.rows, record.tokens, record.padding_tokens)
         return found == expected and (header.num_documents, len(self._view), header.content.hex()) == (
             record.documents,
             record.size_bytes,
             record.content,
         )
 
-    def record(self) -> ChunkRecord:
-        """Return the manifest record of this file; hashes the whole file."""
+    def record(self, unit: int) -> ChunkRecord:
+        """Return the manifest record of this file as a chunk of a unit; hashes the whole file."""
         header = self.header
         return ChunkRecord(
-            unit=header.unit,
+            unit=unit,
             part=header.part,
             rows=header.num_rows,
             tokens=header.num_tokens,

@@ -1,29 +1,32 @@
-"""Commit built units to a cache, safely with any number of concurrent builders.
+"""Commit built units to a cache, and units of other caches, safely with any number of concurrent builders.
 
 A built unit goes in, a manifest that names its chunks comes out. The order is: the quarantine list; the chunk files,
 durable under temporary names; then, under the manifest's lock, the renames and the log entry. A crash at any point
-leaves a readable cache; renamed chunks without a log entry are verified and adopted. Invariants: the log never names a
-chunk that is not durable; a committed chunk is only replaced by one with the same content, because a second builder of
-the unit finds it committed and drops its own.
+leaves a readable cache; renamed chunks without a log entry are verified and adopted. A unit that another cache has
+published (``unit_store``) is linked in instead of being built. Invariants: the log never names a chunk that is not
+durable; a committed chunk is only replaced by one with the same content, because a second builder of the unit finds it
+committed and drops its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from vorox.core.atomic import discard_staged, is_disk_full, make_directory, rename, stage_file, sync_directory
-from vorox.core.disk_errors import disk_error, room_text
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import discard_staged, is_disk_full, make_directory, rename, stage_file, sync_directory
+from vorox.core.files.disk_errors import disk_error, room_text
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.document_tokens import unit_statistics
 from vorox.data.cache.format import ChunkRecord
 from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
 from vorox.data.cache.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
+from vorox.data.cache.record_texts import documents_of_unit
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.unit_store import UnitStore
 from vorox.data.documents import Unit
 
 
@@ -53,33 +56,57 @@ def commit_unit(
     """
     if built.bad_records:
         write_quarantine(directory, built.unit_id, built.bad_records, builder.files)
-        check_budget(directory, built, builder.files, builder.bad_record_fraction)
+        check_budget(
+            directory, built.unit_id, built.bad_records, built.records_read, builder.files, builder.bad_record_fraction,
+            aborted=built.aborted,
+        )  # fmt: skip
     records = [record for _, record in built.chunks]
     check_same_content(directory, manifest, built.unit_id, records)
-    staged: list[tuple[Path, Path]] = []
-    try:
+
+    def staged() -> Iterator[tuple[Path, Path]]:
         for data, record in built.chunks:
             path = chunk_path(directory, record.unit, record.part)
             make_directory(path.parent)
             check_contained(directory, path.parent)
-            staged.append((stage_file(path, data), path))
+            yield stage_file(path, data), path
+
+    transforms = {name: count.to_json() for name, count in built.transforms.items()}
+    entry = unit_entry(built.statistics, records, transforms)
+    now, is_done = _append(manifest, directory, built.unit_id, records, staged(), entry, replace=replace)
+    if is_done and built.bad_records:
+        report_damaged_files(directory, built.unit_id, built.bad_records, builder.files)
+    return now, is_done
+
+
+def _append(
+    manifest: Manifest,
+    directory: Path,
+    unit: int,
+    records: Sequence[ChunkRecord],
+    staged: Iterator[tuple[Path, Path]],
+    entry: Mapping[str, Any],
+    *,
+    replace: bool,
+) -> tuple[Manifest, bool]:
+    """Give the staged chunks of a unit their names and append its entry, unless it is committed."""
+    waiting: list[tuple[Path, Path]] = []
+    temporaries: list[Path] = []
+    try:
+        for temporary, path in staged:
+            waiting.append((temporary, path))
+            temporaries.append(temporary)
         with manifest.exclusive(directory) as current:
-            check_same_content(directory, current, built.unit_id, records)
-            if current.has_unit(built.unit_id) and not replace:
+            check_same_content(directory, current, unit, records)
+            if current.has_unit(unit) and not replace:
                 return current, False
-            while staged:
-                rename(*staged[0])
-                del staged[0]
-            if current.has_unit(built.unit_id) and current.unit_chunks(built.unit_id) == records:
+            for temporary, path in waiting:
+                rename(temporary, path)
+            if current.has_unit(unit) and current.unit_chunks(unit) == records:
                 return current, True
-            transforms = {name: count.to_json() for name, count in built.transforms.items()}
-            now = current.append(directory, [unit_entry(built.statistics, records, transforms)])
-        if built.bad_records:
-            report_damaged_files(directory, built, builder.files)
-        return now, True
+            return current.append(directory, [entry]), True
     finally:
-        for temporary, _ in staged:
-            discard_staged(temporary)
+        for temporary in temporaries:
+            discard_staged(temporary)  # also where it is a second link to its own target, which a rename keeps
 
 
 def check_same_content(directory: Path, manifest: Manifest, unit: int, records: Sequence[ChunkRecord]) -> None:
@@ -95,6 +122,47 @@ def check_same_content(directory: Path, manifest: Manifest, unit: int, records: 
             hint="the source or the tokenizer library has changed: build into another data.cache.directory, "
             "or run `vorox data build --force-rebuild` to replace the whole cache",
         )  # fmt: skip
+
+
+def link_unit(
+    manifest: Manifest, directory: Path, unit: Unit, builder: UnitBuilder, store: UnitStore, *, replace: bool = False
+) -> tuple[Manifest, bool]:
+    """Commit a unit that another cache has built, by links to its chunks.
+
+    Args:
+        manifest: A recent state of the cache.
+        directory: The cache.
+        unit: The unit.
+        builder: The builder of the cache.
+        store: The units of other caches.
+        replace: The chunks of the unit are lost or damaged; every byte of those in the store is checked.
+
+    Returns:
+        The new manifest, and whether this call committed the unit.
+
+    Raises:
+        DataError: Too many records are bad, or the manifest has different content for the unit.
+    """
+    key = builder.key_of(unit)
+    found = store.find(key, builder.origins(unit, 1)[0])
+    if found is None or (replace and not store.is_intact(key, found)):
+        return manifest, False
+    unit_id, records, bad = unit.unit_id, found.records(unit.unit_id), found.bad_records_of(unit)
+    if replace and [one.content for one in manifest.unit_chunks(unit_id)] != [one.content for one in records]:
+        return manifest, False
+    if bad:
+        write_quarantine(directory, unit_id, bad, builder.files)
+        check_budget(directory, unit_id, bad, found.records_read, builder.files, builder.bad_record_fraction)
+    check_contained(directory, chunk_path(directory, unit_id, 0).parent)
+    entry = unit_entry(dataclasses.replace(found.statistics, unit=unit_id), records, found.transforms)
+    try:
+        staged = store.stage(key, found, directory, unit_id)
+        now, is_done = _append(manifest, directory, unit_id, records, staged, entry, replace=replace)
+    except FileNotFoundError:
+        return manifest, False  # collected meanwhile
+    if is_done and bad:
+        report_damaged_files(directory, unit_id, bad, builder.files)
+    return now, is_done
 
 
 def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[Manifest, bool]:
@@ -126,13 +194,14 @@ def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[lis
         chunks += [Chunk.open(chunk_path(directory, unit.unit_id, part)) for part in range(1, num_parts)]
         if [chunk.origin for chunk in chunks] != builder.origins(unit, num_parts):
             return None
-        for chunk in chunks:
-            chunk.verify()
+        contents = [chunk.verify() for chunk in chunks]
     except DataError:
         return None
-    records = [chunk.record() for chunk in chunks]
-    documents_D = np.unique(np.concatenate([chunk.documents() for chunk in chunks]))
-    statistics = unit_statistics(unit.unit_id, documents_D, count_quarantined(directory, unit.unit_id))
+    records = [chunk.record(unit.unit_id) for chunk in chunks]
+    documents_D = documents_of_unit(
+        [chunk.documents() for chunk in chunks], [chunk.segment_table() for chunk in chunks]
+    )
+    statistics = unit_statistics(unit.unit_id, documents_D, count_quarantined(directory, unit.unit_id), contents)
     return records, statistics
 
 

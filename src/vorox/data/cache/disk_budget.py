@@ -19,8 +19,8 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from vorox.core.atomic import remove_file, write_file
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import remove_file, write_file
 
 MARKER_NAME = "CACHE"
 _MARKER = b"""The chunk files in here are made again when they are needed: a stream of Vorox removes and rebuilds them.

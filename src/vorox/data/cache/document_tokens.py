@@ -2,15 +2,16 @@
 
 Nothing is written here. Invariant: the result is a function of the records, the recipe and the tokenizer alone.
 
-A preference pair is one document: the chosen conversation, its end of text, the rejected one, its end of text. Packing
-keeps it whole (``packing.split_pairs``).
+Texts get what their tokenizer adds before and after them (``Recipe.start_ids``, ``document_end_ids``); conversations
+have the tokens that their template writes, and nothing else. A preference pair is one document: the chosen conversation
+and the rejected one. Packing keeps it whole (``packing.split_pairs``).
 
 Legend: D documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -20,11 +21,11 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import DOCUMENT
+from vorox.data.cache.format import DOCUMENT, ChunkContent
 from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.recipe import Recipe
 from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, Unit, place_of
-from vorox.data.image_layout import ImageLayout
+from vorox.data.images.layout import ImageLayout
+from vorox.data.recipe import Recipe
 from vorox.data.rows import TokenArray
 from vorox.data.text.unit_reader import DocumentBatch
 from vorox.data.transforms.apply import Counts
@@ -51,7 +52,7 @@ class TokenizedDocuments:
 
     Attributes:
         unit: The unit.
-        tokens: The concatenated documents, each with its end-of-text token.
+        tokens: The concatenated documents, each with the tokens before and after it.
         documents_D: ``DOCUMENT`` records.
         loss_mask: Whether each token is trained on; ``None``: all are.
         rejected_starts_D: First token of the rejected conversation of each document; ``None`` if they are no pairs.
@@ -82,13 +83,17 @@ class TokenizedDocuments:
         return self.unit.place
 
 
-def unit_statistics(unit: int, documents_D: npt.NDArray[np.void], quarantined: int) -> UnitStatistics:
+def unit_statistics(
+    unit: int, documents_D: npt.NDArray[np.void], quarantined: int, contents: Iterable[ChunkContent]
+) -> UnitStatistics:
+    """Return the counts of a unit, from its documents and its chunks."""
     return UnitStatistics(
         unit=unit,
         documents=len(documents_D),
         text_bytes=int(documents_D["text_bytes"].sum(dtype=np.int64)),
         tokens=int(documents_D["num_tokens"].sum(dtype=np.int64)),
         quarantined=quarantined,
+        targets=sum(content.num_targets for content in contents),
     )
 
 
@@ -107,7 +112,7 @@ def encode(
     *,
     images: ImageLayout | None = None,
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]]]:
-    """Return the documents and their token ids, without end-of-text ids; token documents keep theirs.
+    """Return the documents and their token ids, without those before and after a document (``framed``).
 
     A conversation gets the tokens of its answers: from the first to the last one with a character of the answer. The
     text before, between and after images is encoded by itself.
@@ -138,9 +143,10 @@ def encode(
             ids = document.tokens
         elif document.images:
             own = marked if document.answers else ((ids, None) for ids in encoded)
-            document, ids = _with_images(document, own, encoder.end_of_text_id, images)
+            document, ids = _with_images(document, own, images)
         elif document.answers:
-            document, ids = _with_targets(document, marked, encoder.end_of_text_id)
+            start_ids: tuple[int, ...] = getattr(encoder, "start_ids", ()) if document.is_started else ()
+            document, ids = _with_targets(document, marked, start_ids)
         else:
             ids = next(encoded)
         kept.append(document)
@@ -167,7 +173,6 @@ def _parts(document: Document) -> tuple[str, ...]:
 def _with_images(
     document: Document,
     encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64] | None]],
-    end_of_text_id: int,
     layout: ImageLayout | None,
 ) -> tuple[Document, npt.NDArray[np.integer]]:
     """Return a document with its ids, images included, and the tokens to train on: text, or answers."""
@@ -184,34 +189,37 @@ def _with_images(
             found = _tokens_of(document.answers, ranges_N2 + first_character)
         targets += [(first_token + start, first_token + end) for start, end in found]
         first_character += len(text)
-        is_ended = number == len(images) and len(part) and int(part[-1]) == end_of_text_id
-        ids.append(part[:-1] if is_ended and ranges_N2 is not None else part)
+        ids.append(part)
         if number < len(images):
             ids.append(layout.ids(images[number].digest, images[number].num_tokens))
         first_token = sum(map(len, ids))
-    if not document.answers:
-        targets.append((first_token, first_token + 1))  # the end of text
     return replace(document, target_tokens=tuple(targets)), np.concatenate([part.astype(np.uint32) for part in ids])
 
 
 def _with_targets(
-    document: Document, encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]], end_of_text_id: int
+    document: Document,
+    encoded: Iterator[tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]],
+    start_ids: tuple[int, ...],
 ) -> tuple[Document, npt.NDArray[np.integer]]:
-    """Return a document with the tokens of its answers, and its ids without the last end of text."""
+    """Return a document with its ids and the tokens of its answers; each of its texts follows ``start_ids``."""
     parts: list[npt.NDArray[np.integer]] = []
     targets: list[tuple[int, int]] = []
-    first_character = first_token = 0
+    first_character = first_token = rejected_token = 0
     for text in _conversations(document):
-        if parts:
-            parts.append(np.array([end_of_text_id], parts[0].dtype))
-            first_token = sum(map(len, parts))
         ids, ranges_N2 = next(encoded)
+        rejected_token = first_token
+        parts += [np.array(start_ids, ids.dtype), ids]
+        first_token += len(start_ids)
         found = _tokens_of(document.answers, ranges_N2 + first_character)
         targets += [(first_token + start, first_token + end) for start, end in found]
         first_character += len(text)
-        is_ended = len(ids) and int(ids[-1]) == end_of_text_id  # the template ends with it already
-        parts.append(ids[:-1] if is_ended else ids)
-    return replace(document, target_tokens=tuple(targets), rejected_token=first_token), np.concatenate(parts)
+        first_token += len(ids)
+    return replace(document, target_tokens=tuple(targets), rejected_token=rejected_token), np.concatenate(parts)
+
+
+def framed(ids: npt.NDArray[Any], recipe: Recipe) -> npt.NDArray[Any]:
+    """Return the ids of a document with the tokens before and after it."""
+    return np.concatenate([np.array(recipe.start_ids, ids.dtype), ids, np.array(recipe.document_end_ids, ids.dtype)])
 
 
 def _tokens_of(answers: Ranges, ranges_N2: npt.NDArray[np.int64]) -> Ranges:
@@ -230,7 +238,7 @@ def is_pair(document: AnyDocument) -> bool:
 
 
 def _reject_unfit(
-    documents: Sequence[AnyDocument], tokens: Sequence[npt.NDArray[Any]], row_tokens: int
+    documents: Sequence[AnyDocument], tokens: Sequence[npt.NDArray[Any]], recipe: Recipe
 ) -> tuple[list[AnyDocument], list[npt.NDArray[Any]], list[BadRecord]]:
     """Return the documents and their tokens without those that cannot be trained on, and these as bad records.
 
@@ -239,8 +247,10 @@ def _reject_unfit(
     kept: list[AnyDocument] = []
     kept_tokens: list[npt.NDArray[Any]] = []
     bad: list[BadRecord] = []
+    num_added = len(recipe.start_ids) + len(recipe.document_end_ids)
     for document, ids in zip(documents, tokens, strict=True):
-        reason = _fault(document, len(ids) + 1, row_tokens) if isinstance(document, Document) else ""
+        is_text = isinstance(document, Document)
+        reason = _fault(document, len(ids) + num_added, recipe.row_tokens) if is_text else ""
         if reason:
             place = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
             bad.append(BadRecord(*place, None, reason))
@@ -279,34 +289,40 @@ def finish_documents(
 ) -> TokenizedDocuments:
     """Convert the documents of a batch to stored form, which lets their texts be freed.
 
-    An end-of-text token follows each document. A ``DOCUMENT`` record has the size of the tokenised text, but the place
+    A ``DOCUMENT`` record has the size of the tokenised text, but the place
     and the hash of the original one before transforms, so provenance can check whether the source still has it. For
     documents without text the tokens are hashed.
 
     Args:
         batch: The batch, for its unit, bad records and counts.
         documents: Its documents, after the transforms.
-        tokens: Their token ids, without end-of-text ids.
+        tokens: Their token ids, without those before and after a document.
         files: The source files.
         recipe: The recipe of the cache.
 
     Raises:
         DataError: An id is not in the vocabulary, or a document is too long for a cache.
     """
-    documents, tokens, unfit = _reject_unfit(documents, tokens, recipe.row_tokens)
-    end = np.array([recipe.end_of_text_id], recipe.dtype)
-    stored = [ids if ids.dtype == end.dtype else _convert_ids(document, ids, files, recipe)
+    documents, tokens, unfit = _reject_unfit(documents, tokens, recipe)
+    nothing = np.zeros(0, recipe.dtype)
+    start, end = np.array(recipe.start_ids, recipe.dtype), np.array(recipe.document_end_ids, recipe.dtype)
+    stored = [ids if ids.dtype == nothing.dtype else _convert_ids(document, ids, files, recipe)
               for document, ids in zip(documents, tokens, strict=True)]  # fmt: skip
-    flat = cast("TokenArray", np.concatenate([end[:0], *(part for ids in stored for part in (ids, end))]))
+    flat = cast("TokenArray", np.concatenate([nothing, *(part for ids in stored for part in (start, ids, end))]))
     if flat.size and int(flat.max()) >= recipe.num_ids:
         for document, ids in zip(documents, stored, strict=True):
             _check_vocabulary(document, ids, files, recipe)
-    rows = [_document_row(document, len(ids) + 1, files) for document, ids in zip(documents, stored, strict=True)]
+    lengths = [len(start) + len(ids) + len(end) for ids in stored]
+    numbers = {index: number for number, index in enumerate(batch.unit.file_indexes)}
+    rows = [
+        (numbers[document.file_index], *_document_row(document, length, files))
+        for document, length in zip(documents, lengths, strict=True)
+    ]
     return TokenizedDocuments(
         unit=batch.unit,
         tokens=flat,
         documents_D=np.array(rows, DOCUMENT),
-        loss_mask=_loss_mask(documents, [len(ids) + 1 for ids in stored], recipe),
+        loss_mask=_loss_mask(documents, lengths, recipe),
         rejected_starts_D=_rejected_starts(documents),
         bad_records=(*batch.bad_records, *unfit),
         records_read=batch.records_read,
@@ -324,10 +340,12 @@ def _loss_mask(
         return None
     mask = np.zeros(sum(lengths), np.bool_)
     start = 0
+    num_before, num_after = len(recipe.start_ids), len(recipe.document_end_ids)
     for document, length in zip(documents, lengths, strict=True):
         targets: Ranges = ((0, length),)
         if isinstance(document, Document) and (document.answers or document.images):
-            targets = document.target_tokens
+            after = () if document.answers else ((length - num_after, length),)
+            targets = (*((num_before + first, num_before + end) for first, end in document.target_tokens), *after)
         for first, end in targets:
             mask[start + first : start + end] = True
         start += length
@@ -335,7 +353,7 @@ def _loss_mask(
 
 
 def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[SourceFile]) -> tuple[int, ...]:
-    """Return the ``DOCUMENT`` record of a document."""
+    """Return the ``DOCUMENT`` record of a document, without its file."""
     text = document.text.encode() if document.text is not None else b""
     if max(document.byte_length, len(text)) > _LARGEST_UINT32 or num_tokens > _LARGEST_INT32:
         raise DataError(
@@ -346,7 +364,7 @@ def _document_row(document: AnyDocument, num_tokens: int, files: Sequence[Source
         content = np.ascontiguousarray(document.tokens).view(np.uint8).data
     else:
         content = text if document.original is None else document.original.encode()
-    place = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
+    place = (document.ordinal, document.byte_offset, document.byte_length)
     return (*place, num_tokens, len(text), xxhash.xxh3_64_intdigest(content))
 
 

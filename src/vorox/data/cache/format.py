@@ -33,12 +33,12 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from vorox.core.atomic import canonical_json
+from vorox.core.files.atomic import canonical_json
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.rows import TokenArray
 
 MAGIC = b"\x89PSC\r\n\x1a\n"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 256
 FOOTER_MAGIC = b"PSC-END\n"
 CODECS = {"raw": 0, "lz4": 1, "lz4hc": 2, "zstd": 3}
@@ -48,9 +48,9 @@ LOSS_MASK = 1
 """Flag of the header: the payload has a loss mask."""
 
 # magic, version, header bytes, flags | token bytes, codec, byte shuffle, 0 | row tokens, rows, rows per block |
-# unit, part, documents | 4 x (offset, bytes) | recipe, source set | real tokens, padding tokens |
+# unused, part, documents | 4 x (offset, bytes) | recipe, source set | real tokens, padding tokens |
 # xxh3 of block index, segments, documents | content | parts of the unit | CRC-32
-HEADER = struct.Struct("<8sHHI BBBB III QII 8Q 32s32s QQ QQQ 32s I I")
+HEADER = struct.Struct("<8sHHI BBBB III 8xII 8Q 32s32s QQ QQQ 32s I I")
 FOOTER = struct.Struct("<QQ8sII")
 
 DOCUMENT = np.dtype(
@@ -64,7 +64,7 @@ DOCUMENT = np.dtype(
         ("text_xxh3", "<u8"),
     ]
 )
-"""A document: index of its file, its place in the file, and the size and hash of its text."""
+"""A document: index of its file within its unit, its place in the file, and the size and hash of its text."""
 
 Uint32Array = npt.NDArray[np.uint32]
 
@@ -91,6 +91,17 @@ class ChunkContent:
     documents_D: npt.NDArray[np.void]
     loss_mask_RC: npt.NDArray[np.bool_] | None = None
 
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that are trained on; the first one of a segment never is."""
+        lengths_S = self.segments_S3[:, 2].astype(np.int64)
+        if self.loss_mask_RC is None:
+            return int((lengths_S - 1).clip(0).sum())
+        row_S = np.repeat(np.arange(len(self.tokens_RC)), np.diff(self.row_ptr.astype(np.int64)))
+        before_S = np.cumsum(lengths_S) - lengths_S
+        start_S = before_S - before_S[self.row_ptr[:-1].astype(np.int64)][row_S]
+        return int(self.loss_mask_RC.sum()) - int(self.loss_mask_RC[row_S, start_S].sum())
+
     def row_bytes(self) -> npt.NDArray[np.uint8]:
         """Return the stored bytes of each row: its token ids, then its loss mask."""
         tokens_RN = np.ascontiguousarray(self.tokens_RC).view(np.uint8)
@@ -101,19 +112,39 @@ class ChunkContent:
 
 @dataclass(frozen=True, slots=True)
 class ChunkOrigin:
-    """The origin of a chunk: part ``part`` of ``num_parts`` of a unit, with digests of recipe and source files."""
+    """The origin of a chunk: part ``part`` of ``num_parts`` of a unit, with digests of recipe and source files.
 
-    unit: int
+    A chunk does not name its number in a cache: caches share the chunks of the units that they have in common.
+    """
+
     part: int
     num_parts: int
     recipe: bytes
     source_set: bytes
 
 
-def source_set_digest(unit: Unit, files: Sequence[SourceFile]) -> bytes:
-    """Return the SHA-256 of a unit's input: its spans and the content of their files, independent of their location."""
-    pinned = [[files[span.file_index].size_bytes, files[span.file_index].version] for span in unit.spans]
-    return hashlib.sha256(canonical_json([unit.spans, pinned])).digest()
+def source_set_digest(unit: Unit, files: Sequence[SourceFile], *, uses_paths: bool = False) -> bytes:
+    """Return the SHA-256 of a unit's input: its ranges of records, and the versions of their files.
+
+    Neither the place of a file nor the number of the unit counts; the relative path does where the holdout rule hashes
+    it (``uses_paths``).
+    """
+    numbers = {index: number for number, index in enumerate(unit.file_indexes)}
+    spans = [[numbers[span.file_index], *span[1:]] for span in unit.spans]
+    found = [files[index] for index in unit.file_indexes]
+    pinned = [[file.size_bytes, file.version, *([file.path] if uses_paths else [])] for file in found]
+    return hashlib.sha256(canonical_json([spans, pinned])).digest()
+
+
+def unit_key(recipe: str, source_set: bytes, duplicates: Sequence[str] = ()) -> str:
+    """Return the key of a unit.
+
+    Args:
+        recipe: Digest of the recipe, which includes the holdout rule.
+        source_set: Digest of the unit's ranges of records and of the versions of their files.
+        duplicates: Digests of the duplicates that transforms remove from the unit, if they compare a whole source.
+    """
+    return hashlib.sha256(canonical_json(["unit/1", recipe, source_set.hex(), *duplicates])).hexdigest()[:40]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +176,6 @@ class ChunkHeader(NamedTuple):
     row_tokens: int
     num_rows: int
     rows_per_block: int
-    unit: int
     part: int
     num_documents: int
     payload_offset: int
@@ -168,11 +198,11 @@ class ChunkHeader(NamedTuple):
     crc32: int
 
 
-def content_digest(content: ChunkContent, unit: int, part: int) -> bytes:
-    """Return the SHA-256 of a chunk's content and address."""
+def content_digest(content: ChunkContent, part: int) -> bytes:
+    """Return the SHA-256 of a chunk's content and its number within the unit."""
     tokens_RC = content.tokens_RC
-    shape = (tokens_RC.itemsize, tokens_RC.shape[1], tokens_RC.shape[0], unit, part)
-    digest = hashlib.sha256(b"psc-content/1" + struct.pack("<5Q", *shape))
+    shape = (tokens_RC.itemsize, tokens_RC.shape[1], tokens_RC.shape[0], part)
+    digest = hashlib.sha256(b"psc-content/2" + struct.pack("<4Q", *shape))
     for array in (tokens_RC, content.row_ptr, content.segments_S3, content.documents_D):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     if content.loss_mask_RC is not None:
@@ -191,9 +221,9 @@ def default_block_rows(row_tokens: int) -> int:
 
 
 def encode_chunk(
-    content: ChunkContent, origin: ChunkOrigin, *, codec: str = "lz4", block_rows: int | None = None
+    content: ChunkContent, origin: ChunkOrigin, *, unit: int = 0, codec: str = "lz4", block_rows: int | None = None
 ) -> tuple[bytearray, ChunkRecord]:
-    """Return the bytes of a chunk file and its manifest record."""
+    """Return the bytes of a chunk file, and its manifest record in a cache where its unit has the number ``unit``."""
     tokens_RC, rows = content.tokens_RC, content.row_bytes()
     num_rows, row_tokens = tokens_RC.shape
     flags = 0 if content.loss_mask_RC is None else LOSS_MASK
@@ -209,12 +239,12 @@ def encode_chunk(
         places += [len(body), len(section)]
         body += section
         body += bytes(-len(body) % 8)
-    digest = content_digest(content, origin.unit, origin.part)
+    digest = content_digest(content, origin.part)
     hashes = (_xxh3(index), _xxh3(segments), _xxh3(documents))
     fields = (
         *(MAGIC, VERSION, HEADER_BYTES, flags),
         *(tokens_RC.itemsize, CODECS[codec], 0, 0),
-        *(row_tokens, num_rows, block_rows, origin.unit, origin.part, len(content.documents_D)),
+        *(row_tokens, num_rows, block_rows, origin.part, len(content.documents_D)),
         *places,
         *(origin.recipe, origin.source_set, num_tokens, tokens_RC.size - num_tokens),
         *hashes,
@@ -225,7 +255,7 @@ def encode_chunk(
     footer = struct.pack("<QQ8s", len(body) + FOOTER.size, _xxh3(body), FOOTER_MAGIC)
     body += footer + struct.pack("<II", zlib.crc32(footer), 0)
     record = ChunkRecord(
-        unit=origin.unit,
+        unit=unit,
         part=origin.part,
         rows=num_rows,
         tokens=num_tokens,

@@ -1,6 +1,7 @@
-"""Garbage collection: unreferenced files in caches, and unpinned caches that no run uses.
+"""Garbage collection: unreferenced files in caches, units in no cache, and unpinned caches that no run uses.
 
-The root of the caches goes in; removable files and caches come out, with sizes and reasons. Invariants: no file that a
+The root of the caches goes in; removable files and caches come out, with sizes and reasons. A unit of the store is in
+use while a cache has links to its chunks, so no list of users can be out of date. Invariants: no file that a
 manifest names or that a live process holds counts as garbage, even if the wall clock jumps; a cache's recipe is removed
 first, so a partly removed cache is not a cache.
 """
@@ -15,16 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.atomic import is_stale_temporary, remove_directory, remove_file, sync_directory
-from vorox.core.chained_log import HashChainedLog
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import is_stale_temporary, remove_directory, remove_file, sync_directory
+from vorox.core.files.chained_log import HashChainedLog
+from vorox.core.files.json_reader import read_json
 from vorox.core.run_layout import RunLayout
 from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
 from vorox.data.cache.leases import STALE_SECONDS, is_held, lease_path
 from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.recipe import RECIPE_NAME, read_recipe
 from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
-from vorox.data.cache.retention import Pin, disk_time_or_local, idle_seconds, read_pins
+from vorox.data.cache.retention import Pin, disk_time_or_local, idle_seconds, read_pins, removed_runs
+from vorox.data.cache.unit_store import UnitStore, is_stored
+from vorox.data.recipe import FORMAT, RECIPE_NAME, read_recipe
 
 STREAMS_NAME = "streams"
 """Folder below the root with the caches of streams, whose chunks are evicted and rebuilt."""
@@ -56,7 +59,8 @@ class CacheUse:
         idle_seconds: Time since it was last opened or built.
         runs: Runs whose plan reads it.
         is_busy: Whether it is being built.
-        pins: Its pins.
+        pins: Its pins, of people and of runs.
+        removed_runs: The paths of runs that read it and were removed, or moved to another disk.
     """
 
     directory: Path
@@ -65,6 +69,7 @@ class CacheUse:
     runs: tuple[str, ...]
     is_busy: bool
     pins: tuple[Pin, ...]
+    removed_runs: tuple[str, ...] = ()
 
     @property
     def is_removable(self) -> bool:
@@ -83,7 +88,29 @@ def find_garbage(root: Path) -> list[Garbage]:
                 found.append(Garbage(directory, _directory_bytes(directory), reason))
         else:
             found += _find_in_cache(directory, now)
-    return found
+    return [*found, *_find_in_store(root, now), *_find_earlier(root)]
+
+
+def _find_in_store(root: Path, now: float) -> Iterator[Garbage]:
+    store = UnitStore(root)
+    for place in [store.directory, *(path for path in store.directory.glob("*") if path.is_dir())]:
+        for path in sorted(place.glob(".tmp-*")):
+            if is_stale_temporary(path):
+                yield _file_garbage(path, "temporary file of a dead process")
+    for path in sorted((store.directory / LEASES_NAME).glob("u*")):
+        if not is_held(path, now):
+            yield _file_garbage(path, "lease of a dead process")
+    for path, size_bytes in store.garbage():
+        yield Garbage(path, size_bytes, "unit in no cache")
+
+
+def _find_earlier(root: Path) -> Iterator[Garbage]:
+    """Yield the caches of earlier formats, which no command opens any more."""
+    for directory in (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = read_json(directory / RECIPE_NAME)["recipe"]["format"]
+            if found != FORMAT and str(found).startswith("vorox-cache/"):
+                yield Garbage(directory, _directory_bytes(directory), f"cache of an earlier version ({found})")
 
 
 def remove_garbage(garbage: Sequence[Garbage]) -> int:
@@ -94,6 +121,10 @@ def remove_garbage(garbage: Sequence[Garbage]) -> int:
             if _is_busy(item.path, disk_time_or_local(item.path)):
                 continue
             remove_cache(item.path)
+        elif is_stored(item.path):
+            if not UnitStore.is_unshared(item.path):
+                continue
+            remove_file(item.path)
         elif _CHUNK_NAME.fullmatch(item.path.name):
             directory = item.path.parents[2]
             with Manifest.open(directory).exclusive(directory) as manifest:
@@ -127,23 +158,35 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
             directory,
             _directory_bytes(directory),
             idle_seconds(directory, now),
-            users or by_source.get(_source_and_content(directory), ()),
+            tuple(
+                sorted(
+                    {
+                        *(users or by_source.get(_source_and_content(directory), ())),
+                        *(pin.run for pin in pins if pin.run),
+                    }
+                )
+            ),
             _is_busy(directory, now),
-            read_pins(directory),
+            pins,
+            removed_runs(directory),
         )
         for directory, users in found
+        for pins in [read_pins(directory)]
     ]
 
 
 def remove_unused(caches: Sequence[CacheUse]) -> int:
     """Remove caches that are still unpinned and not being built; return the bytes freed."""
     freed = 0
+    roots: set[Path] = set()
     for cache in caches:
         directory = cache.directory
         if cache.is_removable and not read_pins(directory) and not _is_busy(directory, disk_time_or_local(directory)):
+            freed += _unshared_bytes(directory)
             remove_cache(directory)
-            freed += cache.size_bytes
-    return freed
+            roots.add(directory.parent)
+    garbage = [item for root in roots for item in _find_in_store(root, disk_time_or_local(root))]
+    return freed + remove_garbage(garbage)
 
 
 def remove_cache(directory: Path) -> None:
@@ -195,6 +238,12 @@ def _file_garbage(path: Path, reason: str) -> Garbage:
     with contextlib.suppress(OSError):
         return Garbage(path, path.lstat().st_size, reason)
     return Garbage(path, 0, reason)
+
+
+def _unshared_bytes(directory: Path) -> int:
+    """Return the bytes that removing a cache frees at once; those that the store shares are freed with their units."""
+    files = (path.lstat() for path in directory.rglob("*") if path.is_file())
+    return sum(status.st_size for status in files if status.st_nlink == 1)
 
 
 def _directory_bytes(directory: Path) -> int:

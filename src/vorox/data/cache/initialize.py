@@ -11,12 +11,15 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from vorox.core.atomic import make_directory, sweep_temporary
 from vorox.core.errors import DataError
-from vorox.core.file_holder import FileLock
+from vorox.core.files.atomic import make_directory, sweep_temporary
+from vorox.core.files.file_holder import FileLock
 from vorox.data.cache.build_queue import never
 from vorox.data.cache.manifest import LOCK_NAME, Manifest, planned_entry
-from vorox.data.cache.recipe import (
+from vorox.data.cache.pipeline.first_pass import find_duplicates
+from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.documents import SourceFile, Unit
+from vorox.data.recipe import (
     RECIPE_NAME,
     FileLog,
     UnitLog,
@@ -26,11 +29,12 @@ from vorox.data.cache.recipe import (
     read_units,
     write_recipe,
 )
-from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.documents import SourceFile, Unit
-from vorox.data.pipeline.first_pass import find_duplicates
 
 _SOURCE_CHANGED = "the source changed after the cache was built: restore it, or build into another data.cache.directory"
+
+
+class InputsDiffer(DataError):
+    """The planned files or units of a cache are others than those of this process."""
 
 
 def prepare_directory(
@@ -124,13 +128,13 @@ def record_inputs(directory: Path, manifest: Manifest, files: Sequence[SourceFil
 def _check_files(directory: Path, known: Sequence[SourceFile], files: Sequence[SourceFile]) -> None:
     if len(known) > len(files):
         missing = known[len(files)]
-        raise DataError(
+        raise InputsDiffer(
             f"The source has {len(files):,} files, but the cache was built from {len(known):,}; missing: {missing.uri}",
             where=str(directory), hint=_SOURCE_CHANGED,
         )  # fmt: skip
     for recorded, file in zip(known, files, strict=False):
         if (recorded.size_bytes, recorded.version) != (file.size_bytes, file.version):
-            raise DataError(
+            raise InputsDiffer(
                 f"File {file.uri} ({file.size_bytes:,} bytes, version {file.version}) differs from the one that the "
                 f"cache was built from: {recorded.uri} ({recorded.size_bytes:,} bytes, version {recorded.version})",
                 where=str(directory), hint=_SOURCE_CHANGED,
@@ -145,7 +149,7 @@ def check_units(directory: Path, known: Sequence[Unit], units: Sequence[Unit]) -
     """
     if list(known) != list(units[: len(known)]):
         first = next(index for index, unit in enumerate(known) if index >= len(units) or unit != units[index])
-        raise DataError(
+        raise InputsDiffer(
             f"Unit {first} has other boundaries than when the cache was built ({len(known):,} units then, "
             f"{len(units):,} now)",
             where=str(directory), hint=_SOURCE_CHANGED,

@@ -2,8 +2,8 @@
 
 A builder acquires a unit by hard-linking its own file to the lease's name, which succeeds for one builder only, and
 releases it by removing the link. A lease therefore names its holder from the start, and touching one file renews all
-leases of a builder. File systems without hard links get a separate file per lease. A lease expires when its process, on
-this host, is dead, or when it was not renewed for a minute by the clock of the file system. Invariant: leases only save
+leases of a builder. File systems without hard links get a separate file per lease. A lease expires when its process is
+known to be dead, or when it was not renewed for a minute by the clock of the file system. Invariant: leases only save
 work; two builders of one unit are harmless, because the commit happens under the manifest's lock.
 """
 
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from vorox.core.atomic import make_directory, temporary_name
-from vorox.core.file_holder import FileLock, ProcessIdentity, this_process
+from vorox.core.files.atomic import make_directory, temporary_name
+from vorox.core.files.file_holder import FileLock, ProcessIdentity, this_process
+from vorox.core.files.json_reader import read_json
 from vorox.data.cache.manifest import LOCK_NAME
 
 DIRECTORY_NAME = "leases"
@@ -48,20 +49,21 @@ class Holder:
         return str(self.process)
 
     def is_dead(self) -> bool:
-        """Whether the builder is known to be dead; unknown for processes of other hosts."""
-        if (self.process.host, self.process.process_id) == (this_process().host, this_process().process_id):
+        """Whether the builder is known to be dead; unknown for processes of other machines and containers."""
+        if self.process == this_process():
             return self.token not in _LIVE_TOKENS
         return self.process.is_dead()
 
 
-def lease_path(directory: Path, unit: int) -> Path:
-    return directory / DIRECTORY_NAME / f"u{unit:09d}"
+def lease_path(directory: Path, unit: int | str) -> Path:
+    """Return the path of the lease on a unit of a cache, or on a key of the unit store."""
+    return directory / DIRECTORY_NAME / (f"u{unit:09d}" if isinstance(unit, int) else f"u{unit}")
 
 
 def read_holder(path: Path) -> Holder | None:
     """Return the holder of a lease; None if the lease does not exist or is unreadable."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
         process = ProcessIdentity.from_json(value)
         return None if process is None else Holder(process, str(value["token"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -69,16 +71,16 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def is_held(path: Path, now: float) -> bool:
-    """Whether a lease may be in force: its process is alive on this host, or another host renewed it recently.
+    """Whether a lease may be in force: its process is alive, or a process that is not visible renewed it recently.
 
-    Unlike ``is_expired``, this uses no clock for processes of this host, so a clock that jumps frees no lease.
+    Unlike ``is_expired``, this uses no clock for visible processes, so a clock that jumps frees no lease.
 
     Args:
         path: The lease.
         now: The time by the clock of its file system.
     """
     holder = read_holder(path)
-    if holder is not None and holder.process.host == this_process().host:
+    if holder is not None and holder.process.is_visible:
         return not holder.is_dead()
     return not is_expired(path, now)
 
@@ -116,7 +118,7 @@ class Leases:
         self._stale_seconds = stale_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._token = uuid.uuid4().hex
-        self._held: set[int] = set()
+        self._held: set[int | str] = set()
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._renew, name="lease heartbeat", daemon=True)
@@ -137,7 +139,7 @@ class Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        for unit in sorted(self._held):
+        for unit in list(self._held):
             with contextlib.suppress(OSError):
                 self.release(unit)
         with contextlib.suppress(OSError):
@@ -146,7 +148,7 @@ class Leases:
         if self._heart.is_alive():
             self._heart.join()
 
-    def acquire(self, unit: int) -> bool:
+    def acquire(self, unit: int | str) -> bool:
         """Lease a unit. False: another builder holds it."""
         path = lease_path(self._directory, unit)
         while not self._create(path):
@@ -192,7 +194,7 @@ class Leases:
             path.unlink(missing_ok=True)
             raise
 
-    def release(self, unit: int) -> None:
+    def release(self, unit: int | str) -> None:
         """Release a unit."""
         with self._changed:
             self._held.discard(unit)
@@ -207,14 +209,14 @@ class Leases:
         with self._changed:
             self._changed.wait_for(lambda: len(self._held) < limit, timeout_seconds)
 
-    def holder(self, unit: int) -> Holder | None:
+    def holder(self, unit: int | str) -> Holder | None:
         """Return the holder of a unit's lease."""
         return read_holder(lease_path(self._directory, unit))
 
     def _renew(self) -> None:
         while not self._ended.wait(self._heartbeat_seconds):
             with self._changed:
-                held = sorted(self._held)
+                held = list(self._held)
             for path in (self._own, *(lease_path(self._directory, unit) for unit in held if not self._links)):
                 with contextlib.suppress(OSError):  # lost while the machine slept; the commit notices
                     os.utime(path)

@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import write_file
-from vorox.core.chained_log import HashChainedLog, LogPosition
 from vorox.core.errors import DataError
-from vorox.core.file_holder import FileLock
+from vorox.core.files.atomic import write_file
+from vorox.core.files.chained_log import HashChainedLog, LogPosition
+from vorox.core.files.file_holder import FileLock
 from vorox.data.cache.format import ChunkRecord
 
 LOG_NAME = "manifest/log.jsonl"
@@ -43,7 +43,7 @@ SNAPSHOT_NAME = "manifest/snapshot.bin"
 LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
-_SNAPSHOT_MAGIC = b"VXSNAP4\n"
+_SNAPSHOT_MAGIC = b"VXSNAP5\n"
 # magic, planned units, planned files, estimated bytes, whether more units follow, recipe, log position (entries, line
 # start, line end, head), chunks, units
 _SNAPSHOT = struct.Struct("<8s QQQ? 32s QQQ 32s QQ")
@@ -60,6 +60,7 @@ class UnitStatistics:
         text_bytes: UTF-8 bytes of their texts.
         tokens: Their tokens including end-of-text tokens, each counted once.
         quarantined: Quarantined records.
+        targets: Tokens of their rows that are trained on.
     """
 
     unit: int
@@ -67,6 +68,7 @@ class UnitStatistics:
     text_bytes: int
     tokens: int
     quarantined: int
+    targets: int
 
 
 _CHUNK_FIELDS = [field.name for field in dataclasses.fields(ChunkRecord)]

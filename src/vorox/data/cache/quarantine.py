@@ -6,25 +6,48 @@ is committed. The limit applies per unit, so whether a unit passes does not depe
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-from vorox.core.atomic import canonical_json, make_directory, write_file
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import canonical_json, make_directory, write_file
+from vorox.core.files.json_reader import parse_json
 from vorox.core.pluralize import pluralize
+from vorox.data.chat.column_meaning import OTHER_FILES, in_section
 from vorox.data.documents import BAD_RECORDS_IN_A_ROW, BadRecord, SourceFile
-
-if TYPE_CHECKING:
-    from vorox.data.cache.unit_builder import BuiltUnit
+from vorox.data.text.decompression import conversion
 
 DIRECTORY_NAME = "quarantine"
+
+
+def encoding_remedy(uri: str, num_files: int) -> str:
+    """Return what to do about a file that is not UTF-8; the encoding of a source is that of all of its files."""
+    setting = "set data.sources.0.encoding=cp1252 (or latin-1, utf-16 ...)"
+    if num_files == 1:
+        return f"if the text has another encoding, {setting}"
+    return (
+        f"if only some files have another encoding, convert them: {conversion(uri, of='cp1252')}; or give them a "
+        f"source of their own; if all have it, {setting}"
+    )
+
+
+_FEWEST_RECORDS = 100
+"""The limit of a smaller unit is that of this many records: the share in a few held-out ones is chance."""
+
+_LARGE_SHARE = 0.05
+"""From this share of the records on, a reason that a setting removes is no exception to be tolerated."""
+
+_NUMBER = re.compile(r"\d+")
+_SETTING = re.compile(r"[:;] ((?:set|unset|write|mark) .*)")
+"""The remedy in a reason."""
 
 _log = logging.getLogger("vorox.data.cache")
 
@@ -65,7 +88,7 @@ def verify_quarantine(directory: Path, unit: int, expected: int) -> None:
     path = quarantine_path(directory, unit)
     try:
         lines = path.read_bytes().split(b"\n")
-        entries = [json.loads(line) for line in lines[:-1]]
+        entries = [parse_json(line, path) for line in lines[:-1]]
         sound = lines[-1] == b"" and len(entries) == expected
         for line, entry in zip(lines, entries, strict=False):
             body = {key: value for key, value in entry.items() if key != "xxh3"}
@@ -91,7 +114,7 @@ def first_quarantined(directory: Path, most: int = 3) -> list[tuple[str, str]]:
         for line in path.read_bytes().splitlines():
             if len(found) == most:
                 return found
-            entry = json.loads(line)
+            entry = parse_json(line, path, dict)
             place = f":{entry['line']}" if entry["line"] is not None else f", byte {entry['byte_offset']:,}"
             found.append((f"{entry['uri']}{place}", entry["reason"]))
     return found
@@ -109,41 +132,97 @@ def report_quarantine(directory: Path, count: int) -> None:
     _log.warning("%s", text, extra={"event_kind": "quarantine", "event_fields": fields})
 
 
-def report_damaged_files(directory: Path, built: BuiltUnit, files: Sequence[SourceFile]) -> None:
+def report_damaged_files(
+    directory: Path, unit: int, bad_records: Sequence[BadRecord], files: Sequence[SourceFile]
+) -> None:
     """Warn about damaged files that were read in part."""
-    for record in built.bad_records:
+    for record in bad_records:
         if record.is_rest_of_file:
-            uri, path = files[record.file_index].uri, quarantine_path(directory, built.unit_id)
+            uri, path = files[record.file_index].uri, quarantine_path(directory, unit)
             kept = f"kept: {pluralize(record.ordinal, 'record')}, the first {record.byte_offset:,} bytes of its content"
             text = f"Damaged file {uri}: {record.reason}; {kept}; listed in {path}"
             fields = {"uri": uri, "kept_records": record.ordinal, "kept_bytes": record.byte_offset, "list": str(path)}
             _log.warning("%s", text, extra={"event_kind": "damaged_file", "event_fields": fields})
 
 
-def check_budget(directory: Path, built: BuiltUnit, files: Sequence[SourceFile], bad_record_fraction: float) -> None:
+def _likely_fraction(bad: int, records: int) -> float | None:
+    """Return the fraction of bad records that other units, and the other split, are unlikely to exceed.
+
+    It is three standard deviations above the share of this unit, in hundredths; ``None`` from a half on, where records
+    are not the exception but the format is another one.
+    """
+    share = bad / records
+    likely = share + 3 * math.sqrt(share * (1 - share) / records)
+    return None if share >= 0.5 else min(math.ceil(100 * likely) / 100, 0.75)
+
+
+def _usual(bad: Sequence[BadRecord]) -> tuple[BadRecord, int]:
+    """Return the first record with the most frequent reason, numbers aside, and how many have that reason."""
+    kinds = [_NUMBER.sub("N", record.reason) for record in bad]
+    kind, count = Counter(kinds).most_common(1)[0]
+    return bad[kinds.index(kind)], count
+
+
+def split_remedy(reason: str) -> tuple[str, str]:
+    """Return a reason without its remedy, and the remedy for the first source; empty if the reason has none."""
+    found = _SETTING.search(reason)
+    if found is None:
+        return reason, ""
+    remedy = in_section(found[1], "data.sources.0")
+    return reason[: found.start()], remedy + (" (0 is the first source)" if "data.sources.0" in remedy else "")
+
+
+def check_budget(
+    directory: Path,
+    unit: int,
+    bad_records: Sequence[BadRecord],
+    records_read: int,
+    files: Sequence[SourceFile],
+    bad_record_fraction: float,
+    *,
+    aborted: bool = False,
+) -> None:
     """Refuse a unit with too many bad records; the rest of a damaged file has its own setting and does not count.
 
     Raises:
         DataError: More than the allowed fraction of its records (rounded up) are bad, or too many in a row.
     """
-    bad = [record for record in built.bad_records if not record.is_rest_of_file]
-    allowed = math.ceil(Fraction(str(bad_record_fraction)) * built.records_read)
-    if not bad or (len(bad) <= allowed and not built.aborted):
+    bad = [record for record in bad_records if not record.is_rest_of_file]
+    allowed = math.ceil(Fraction(str(bad_record_fraction)) * max(records_read, _FEWEST_RECORDS))
+    if not bad or (len(bad) <= allowed and not aborted):
         return
-    first = bad[-BAD_RECORDS_IN_A_ROW] if built.aborted else bad[0]
+    first, count = _usual(bad[-BAD_RECORDS_IN_A_ROW:] if aborted else bad)
+    reason, remedy = (
+        split_remedy(first.reason) if aborted or count >= _LARGE_SHARE * records_read else (first.reason, "")
+    )
     place = files[first.file_index].uri + (
         f":{first.line}" if first.line is not None else f", byte {first.byte_offset}"
     )
-    if built.aborted:
+    encoding = encoding_remedy(files[first.file_index].uri, len(files)) if "invalid UTF-8" in first.reason else ""
+    if aborted:
         what = f"{BAD_RECORDS_IN_A_ROW} consecutive records are unreadable"
+    else:
+        what = f"{len(bad):,} of {records_read:,} records are unreadable, more than the {allowed:,} allowed"
+    if remedy:
+        remedy += f"; {OTHER_FILES}" if first.reason.startswith("no field ") and len(files) > 1 else ""
+    elif aborted:
         remedy = "check data.sources.0.format and data.sources.0.text_field (0 is the first source), repair the file, "
         remedy += "or exclude it"
+        remedy += (
+            f"; {encoding_remedy(files[first.file_index].uri, len(files))}" if "invalid UTF-8" in first.reason else ""
+        )
     else:
-        needed = math.ceil(1000 * len(bad) / built.records_read) / 1000
-        what = f"{len(bad):,} of {built.records_read:,} records are unreadable, more than the {allowed:,} allowed"
-        remedy = f"repair the file, or add data.sources.0.bad_record_fraction={needed:g} (0 is the first source)"
+        needed = _likely_fraction(len(bad), records_read)
+        remedy = "repair the file" + (f"; {encoding}" if encoding else "")
+        if needed is None:
+            remedy += "; check data.sources.0.format and its fields (0 is the first source)"
+        else:
+            remedy += (
+                f"; or add data.sources.0.bad_record_fraction={needed:g} (0 is the first source) to leave them out"
+            )
+    reason = f"the first error: {reason}" if first is bad[0] else f"{count:,} of them as this one: {reason}"
     raise DataError(
-        f"{what}; the first error: {first.reason}",
+        f"{what}; {reason}",
         where=place,
-        hint=f"{remedy}; all are listed in {quarantine_path(directory, built.unit_id)}",
+        hint=f"{remedy}; all are listed in {quarantine_path(directory, unit)}",
     )

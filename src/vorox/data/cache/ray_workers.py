@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import socket
 import time
-from collections.abc import Generator
 from dataclasses import astuple
 from typing import Any
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.core.installation import install_command
-from vorox.data.cache.recipe import RECIPE_NAME
+from vorox.core.platform.installation import install_command
+from vorox.core.ranks.ray_cluster import ray_cluster
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.workers import Assignment, WorkerCounts, decode_error, encode_error
+from vorox.data.recipe import RECIPE_NAME
 
 _POLL_SECONDS = 0.5
 _LOST_TASK_RETRIES = 3
@@ -49,7 +48,7 @@ def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
         raise ConfigError(
             "--executor ray needs Ray, which is not installed", where="executor", hint=install_command("ray")
         ) from error
-    with _cluster(ray):
+    with ray_cluster(ray):
         task = ray.remote(_work).options(num_cpus=1, max_retries=_LOST_TASK_RETRIES)
         assignment = ray.put(Assignment.from_scheduler(scheduler))
         pending = [task.remote(assignment) for _ in range(num_workers)]
@@ -66,22 +65,6 @@ def run_on_ray(scheduler: BuildScheduler, num_workers: int) -> None:
                     ray.cancel(reference)
                 _, pending = ray.wait(pending, num_returns=len(pending), timeout=_CANCEL_AGAIN_SECONDS)
             scheduler.poll()
-
-
-@contextlib.contextmanager
-def _cluster(ray: Any) -> Generator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    # Without these, Ray prints its dashboard address and installation hints on standard error.
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if not os.environ.get("RAY_ADDRESS"):
-        options["include_dashboard"] = False
-    ray.init(**options)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _result(ray: Any, reference: Any) -> WorkerCounts:

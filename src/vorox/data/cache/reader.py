@@ -26,10 +26,11 @@ from vorox.core.pluralize import pluralize
 from vorox.data.cache.chunk import REMEDY, Chunk, split_rows
 from vorox.data.cache.format import SEGMENT_BYTES
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
-from vorox.data.cache.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
+from vorox.data.cache.record_texts import copies_of_segments
 from vorox.data.cache.verify import is_intact, verify
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
-from vorox.data.images import ImageStore
+from vorox.data.images.reading import ImageStore
+from vorox.data.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class CacheReader:
         self._chunk_row_starts = manifest.chunk_row_starts
         self._dtype = np.dtype(f"<u{recipe.token_bytes}")
         self._open_chunks: dict[int, Chunk] = {}
+        self._files_by_unit: dict[int, npt.NDArray[np.int64]] = {}
+        self._copies_by_unit: dict[int, list[npt.NDArray[np.int64]]] = {}
         self._chunks_lock = threading.Lock()
         self._repair_lock = threading.Lock()
         self.repair: Callable[[int, DataError], None] | None = None
@@ -182,11 +185,10 @@ class CacheReader:
             return self
         reader = CacheReader(self.directory, self.recipe, manifest, self._max_open_chunks)
         reader.repair, reader.background = self.repair, self.background
-        places = {(unit, part): at for at, (unit, part) in enumerate(manifest.chunks[["unit", "part"]].tolist())}
+        places = {address: at for at, address in enumerate(manifest.chunks[["unit", "part"]].tolist())}
+        before: list[tuple[int, int]] = self.manifest.chunks[["unit", "part"]].tolist()
         with self._chunks_lock:  # chunk indices follow unit order, so new units shift them
-            reader._open_chunks = {
-                places[chunk.header.unit, chunk.header.part]: chunk for chunk in self._open_chunks.values()
-            }
+            reader._open_chunks = {places[before[index]]: chunk for index, chunk in self._open_chunks.items()}
         return reader
 
     @property
@@ -232,6 +234,7 @@ class CacheReader:
             segments.append(chunk.segments(row))
             header = chunk.header  # the chunks of a cache are alike
         assert header is not None
+        num_start = len(self.recipe.start_ids)
         tokens_NC, loss_mask_NC = split_rows(b"".join(stored), header)
         segments_3S = np.ascontiguousarray(np.frombuffer(b"".join(segments), "<i4").reshape(-1, 3).T)
         row_ptr = np.zeros(len(segments) + 1, np.int64)
@@ -243,6 +246,7 @@ class CacheReader:
             segment_document_offsets=segments_3S[1],
             loss_mask_NC=loss_mask_NC,
             images={} if layout is None else ImageStore(self.directory, layout).read_all(tokens_NC),
+            segment_start_tokens=np.maximum(num_start - segments_3S[1], 0) if num_start else None,
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
@@ -254,13 +258,31 @@ class CacheReader:
         (chunk_index,), (row_in_chunk,) = self.addresses(np.array([row]))
         chunk = self.chunk(int(chunk_index))
         documents_D = chunk.documents()
+        indexes = self._files_of(int(self.manifest.chunks["unit"][chunk_index]))
         segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
+        copies = self._copies_of(int(chunk_index), int(row_in_chunk), len(segments_S3))
         spans: list[DocumentSpan] = []
-        for document_index, token_offset, length in segments_S3.tolist():
-            file, ordinal, offset, size, num_tokens, _, text_xxh3 = documents_D[document_index].item()
+        for (document_index, token_offset, length), copy in zip(segments_S3.tolist(), copies, strict=True):
+            number, ordinal, offset, size, num_tokens, _, text_xxh3 = documents_D[document_index].item()
+            file = int(indexes[number])
             place = (self.files[file].uri, offset, size, token_offset, length)
-            spans.append(DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3))
+            spans.append(DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3, copy))
         return spans
+
+    def _copies_of(self, chunk_index: int, row: int, num_segments: int) -> list[int]:
+        """Return which of the texts of its record each segment of a row is of."""
+        if not self.recipe.transforms:
+            return [0] * num_segments
+        unit = int(self.manifest.chunks["unit"][chunk_index])
+        indexes = np.flatnonzero(self.manifest.chunks["unit"] == unit).tolist()
+        if unit not in self._copies_by_unit:
+            chunks = [self.chunk(index) for index in indexes]
+            tables = [chunk.segment_table() for chunk in chunks]
+            self._copies_by_unit[unit] = copies_of_segments(
+                [chunk.documents() for chunk in chunks], tables, self.recipe
+            )
+        first = self.chunk(chunk_index).segment_table()[0]
+        return self._copies_by_unit[unit][indexes.index(chunk_index)][int(first[row]) : int(first[row + 1])].tolist()
 
     def rows_of_document(
         self, file_index: int, byte: int | None = None, ordinal: int | None = None
@@ -285,9 +307,9 @@ class CacheReader:
         found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         for unit in np.unique(unit_S[wanted_S]).tolist():
             low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
+            number = int(np.flatnonzero(self._files_of(unit) == file_index)[0])
             for index in range(int(low), int(high)):
-                chunk = self.chunk(index)
-                found.append(chunk.rows_of(file_index, byte, ordinal) + self._chunk_row_starts[index])
+                found.append(self.chunk(index).rows_of(number, byte, ordinal) + self._chunk_row_starts[index])
         return np.concatenate(found)
 
     def rows_of_text(self, text_hashes: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -310,6 +332,22 @@ class CacheReader:
         """
         return self._open_chunks.get(index) or self._open(index)
 
+    def documents(self, index: int) -> npt.NDArray[np.void]:
+        """Return the ``DOCUMENT`` records of a chunk, its files as indices into ``files``.
+
+        Raises:
+            DataError: The chunk is missing or damaged.
+        """
+        documents_D = self.chunk(index).documents().copy()
+        documents_D["file"] = self._files_of(int(self.manifest.chunks["unit"][index]))[documents_D["file"]]
+        return documents_D
+
+    def _files_of(self, unit: int) -> npt.NDArray[np.int64]:
+        """Return the files of a unit, as indices into ``files``; its chunks number them in this order."""
+        if unit not in self._files_by_unit:
+            self._files_by_unit[unit] = np.array(self.units[unit].file_indexes, np.int64)
+        return self._files_by_unit[unit]
+
     def _repair(self, rows: npt.NDArray[np.int64], error: DataError) -> None:
         """Rebuild the damaged units of the given rows.
 
@@ -323,8 +361,9 @@ class CacheReader:
                 if not is_intact(self.directory, self.manifest.refreshed(self.directory), unit, "full"):
                     self.repair(unit, error)
                 with self._chunks_lock:
-                    for index in [index for index, chunk in self._open_chunks.items() if chunk.header.unit == unit]:
-                        del self._open_chunks[index]
+                    low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
+                    for index in range(int(low), int(high)):
+                        self._open_chunks.pop(index, None)
 
     def addresses(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the chunk index in the manifest, and the row within the chunk, of each row."""
@@ -340,9 +379,9 @@ class CacheReader:
         chunk = self._map(path)
         header = chunk.header
         shape = (header.num_rows, header.row_tokens, header.token_bytes)
-        found = (header.unit, header.part, *shape, header.content.hex(), header.recipe.hex())
+        found = (header.part, *shape, header.content.hex(), header.recipe.hex())
         shape = (record.rows, self.row_tokens, self.token_bytes)
-        expected = (record.unit, record.part, *shape, record.content, self.recipe.digest)
+        expected = (record.part, *shape, record.content, self.recipe.digest)
         if found != expected:
             raise DataError(
                 f"The file is not the chunk that the manifest names: found {found}, expected {expected}",

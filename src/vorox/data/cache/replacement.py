@@ -11,10 +11,10 @@ import contextlib
 from collections.abc import Generator
 from pathlib import Path
 
-from vorox.core.atomic import remove_directory, sync_directory
 from vorox.core.errors import ConfigError
+from vorox.core.files.atomic import remove_directory, sync_directory
 from vorox.data.cache.leases import DIRECTORY_NAME, Leases, is_held, read_holder
-from vorox.data.cache.retention import disk_time_or_local, pin, read_pins
+from vorox.data.cache.retention import copy_pins, disk_time_or_local
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"
@@ -48,8 +48,7 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
     _refuse_builders(directory)
     if old.exists():
         remove_directory(old)
-    for pinned in read_pins(directory):
-        pin(rebuilt, pinned.name, pinned.reason)
+    copy_pins(directory, rebuilt)
     if directory.exists():
         directory.rename(old)
     rebuilt.rename(directory)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.chained_log import HashChainedLog, LogPosition
+from vorox.core.files.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
+from vorox.data.cache.pipeline.statistics import PipelineStatistics
 from vorox.data.documents import Unit
-from vorox.data.pipeline.statistics import PipelineStatistics
 from vorox.data.transforms.apply import Counts, TransformCount
 
 _DEFAULT_CACHE_BYTES_PER_TEXT_BYTE = 0.4
@@ -108,6 +108,7 @@ class BuildReport(_SizeRatios):
         documents: Documents in the cache.
         text_bytes: UTF-8 bytes of their texts.
         tokens: Their tokens including end-of-text tokens, each counted once.
+        targets: Tokens of the rows that are trained on.
         rows: Packed rows.
         row_tokens: Tokens of a row.
         padding_tokens: Padding positions in the rows.
@@ -129,6 +130,7 @@ class BuildReport(_SizeRatios):
     documents: int
     text_bytes: int
     tokens: int
+    targets: int
     rows: int
     row_tokens: int
     padding_tokens: int
@@ -311,6 +313,7 @@ def build_report(
         padding_tokens=_total(manifest.chunks, "padding_tokens"),
         compressed_bytes=_total(manifest.chunks, "size_bytes"),
         quarantined=_total(manifest.units, "quarantined"),
+        targets=_total(manifest.units, "targets"),
         units=manifest.planned_units,
         units_built=units_built,
         units_adopted=units_adopted,

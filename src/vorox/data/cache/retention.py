@@ -3,6 +3,10 @@
 ``pins/NAME.json`` in a cache is a pin: the cache is never removed as a whole, however long it is idle. Pins affect
 nothing else: no recipe, digest or reader depends on them. An unreadable pin still counts.
 
+The pin of a run is a hard link to a file in the run directory, so the number of links tells whether the run was moved
+or removed, wherever it is on this disk. Invariant: without a link, as on another disk, the pin stays until it is
+removed.
+
 Opening or building a cache writes ``USED.json``: the identity of this boot and the uptime. On the same boot the age of
 that file is exact even if the wall clock jumps; after a reboot, or on another machine, file times count. Invariant: a
 cache never seems idle for longer than it was by either clock.
@@ -11,22 +15,37 @@ cache never seems idle for longer than it was by either clock.
 from __future__ import annotations
 
 import contextlib
-import json
+import hashlib
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Literal
 
-from vorox.core.atomic import canonical_json, disk_time, make_directory, remove_file, write_file
 from vorox.core.errors import ConfigError
-from vorox.core.file_holder import boot_identity
+from vorox.core.files.atomic import (
+    canonical_json,
+    disk_time,
+    make_directory,
+    remove_file,
+    rename,
+    temporary_name,
+    write_file,
+)
+from vorox.core.files.file_holder import boot_identity
+from vorox.core.files.json_reader import mapping, read_json
+from vorox.core.run_layout import RunLayout
 from vorox.data.cache.manifest import LOG_NAME
-from vorox.data.cache.recipe import RECIPE_NAME
+from vorox.data.recipe import RECIPE_NAME
 
 PINS_NAME = "pins"
 USED_NAME = "USED.json"
+_RUN_PREFIX = "run-"
+_READ_BY = "read by run "
+_NO_PIN_CHARACTER = re.compile(r"[^\w.-]")
 _PIN_NAME = re.compile(r"[\w.-]{1,100}")
 
 
@@ -37,13 +56,22 @@ class Pin:
     Attributes:
         name: Identifies the pin.
         reason: For people; may be empty.
+        place: Where the run that registered itself is: ``moved`` away from where it was, ``lost`` (moved or removed) or
+            ``removed``; empty if it is there, and for the pin of a person.
     """
 
     name: str
     reason: str
+    place: Literal["", "moved", "lost", "removed"] = ""
+
+    @property
+    def run(self) -> str:
+        """The name of the run that registered itself; empty for the pin of a person."""
+        return self.reason.rpartition("/")[2] if self.name.startswith(_RUN_PREFIX) else ""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}" if self.reason else self.name
+        note = {"moved": " (moved since)", "lost": " (not there any more)"}.get(self.place, "")
+        return f"{self.name}: {self.reason}{note}" if self.reason else self.name
 
 
 def pin(directory: Path, name: str, reason: str = "") -> None:
@@ -56,6 +84,44 @@ def pin(directory: Path, name: str, reason: str = "") -> None:
     make_directory(path.parent)
     pinned_at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     write_file(path, canonical_json({"name": name, "reason": reason, "pinned_at": pinned_at}) + b"\n")
+
+
+def register_run(directory: Path, run_directory: Path) -> None:
+    """Record in a cache that a run reads it; does nothing on a read-only disk. Garbage collection keeps the cache.
+
+    The record is a pin that ends with the run, so that a run outside the folder that is searched counts too.
+    """
+    run = run_directory.absolute()
+    link = RunLayout(run).pin_of_view(directory.name)
+    with contextlib.suppress(OSError):
+        # A run that is at the place of another one, which was moved away, has a pin of its own.
+        digest = hashlib.sha256(f"{run}\n{run.stat().st_ino}".encode()).hexdigest()
+        name = f"{_RUN_PREFIX}{_NO_PIN_CHARACTER.sub('_', run.name)[:60]}-{digest[:8]}"
+        path = _pin_path(directory, name)
+        body = {"name": name, "reason": f"{_READ_BY}{run}", "run": str(run)}
+        alone, linked = (canonical_json({**body, "linked": is_linked}) + b"\n" for is_linked in (False, True))
+        content = path.read_bytes() if path.exists() else b""
+        if content == alone or (content == linked and link.exists() and link.samefile(path)):
+            return
+        make_directory(path.parent)
+        try:
+            make_directory(link.parent)
+            write_file(link, linked)
+            temporary = temporary_name(path)
+            os.link(link, temporary)
+            rename(temporary, path)
+        except OSError:  # another disk, a read-only run, or a file system without links
+            with contextlib.suppress(OSError):
+                remove_file(link)
+            write_file(path, alone)
+
+
+def unregister_run(directory: Path, run_directory: Path) -> None:
+    """Remove from a cache the pins of a run that was removed; does nothing on a read-only disk."""
+    with contextlib.suppress(OSError):
+        for path in (directory / PINS_NAME).glob(f"{_RUN_PREFIX}*.json"):
+            if _body(path).get("run") == str(run_directory.absolute()):
+                remove_file(path)
 
 
 def unpin(directory: Path, name: str) -> bool:
@@ -71,15 +137,55 @@ def unpin(directory: Path, name: str) -> bool:
 
 
 def read_pins(directory: Path) -> tuple[Pin, ...]:
-    """Return the pins of a cache, sorted by name."""
-    return tuple(Pin(path.stem, _reason(path)) for path in sorted((directory / PINS_NAME).glob("*.json")))
+    """Return the pins of a cache, sorted by name, without those of runs that were removed."""
+    return tuple(pin for pin in _all_pins(directory) if pin.place != "removed")
 
 
-def _reason(path: Path) -> str:
+def removed_runs(directory: Path) -> tuple[str, ...]:
+    """Return the paths of the runs that read a cache and were removed since, or moved to another disk."""
+    return tuple(pin.reason.removeprefix(_READ_BY) for pin in _all_pins(directory) if pin.place == "removed")
+
+
+def copy_pins(directory: Path, target: Path) -> None:
+    """Give a cache the pins of another one, with their links to runs."""
+    for pinned in read_pins(directory):
+        source, path = _pin_path(directory, pinned.name), _pin_path(target, pinned.name)
+        make_directory(path.parent)
+        try:
+            temporary = temporary_name(path)
+            os.link(source, temporary)
+            rename(temporary, path)
+        except OSError:  # a file system without links, where no pin says that it is one
+            write_file(path, source.read_bytes())
+
+
+def _all_pins(directory: Path) -> list[Pin]:
+    paths = sorted((directory / PINS_NAME).glob("*.json"))
+    return [Pin(path.stem, str(_body(path).get("reason", "unreadable pin")), _place(path)) for path in paths]
+
+
+def _place(path: Path) -> Literal["", "moved", "lost", "removed"]:
+    """Return where the run of a pin is, as far as that is known."""
+    body = _body(path)
+    run = body.get("run")
+    if not path.name.startswith(_RUN_PREFIX) or not isinstance(run, str):
+        return ""
     try:
-        return str(json.loads(path.read_bytes())["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "unreadable pin"
+        if RunLayout(Path(run)).record.exists():
+            return ""
+        if body.get("linked") is not True:
+            return "lost"
+        return "moved" if path.stat().st_nlink > 1 else "removed"
+    except (OSError, ValueError):
+        return "lost"
+
+
+def _body(path: Path) -> Mapping[str, Any]:
+    """Return the content of a pin; empty if it is unreadable."""
+    try:
+        return mapping(read_json(path))
+    except (OSError, ValueError):
+        return {}
 
 
 def _pin_path(directory: Path, name: str) -> Path:
@@ -108,7 +214,7 @@ def idle_seconds(directory: Path, now: float) -> float:
     times = [path.stat().st_mtime for path in (directory / RECIPE_NAME, directory / LOG_NAME) if path.exists()]
     idle = max(0.0, now - max(times, default=0.0))
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        used = json.loads((directory / USED_NAME).read_bytes())
+        used = read_json(directory / USED_NAME)
         if used["boot"] == boot_identity():
             idle = min(idle, max(0.0, _uptime() - float(used["uptime_seconds"])))
     return idle

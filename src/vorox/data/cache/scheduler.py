@@ -21,11 +21,13 @@ from pathlib import Path
 from vorox.core.errors import VoroxError
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.build_queue import BuildQueue, Permanent, Residency, never
-from vorox.data.cache.commit import adopt_unit, cache_write_error, commit_unit
+from vorox.data.cache.commit import adopt_unit, cache_write_error, commit_unit, link_unit
+from vorox.data.cache.disk_budget import is_evictable
 from vorox.data.cache.leases import Leases
 from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
 from vorox.data.cache.report import OnProgress, ProgressTracker
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.unit_store import UnitStore
 from vorox.data.documents import Record, Unit
 from vorox.data.storage import abandon_late_requests
 from vorox.data.text.unit_reader import SplitPairReader
@@ -57,7 +59,7 @@ class BuildScheduler:
         manifest: The latest known state of the cache.
         tracker: Progress of the build and this scheduler's share of it.
         units_built: Units built by this scheduler.
-        units_adopted: Units found complete on disk, written by a builder that died.
+        units_adopted: Units found complete on disk: built for another cache, or written by a builder that died.
     """
 
     def __init__(
@@ -79,6 +81,11 @@ class BuildScheduler:
         stages = builder.pipeline
         self._units_ahead = 1 + stages.fetch_threads + stages.tokenize_threads + stages.pack_threads
         self._rebuilding: set[int] = set()
+        # A stream removes chunks to free their disk space, which other links to them would keep.
+        self._store = None if is_evictable(directory) else UnitStore.of_cache(directory)
+        self._key_leases: Leases | None = None
+        self._keys: dict[int, str] = {}
+        self._unusable: set[int] = set()
         self._in_flight: list[int] = []
         self.manifest = Manifest.empty()
         self.tracker = ProgressTracker(units, builder.recipe.row_tokens, on_progress)
@@ -95,7 +102,7 @@ class BuildScheduler:
         wait_seconds = _SHORTEST_WAIT_SECONDS
         with self.translate_os_errors():
             self.observe(Manifest.open(self.directory))
-            with Leases(self.directory) as leases:
+            with Leases(self.directory) as leases, self._leasing_keys():
                 while not self._stop() and (batch := self._next_batch()) is not None:
                     if self._process(batch, leases) > 0:
                         wait_seconds = _SHORTEST_WAIT_SECONDS
@@ -166,19 +173,19 @@ class BuildScheduler:
             return 1
         finally:
             for unit in self._in_flight:
-                leases.release(unit)
+                self._release(unit, leases)
 
-    def _lease_units(self, batch: Sequence[int], leases: Leases) -> Iterator[Unit]:
+    def _lease_units(self, batch: Sequence[int], leases: Leases, *, keys: bool = False) -> Iterator[Unit]:
         for unit in batch:
             if self._stop() or self.queue.preempts(batch):
                 return
             leases.wait_for_room(self._units_ahead, _PATIENCE_SECONDS)
-            if self._claim(unit, leases):
+            if self._claim(unit, leases, keys=keys):
                 self._in_flight.append(unit)
                 yield self.units[unit]
 
-    def _claim(self, unit: int, leases: Leases) -> bool:
-        """Lease a unit that still has to be built."""
+    def _claim(self, unit: int, leases: Leases, *, keys: bool = False) -> bool:
+        """Lease a unit that still has to be built, and its key if ``keys``."""
         if self._is_done(unit) or not leases.acquire(unit):
             return False
         self.manifest = self.manifest.refreshed(self.directory)
@@ -187,7 +194,37 @@ class BuildScheduler:
             return False
         if self.manifest.has_unit(unit):
             self._rebuilding.add(unit)
+        if keys and not self._claim_key(unit):
+            leases.release(unit)
+            return False
         return True
+
+    @contextlib.contextmanager
+    def _leasing_keys(self) -> Generator[None]:
+        """Hold leases on the keys of units too, so that builders of different caches do not build the same unit."""
+        with contextlib.ExitStack() as stack:
+            if self._store is not None:
+                with contextlib.suppress(OSError):  # the root is not writable: nothing is shared
+                    self._key_leases = stack.enter_context(Leases(self._store.directory))
+            yield
+        self._key_leases = None
+
+    def _claim_key(self, unit: int) -> bool:
+        """Lease the key of a unit; false if a builder of another cache holds it, or has built the unit meanwhile."""
+        if self._key_leases is None or self._store is None:
+            return True
+        key = self._keys[unit] = self.builder.key_of(self.units[unit])
+        if not self._key_leases.acquire(key):
+            return False
+        if self._store.has(key) and unit not in self._unusable and unit not in self._rebuilding:
+            self._key_leases.release(key)
+            return False  # the next round links it
+        return True
+
+    def _release(self, unit: int, leases: Leases) -> None:
+        leases.release(unit)
+        if self._key_leases is not None and unit in self._keys:
+            self._key_leases.release(self._keys.pop(unit))
 
     def _is_done(self, unit: int) -> bool:
         if not self.residency.is_resident(self.manifest, unit):
@@ -198,22 +235,38 @@ class BuildScheduler:
     def _adopt(self, batch: Sequence[int], leases: Leases) -> int:
         """Commit complete units of dead builders; returns how many."""
         adopted = 0
-        orphans = [unit for unit in batch if chunk_path(self.directory, unit, 0).exists()]
-        for unit in self._lease_units([unit for unit in orphans if not self.manifest.has_unit(unit)], leases):
-            manifest, done = adopt_unit(self.manifest, self.directory, unit, self.builder)
-            self._in_flight.remove(unit.unit_id)
-            leases.release(unit.unit_id)
+        for unit in self._lease_units([unit for unit in batch if self._may_exist(unit)], leases):
+            number, replaces = unit.unit_id, self.manifest.has_unit(unit.unit_id)
+            manifest, done = self.manifest, False
+            if self._store is not None and self._store.serves:
+                manifest, done = link_unit(manifest, self.directory, unit, self.builder, self._store, replace=replaces)
+                if not done:
+                    self._unusable.add(number)
+            if not done and not replaces:
+                manifest, done = adopt_unit(manifest, self.directory, unit, self.builder)
+            self._in_flight.remove(number)
+            leases.release(number)
             if done:
-                self.queue.mark_done(unit.unit_id)
+                self._rebuilding.discard(number)
+                self.residency.mark_written(number)
+                self.queue.mark_done(number)
             adopted += done
             self.units_adopted += done
             self.observe(manifest)
         return adopted
 
+    def _may_exist(self, unit: int) -> bool:
+        """Whether a unit may be complete: its chunks in this cache without an entry, or those of another cache."""
+        if unit not in self._unusable and self._store is not None and self._store.serves:
+            is_stored = self._store.has(self.builder.key_of(self.units[unit]))
+        else:
+            is_stored = False
+        return is_stored or (not self.manifest.has_unit(unit) and chunk_path(self.directory, unit, 0).exists())
+
     def _build(self, batch: Sequence[int], leases: Leases) -> int:
         built = 0
         units = self.builder.run(
-            self._lease_units(batch, leases),
+            self._lease_units(batch, leases, keys=True),
             on_documents=self.tracker.add_documents, on_statistics=self.tracker.set_stages,
             stop=lambda: self._stop() or self.queue.preempts(batch),
         )  # fmt: skip
@@ -222,7 +275,7 @@ class BuildScheduler:
                 if not self._commit(unit):
                     break
                 self._in_flight.remove(unit.unit_id)
-                leases.release(unit.unit_id)
+                self._release(unit.unit_id, leases)
                 built += 1
         return built
 
@@ -247,6 +300,9 @@ class BuildScheduler:
             manifest, counts = commit_unit(
                 self.manifest, self.directory, built, self.builder, replace=unit in self._rebuilding
             )
+            if counts and self._store is not None:
+                replaces = unit in self._rebuilding or unit in self._unusable
+                self._store.publish(built.key, self.directory, built, replace_unit=replaces)
             self._rebuilding.discard(unit)
             self.residency.mark_written(unit)
         self.queue.mark_done(unit)
@@ -335,8 +391,8 @@ class PairedScheduler(BuildScheduler):
         finally:
             self._adopting = False
 
-    def _claim(self, unit: int, leases: Leases) -> bool:
-        claimed = super()._claim(unit, leases)
+    def _claim(self, unit: int, leases: Leases, *, keys: bool = False) -> bool:
+        claimed = super()._claim(unit, leases, keys=keys)
         for target in self._targets[unit] & self._parts.keys():
             if claimed and not self._adopting:
                 self._reader.hold(unit)

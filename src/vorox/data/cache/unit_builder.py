@@ -24,15 +24,16 @@ import numpy.typing as npt
 
 from vorox.core.schema.data import PipelineConfig
 from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode, finish_documents, unit_statistics
-from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk, source_set_digest
+from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk, source_set_digest, unit_key
 from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.recipe import Recipe
+from vorox.data.cache.packing import chunk_contents
+from vorox.data.cache.pipeline.duplicates import duplicate_check, removed_digest
+from vorox.data.cache.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
+from vorox.data.cache.pipeline.statistics import PipelineStatistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
-from vorox.data.images import ImageStore
-from vorox.data.packing import chunk_contents
-from vorox.data.pipeline.duplicates import duplicate_check
-from vorox.data.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
-from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.images.reading import ImageStore
+from vorox.data.images.tokens import find_images
+from vorox.data.recipe import Recipe
 from vorox.data.rows import TokenArray
 from vorox.data.text.unit_reader import (
     TEXT_OVERHEAD_BYTES,
@@ -58,22 +59,30 @@ class BuiltUnit:
     """A built unit that is not yet written to disk.
 
     Attributes:
-        unit_id: The unit.
+        unit: The unit.
+        key: Its key (``unit_store.unit_key``).
         chunks: The bytes and the manifest record of each chunk file, in the order of parts.
         statistics: Counts of the unit.
         bad_records: Unreadable records.
         records_read: Records of the unit, including bad and removed ones; the limit on bad ones is a fraction of it.
         aborted: Reading stopped after too many consecutive bad records; the unit must not be committed.
         transforms: Counts of each transform, by its index and name: ``0/length``.
+        images: Hashes of the images in its rows.
     """
 
-    unit_id: int
+    unit: Unit
+    key: str
     chunks: tuple[tuple[bytes | bytearray, ChunkRecord], ...]
     statistics: UnitStatistics
     bad_records: tuple[BadRecord, ...]
     records_read: int
     aborted: bool
     transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
+    images: tuple[int, ...] = ()
+
+    @property
+    def unit_id(self) -> int:
+        return self.unit.unit_id
 
     @property
     def size_bytes(self) -> int:
@@ -265,7 +274,7 @@ class UnitBuilder:
         """Encode the documents and convert them to stored form, unless token transforms follow."""
         found, bad = batch.documents, ()
         if self.recipe.images is not None:
-            found, bad = ImageStore(self.cache_directory, self.recipe.images).keep(batch.documents, self.files)
+            found, bad = ImageStore(self.cache_directory, self.recipe.images).keep(batch.documents)
         batch = replace(batch, bad_records=(*batch.bad_records, *bad)) if bad else batch
         documents, tokens = encode(found, self.files, self.tokenizer, images=self.recipe.images)
         if self._transforms_tokens:
@@ -293,10 +302,29 @@ class UnitBuilder:
                 yield _join(unit_parts)
                 unit_parts = []
 
+    def source_set(self, unit: Unit) -> bytes:
+        """Return the digest of a unit's ranges of records and of the versions of their files."""
+        return source_set_digest(unit, self.files, uses_paths=self.recipe.uses_paths)
+
+    def key_of(self, unit: Unit) -> str:
+        """Return the key under which caches share a unit.
+
+        Raises:
+            DataError: The first pass for duplicates has not reached the unit.
+        """
+        duplicates = [
+            removed_digest(self.cache_directory, transform, unit)
+            for transform in self.transforms
+            if transform.kind == "duplicates" and transform.scope == "corpus"
+        ]
+        if self.recipe.images is not None:  # the records name images by paths relative to their file
+            duplicates += [self.files[index].uri for index in unit.file_indexes]
+        return unit_key(self.recipe.digest, self.source_set(unit), duplicates)
+
     def origins(self, unit: Unit, num_parts: int) -> list[ChunkOrigin]:
         """Return the origin recorded in the header of each chunk of a unit."""
-        recipe, source_set = bytes.fromhex(self.recipe.digest), source_set_digest(unit, self.files)
-        return [ChunkOrigin(unit.unit_id, part, num_parts, recipe, source_set) for part in range(num_parts)]
+        recipe, source_set = bytes.fromhex(self.recipe.digest), self.source_set(unit)
+        return [ChunkOrigin(part, num_parts, recipe, source_set) for part in range(num_parts)]
 
     def pack(self, gathered: TokenizedDocuments) -> BuiltUnit:
         """Pack a gathered unit into the bytes of its chunks."""
@@ -304,19 +332,24 @@ class UnitBuilder:
         contents: list[ChunkContent] = []
         if not gathered.aborted:
             masks = (gathered.loss_mask, gathered.rejected_starts_D)
-            contents = chunk_contents(unit.unit_id, gathered.tokens, documents_D, self.recipe, *masks)
+            contents = chunk_contents(gathered.tokens, documents_D, self.recipe, *masks)
         chunks = [
-            encode_chunk(content, origin, codec=self.codec, block_rows=self.block_rows)
+            encode_chunk(content, origin, unit=unit.unit_id, codec=self.codec, block_rows=self.block_rows)
             for content, origin in zip(contents, self.origins(unit, len(contents)), strict=True)
         ]
+        images: list[int] = []
+        if self.recipe.images is not None:
+            images = [digest for content in contents for digest in find_images(content.tokens_RC)[1]]
         return BuiltUnit(
-            unit_id=unit.unit_id,
+            unit=unit,
+            key=self.key_of(unit),
             chunks=tuple(chunks),
-            statistics=unit_statistics(unit.unit_id, documents_D, len(gathered.bad_records)),
+            statistics=unit_statistics(unit.unit_id, documents_D, len(gathered.bad_records), contents),
             bad_records=gathered.bad_records,
             records_read=gathered.records_read,
             aborted=gathered.aborted,
             transforms=gathered.counts,
+            images=tuple(dict.fromkeys(images)),
         )
 
 

@@ -14,15 +14,15 @@ from typing import Literal
 
 import numpy as np
 
-from vorox.core.environment import usable_cores
 from vorox.core.errors import DataError
+from vorox.core.platform.environment import usable_cores
 from vorox.data.cache.chunk import REMEDY, Chunk
 from vorox.data.cache.format import ChunkRecord, source_set_digest
 from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
 from vorox.data.cache.quarantine import verify_quarantine
-from vorox.data.cache.recipe import UNITS_NAME, Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.prefetch import map_ordered
+from vorox.data.recipe import UNITS_NAME, Recipe, check_recipe, read_files, read_recipe, read_units
 
 Depth = Literal["quick", "full"]
 
@@ -91,7 +91,7 @@ def find_damage(directory: Path, record: ChunkRecord, depth: Depth) -> DataError
         chunk = Chunk.open(path)
         if depth == "full":
             chunk.verify()
-            matches = chunk.record() == record
+            matches = chunk.record(record.unit) == record
         else:
             matches = chunk.matches(record)
     except DataError as error:
@@ -152,7 +152,7 @@ def _verify_chunk(
     check_contained(directory, path)
     chunk = Chunk.open(path)
     content = chunk.verify()
-    found = chunk.record()
+    found = chunk.record(record.unit)
     if found != record:
         raise DataError(f"The manifest has {record}, but the file is {found}", where=str(path), hint=REMEDY)
     largest = int(content.tokens_RC.max())
@@ -162,7 +162,7 @@ def _verify_chunk(
         )
     unit = units[record.unit]
     known = max(span.file_index for span in unit.spans) < len(files)
-    if not known or chunk.origin.source_set != source_set_digest(unit, files):
+    if not known or chunk.origin.source_set != source_set_digest(unit, files, uses_paths=recipe.uses_paths):
         raise DataError(
             f"The chunk does not match the listed files and spans of unit {record.unit}",
             where=str(path), hint="restore the lists from a copy, or run `vorox data build --force-rebuild`",

@@ -22,14 +22,16 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from vorox.core.environment import usable_cores
 from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.platform.environment import usable_cores
+from vorox.core.processes.child_process import forget_safe_spawning, is_safe_path_set, safe_spawning
+from vorox.core.processes.signals import ignore_terminal
 from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
-from vorox.data.cache.recipe import read_units
 from vorox.data.cache.report import BuildProgress, OnProgress
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.cache.verify import Depth
+from vorox.data.recipe import read_units
 
 _POLL_SECONDS = 0.25
 _REPORT_SECONDS = 0.1
@@ -176,8 +178,10 @@ class _Team:
 
     def _start(self) -> _Child:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, name="cache worker", daemon=True, args=(theirs,))
-        with _interrupts_ignored():  # inherited by the child
+        process = self._context.Process(
+            target=_work, name="cache worker", daemon=True, args=(theirs, is_safe_path_set())
+        )
+        with _interrupts_ignored(), safe_spawning():  # both are inherited by the child
             process.start()
         theirs.close()
         self._children.append(_Child(process, ours))
@@ -254,9 +258,10 @@ def decode_error(kind: str, value: Any) -> VoroxError:
     return VoroxError(f"A worker failed: {kind}: {value['what']}", hint=value["hint"], where=value["where"])
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, is_safe_path_set: bool) -> None:
     """The main function of a worker process; the first message is its assignment."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forget_safe_spawning(is_safe_path_set)
+    ignore_terminal()  # the parent ends the worker, also by its own death
     reported_at = 0.0
 
     def report(kind: str, value: Any) -> None:

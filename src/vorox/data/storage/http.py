@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
+import re
+import socket
 from collections.abc import AsyncGenerator, Mapping
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.installation import install_command
+from vorox.core.files.json_reader import parse_json
+from vorox.core.platform.installation import install_command
 from vorox.core.redaction import redact
 from vorox.data.storage import connections
 from vorox.data.storage.failures import no_range_support, raise_changed, raise_for_status
@@ -28,6 +31,10 @@ from vorox.data.storage.store import Receive
 
 if TYPE_CHECKING:
     import aiohttp
+
+_CONTENT_RANGE = re.compile(r"bytes\s+([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
+MAX_JSON_BYTES = 1 << 26
+"""A page of the hub's file list has about 300 kB."""
 
 
 async def http_session() -> aiohttp.ClientSession:
@@ -47,7 +54,9 @@ async def http_session() -> aiohttp.ClientSession:
             auto_decompress=False,
             trust_env=False,  # True would also send credentials from ~/.netrc
             headers={"Accept-Encoding": "identity", "User-Agent": "vorox"},
-            connector=aiohttp.TCPConnector(limit=64, limit_per_host=32),
+            connector=aiohttp.TCPConnector(
+                limit=64, limit_per_host=32, use_dns_cache=False, resolver=_public_resolver(aiohttp.ThreadedResolver())
+            ),
         )
         return session, session.close
 
@@ -58,13 +67,43 @@ class _PrivateTarget(Exception):
     """A server with a public address redirected into a private network."""
 
 
+_redirected_by_public: ContextVar[bool] = ContextVar("_redirected_by_public", default=False)
+"""Whether the request of this task follows a redirect of a server with a public address."""
+
+
+def _public_resolver(inner: Any) -> Any:
+    """Return a resolver that finds no private addresses for a request that a public server has redirected.
+
+    The addresses of the connection itself are checked: a name may have others than when its redirect was checked.
+    """
+    from aiohttp.abc import AbstractResolver
+
+    class PublicResolver(AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> Any:
+            found = await inner.resolve(host, port, family)
+            if _redirected_by_public.get() and not all(_is_public(one["host"]) for one in found):
+                raise _PrivateTarget
+            return found
+
+        async def close(self) -> None:
+            await inner.close()
+
+    return PublicResolver()
+
+
+def _is_public(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_global
+
+
 async def _refuse_private_target(
     session: aiohttp.ClientSession, context: SimpleNamespace, redirect: aiohttp.TraceRequestRedirectParams
 ) -> None:
     del session, context
     here, target = redirect.url, redirect.response.headers.get("Location", "")
-    if await _is_private(here.join(type(here)(target)).host or "") and not await _is_private(here.host or ""):
-        raise _PrivateTarget
+    if _redirected_by_public.get() or not await _is_private(here.host or ""):
+        _redirected_by_public.set(True)
+        if await _is_private(here.join(type(here)(target)).host or ""):
+            raise _PrivateTarget
 
 
 async def _is_private(host: str) -> bool:
@@ -73,7 +112,7 @@ async def _is_private(host: str) -> bool:
         found = await asyncio.get_running_loop().getaddrinfo(host, None)
     except OSError:
         return False  # unreachable, or known only to a proxy
-    return not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global for *_, address in found)
+    return not all(_is_public(str(address[0])) for *_, address in found)
 
 
 def _proxy_of(url: str) -> str | None:
@@ -113,6 +152,7 @@ async def request(
     import aiohttp
     from yarl import URL
 
+    _redirected_by_public.set(False)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=policy.connect_seconds, sock_read=policy.stall_seconds)
     try:
         async with session.request(
@@ -125,8 +165,8 @@ async def request(
             proxy=_proxy_of(url),
         ) as response:
             yield response
-    except aiohttp.InvalidURL:
-        raise DataError("The url is invalid", where=uri, hint="check the uri") from None
+    except (aiohttp.InvalidURL, ValueError):  # of the uri, or of a redirect
+        raise DataError("The url is invalid, or the server redirects to one", where=uri, hint="check the uri") from None
     except _PrivateTarget:
         raise DataError(
             "The server redirects to a private address", where=uri,
@@ -153,13 +193,11 @@ async def request(
 
 def content_range(headers: Mapping[str, str]) -> tuple[int, int, int | None] | None:
     """Return ``(start, end, size)`` from a Content-Range header; ``None`` if it is missing or malformed."""
-    value = headers.get("Content-Range", "")
-    try:
-        span, _, size = value.removeprefix("bytes").strip().partition("/")
-        start, _, last = span.partition("-")
-        return int(start), int(last) + 1, None if size == "*" else int(size)
-    except ValueError:
+    found = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip())
+    if found is None:
         return None
+    start, last, size = found.groups()
+    return int(start), int(last) + 1, None if size == "*" else int(size)
 
 
 async def receive_range(
@@ -206,15 +244,39 @@ async def get_json(
 ) -> tuple[Any, Mapping[str, str]]:
     """Send a request, without retries; return the JSON of its response and the headers."""
     async with request(method, url, uri=uri, policy=policy, headers=headers, form=form) as response:
-        content = await response.read()
+        content = await _bounded_body(response, uri)
         message = _error_message(response, content)
         raise_for_status(
             response.status, response.headers, uri=uri, credentials_hint=credentials_hint, message=message
         )  # fmt: skip
         try:
-            return json.loads(content), response.headers
+            return parse_json(content, uri), response.headers
         except ValueError:
             raise TransientError("the response is not JSON") from None
+
+
+async def _bounded_body(response: aiohttp.ClientResponse, uri: str) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        DataError: It is longer than ``MAX_JSON_BYTES``.
+    """
+    parts: list[bytes] = []
+    left = MAX_JSON_BYTES
+    async for part in response.content.iter_any():
+        left -= len(part)
+        if left < 0:
+            raise unexpected_response(f"its answer has more than {MAX_JSON_BYTES:,} bytes", uri)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def unexpected_response(why: str, uri: str) -> DataError:
+    """Return the error of a server whose answer is none of its protocol."""
+    return DataError(
+        f"Unexpected response from the server: {why}", where=uri,
+        hint="check that the address (HF_ENDPOINT, a proxy) is that of the server",
+    )  # fmt: skip
 
 
 def _error_message(response: aiohttp.ClientResponse, content: bytes) -> str:
@@ -224,7 +286,7 @@ def _error_message(response: aiohttp.ClientResponse, content: bytes) -> str:
     if message := response.headers.get("X-Error-Message"):
         return message
     try:
-        error = json.loads(content)["error"]
+        error = parse_json(content, str(response.url))["error"]
         return str(error["message"] if isinstance(error, dict) else error)  # pyright: ignore[reportUnknownArgumentType]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""

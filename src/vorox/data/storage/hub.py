@@ -13,13 +13,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import failures, requests
 from vorox.data.storage.failures import ObjectNotFound, raise_for_status
-from vorox.data.storage.http import get_json, receive_range, request
+from vorox.data.storage.http import get_json, receive_range, request, unexpected_response
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.requests import RetryingClient, RetryPolicy, current_budget
 from vorox.data.storage.store import Receive, UriFilter
@@ -35,6 +35,7 @@ _URI = re.compile(
     r"(?:/(?P<path>.*))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAX_PAGES = 100_000
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -89,7 +90,11 @@ async def _resolve(hub: HubUri, client: RetryingClient) -> str:
             f"The hub has no repository {hub.name!r} with revision {hub.revision!r}, or this user cannot read it",
             where=client.uri, hint=f"check the name; {_CREDENTIALS_HINT}",
         ) from None  # fmt: skip
-    return str(response["sha"])
+    match response:
+        case {"sha": str(commit)} if _COMMIT.fullmatch(commit):
+            return commit
+        case _:
+            raise unexpected_response("its answer names no commit", client.uri)
 
 
 class HubStore:
@@ -107,7 +112,7 @@ class HubStore:
             )
         except ObjectNotFound:
             return None
-        files = [_file(hub, commit, entry) for entry in entries if entry["type"] == "file"]
+        files = _files(hub, commit, entries, client.uri)
         return files[0] if files else None
 
     async def list_prefix(self, prefix: str, matches: UriFilter, client: RetryingClient) -> list[StoredFile]:
@@ -117,7 +122,11 @@ class HubStore:
         url = f"api/{hub.kind}/{hub.name}/tree/{commit}" + (f"/{quote(folder)}" if folder else "")
         url += "?recursive=true&expand=false"
         found: list[StoredFile] = []
+        pages = set[str]()
         while url:
+            if url in pages or len(pages) >= _MAX_PAGES:
+                raise unexpected_response("its list of files does not end", client.uri)
+            pages.add(url)
 
             async def attempt(url: str = url) -> tuple[Any, Mapping[str, str]]:
                 return await _api_request(url, client)
@@ -126,10 +135,11 @@ class HubStore:
                 entries, headers = await client.run(attempt)
             except ObjectNotFound:
                 return []  # the folder is missing; repository and revision exist
-            files = (entry for entry in entries if entry["type"] == "file")
-            below = (entry for entry in files if (hub.root + entry["path"]).startswith(prefix))
-            found += [_file(hub, commit, entry) for entry in below if matches(hub.root + entry["path"])]
+            files = _files(hub, commit, entries, client.uri)
+            found += [file for file in files if file.uri.startswith(prefix) and matches(file.uri)]
             url = _next_page(headers)
+            if not entries and url:
+                raise unexpected_response("its list of files has an empty page", client.uri)
         return found
 
     async def stream_range(
@@ -160,10 +170,31 @@ def _blob_version(response: aiohttp.ClientResponse) -> str | None:
     return f"blob:{match[0]}" if match else None
 
 
-def _file(hub: HubUri, commit: str, entry: Mapping[str, Any]) -> StoredFile:
-    large: Mapping[str, Any] = entry.get("lfs") or {}
-    version = f"blob:{large.get('oid') or entry['oid']}"
-    return StoredFile(hub.root + entry["path"], int(large.get("size", entry["size"])), commit, 0, version, version)
+def _files(hub: HubUri, commit: str, entries: Any, uri: str) -> list[StoredFile]:
+    """Return the files of an answer that lists entries of a repository.
+
+    Raises:
+        DataError: It is no such answer.
+    """
+    if not isinstance(entries, list):
+        raise unexpected_response("its list of files is none", uri)
+    found: list[StoredFile] = []
+    for entry in cast("list[Any]", entries):
+        match entry:
+            case {"type": "file", "path": str(path), "lfs": {"oid": str(oid), "size": int(size)}}:
+                pass
+            case {"type": "file", "path": str(path), "oid": str(oid), "size": int(size)}:
+                pass
+            case {"type": str(kind)} if kind != "file":
+                continue
+            case _:
+                raise unexpected_response("an entry of its list of files has no path, size or hash", uri)
+        if not path.isprintable():
+            raise unexpected_response(f"{path!r} in its list of files is not a safe name", uri)
+        if not 0 <= size < 1 << 63 or _BLOB.fullmatch(oid) is None:
+            raise unexpected_response(f"its list of files has an invalid size or hash of {path!r}", uri)
+        found.append(StoredFile(hub.root + path, size, commit, 0, f"blob:{oid}", f"blob:{oid}"))
+    return found
 
 
 def _next_page(headers: Mapping[str, str]) -> str:

@@ -6,10 +6,10 @@ hidden names.
 
 from __future__ import annotations
 
-from vorox.core.errors import DataError
 from vorox.data.storage import local, requests
 from vorox.data.storage.locations import (
     NoMatchingSuffix,
+    NoSuchLocation,
     StoredFile,
     canonical_uri,
     glob_root,
@@ -58,8 +58,7 @@ def list_remote(
 async def _list(
     store: Store, location: str, suffixes: tuple[str, ...], skip_directories: frozenset[str], client: RetryingClient
 ) -> list[StoredFile]:
-    if has_magic(location):
-        return await _list_glob(store, location, client)
+    is_pattern = has_magic(location)
     if not location.endswith("/"):
         single = await store.describe(location, client)
         if single is not None:
@@ -77,9 +76,11 @@ async def _list(
     found = await store.list_prefix(folder, matches, client)
     if found:
         return found
+    if is_pattern and not other_suffixes:  # no object or folder has such a name
+        return await _list_glob(store, location, client)
     if other_suffixes:
         raise NoMatchingSuffix(location, suffixes, other_suffixes)
-    raise DataError(
+    raise NoSuchLocation(
         "No object has this name, and no folder of this name contains any", where=location,
         hint="check the uri, and that the bucket or repository exists and is readable",
     )  # fmt: skip
@@ -93,7 +94,7 @@ async def _list_glob(store: Store, location: str, client: RetryingClient) -> lis
         folder + literal, lambda uri: matches_glob(uri[len(folder) :], pattern), client
     )  # fmt: skip
     if not found:
-        raise DataError(
+        raise NoSuchLocation(
             "The pattern matches no object", where=location,
             hint="check the pattern: * stays within a folder, ** crosses folders",
         )  # fmt: skip

@@ -13,11 +13,13 @@ import glob
 import io
 import os
 import sysconfig
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Final, cast
 
 from vorox.core.errors import DataError
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.run_layout import RunLayout
 from vorox.data.storage.locations import STANDARD_LIBRARY, NoMatchingSuffix, StoredFile, canonical_uri
 
 
@@ -55,7 +57,7 @@ def list_files(
     """List all files of a location, sorted by uri.
 
     A file or a glob is used as given; a folder is searched recursively for the suffixes, without names that start with
-    a dot. Links are followed, each directory is entered once.
+    a dot and without the runs, caches and exports of Vorox in it. Links are followed, each directory is entered once.
 
     Args:
         location: Path, folder, glob (``**`` crosses folders), or ``stdlib:``.
@@ -65,6 +67,8 @@ def list_files(
     Raises:
         DataError: The location does not exist, matches nothing, or cannot be read.
     """
+    if not location:  # else the working directory
+        raise DataError("A path is empty", hint="name a file, a folder or a glob; is a variable unset?")
     root = local_path(location) if location.startswith(STANDARD_LIBRARY) else Path(canonical_uri(location))
     try:
         if root.is_dir():
@@ -75,7 +79,8 @@ def list_files(
         elif root.exists():
             paths = [root]
         else:
-            paths = [Path(path) for path in glob.glob(str(root), recursive=True) if Path(path).is_file()]  # noqa: PTH207
+            found = [Path(path) for path in glob.glob(str(root), recursive=True) if Path(path).is_file()]  # noqa: PTH207
+            paths = list(_outside_own(found, Path(listing_root(location))))
             if not paths:
                 raise DataError(
                     "No such file, and no file matches it as a pattern", where=str(root),
@@ -90,6 +95,29 @@ def list_files(
     except OSError as error:
         raise _failure(error, str(error.filename or root)) from error
     return sorted(files, key=lambda file: file.uri)
+
+
+_OWN_FILES: Final = (
+    {RunLayout.record.name, RunLayout.config.name}, {"RECIPE.json"}, {MANIFEST_NAME, "config.json"}
+)  # fmt: skip
+"""What a run, a cache and an export hold: logs, chains and settings are no text to train on."""
+
+
+def _is_written_by_vorox(names: Iterable[str]) -> bool:
+    present = set(names)
+    return any(own <= present for own in _OWN_FILES)
+
+
+def _outside_own(paths: Iterable[Path], root: Path) -> Iterator[Path]:
+    """Yield the files between which and a root there is no directory of Vorox."""
+    is_own: dict[Path, bool] = {}
+    for path in paths:
+        inside = [folder for folder in path.parents if root in folder.parents]
+        for folder in inside:
+            if folder not in is_own:
+                is_own[folder] = any(all((folder / name).is_file() for name in own) for own in _OWN_FILES)
+        if not any(is_own[folder] for folder in inside):
+            yield path
 
 
 def listing_root(location: str) -> str:
@@ -115,6 +143,9 @@ def _walk(root: Path, skip_directories: frozenset[str]) -> Iterator[Path]:
             names.clear()
             continue
         entered.add((status.st_dev, status.st_ino))
+        if Path(folder) != root and _is_written_by_vorox(files):
+            names.clear()
+            continue
         names[:] = sorted(name for name in names if not name.startswith(".") and name not in skip_directories)
         for name in sorted(files):
             path = Path(folder, name)
@@ -206,6 +237,11 @@ def open_seekable(file: StoredFile) -> BinaryIO:
 
 def _refuse_change(file: StoredFile, raw: io.FileIO) -> None:
     if _describe(file.uri, os.fstat(raw.fileno())).stat_signature != file.stat_signature:
+        if not file.stat_signature:  # of a file that a run has recorded, and that was not found again
+            raise DataError(
+                "The file's content is not the recorded one", where=file.uri,
+                hint="restore the file; the rows that were built from it are kept in the cache",
+            )  # fmt: skip
         raise DataError(
             "The file changed after it was listed", where=file.uri,
             hint="run the same command again; everything built from unchanged files is kept",

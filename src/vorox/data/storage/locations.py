@@ -33,6 +33,10 @@ _SECRET_VARIABLES = (
 _MAGIC = re.compile(r"[*?[]")
 
 
+class NoSuchLocation(DataError):
+    """Nothing has this name, and nothing matches it as a pattern."""
+
+
 class NoMatchingSuffix(DataError):
     """A folder contains files, but none with a requested suffix.
 
@@ -45,7 +49,8 @@ class NoMatchingSuffix(DataError):
         super().__init__(
             f"The folder contains no {' or '.join(suffixes)} file; it contains "
             f"{', '.join(suffix or 'files without a suffix' for suffix in self.found)}",
-            where=folder, hint=f"name the files by a glob, such as {folder.rstrip('/')}/**/*{self.found[-1]}",
+            where=folder,
+            hint=f"name the files by a glob, such as {escape_glob(folder.rstrip('/'))}/**/*{self.found[-1]}",
         )  # fmt: skip
 
 
@@ -135,6 +140,12 @@ def has_magic(location: str) -> bool:
     return _MAGIC.search(location.partition("://")[2] if scheme else location) is not None
 
 
+def escape_glob(location: str) -> str:
+    """Return a pattern that matches a location as it is written."""
+    scheme, separator, rest = location.rpartition("://")
+    return scheme + separator + _MAGIC.sub(lambda match: f"[{match.group()}]", rest)
+
+
 def canonical_uri(location: str) -> str:
     """Return the canonical form: an absolute path, or a uri with ``hf://`` spelled out. Links are not resolved."""
     scheme = scheme_of(location)
@@ -166,9 +177,9 @@ def relative_name(location: str, uri: str) -> str | None:
     root = canonical_uri(location)
     if uri == root:
         return uri.replace("\\", "/").rpartition("/")[2]
-    if has_magic(root) and not (scheme_of(location) is None and Path(root).exists()):
-        root = glob_root(root)
     root = root.rstrip("/\\")
+    if has_magic(root) and not uri.startswith((f"{root}/", f"{root}\\")):  # a folder's name may look like a pattern
+        root = glob_root(root).rstrip("/\\")
     if uri.startswith(root) and uri[len(root) :][:1] in {"/", "\\"}:
         return uri[len(root) + 1 :].replace("\\", "/")
     return None

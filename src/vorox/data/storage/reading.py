@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-from vorox.core.extensions import is_extension
+from vorox.core.user_code.extensions import is_extension
 from vorox.data.storage import local, requests
 from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile
 from vorox.data.storage.requests import RetryBudget, current_budget, run_in_context, with_retries

@@ -235,7 +235,7 @@ def _report_stalls() -> None:
 
 
 def _event(kind: str, stall: WaitingForData, waited_seconds: float, failed_tries: int) -> dict[str, object]:
-    """Return the structured event that ``core.log`` writes besides the text."""
+    """Return the structured event that ``records.log`` writes besides the text."""
     fields = {
         "uri": stall.uri,
         "reason": stall.reason,

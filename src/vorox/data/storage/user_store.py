@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from vorox.core.errors import DataError, VoroxError
-from vorox.core.extensions import load_function
+from vorox.core.user_code.extensions import load_function
 from vorox.data.storage.failures import ObjectNotFound, raise_changed
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.requests import RetryingClient, RetryPolicy, TransientError

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from pathlib import Path
 from typing import cast
 
-from vorox.core.atomic import canonical_json, make_directory, write_file
+from vorox.core.files.atomic import canonical_json, make_directory, write_file
+from vorox.core.files.json_reader import read_json
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.reading import open_range
 
@@ -46,7 +46,7 @@ class ContentVersions:
         self._changed = False
         if path is not None and path.exists():
             with contextlib.suppress(ValueError, OSError):  # without it, files are hashed again
-                value = json.loads(path.read_bytes())
+                value = read_json(path)
                 if isinstance(value, dict):
                     self._known = cast("dict[str, list[str]]", value)
 

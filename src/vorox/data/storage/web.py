@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 from vorox.core.errors import DataError
 from vorox.data.storage import failures
 from vorox.data.storage.failures import ObjectNotFound, raise_for_status
-from vorox.data.storage.http import content_range, receive_range, request
+from vorox.data.storage.http import content_range, receive_range, request, unexpected_response
 from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.requests import RetryingClient, RetryPolicy
 from vorox.data.storage.store import Receive, UriFilter
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _CREDENTIALS_HINT = "http:// does not support logins; copy the files to this machine, or use s3://, gs://, hf://"
 _MAX_INDEX_BYTES = 16 << 20
 _MAX_CONCURRENT_REQUESTS = 8
+_MAX_FOLDERS = 10_000
 
 
 def quoted_url(uri: str) -> str:
@@ -83,7 +84,12 @@ class WebStore:
         folder = prefix.rpartition("/")[0] + "/"
         pending, seen, wanted = [folder], {folder}, set[str]()
         while pending:
-            here = pending.pop()
+            here = pending.pop(0)
+            if len(seen) > _MAX_FOLDERS:
+                raise DataError(
+                    f"There are more than {_MAX_FOLDERS:,} folders below {folder}", where=prefix,
+                    hint="name the folders with the files, or list the urls of the files",
+                )  # fmt: skip
 
             async def attempt(here: str = here) -> list[str]:
                 return await self._links(here, client.policy)
@@ -126,6 +132,8 @@ class WebStore:
             link = urldefrag(urljoin(base, href)).url
             name = unquote(link[len(base) :]) if link.startswith(base) else ""
             if name and "?" not in link and not name.startswith(".") and "/" not in name.rstrip("/"):
+                if not name.isprintable():
+                    raise unexpected_response(f"its index page has the file name {name!r}", folder)
                 links.append(folder + name)
         return links
 
@@ -153,6 +161,8 @@ def _size_of(response: aiohttp.ClientResponse, uri: str) -> int:
     if response.status == 416:
         return 0
     size = part[2] if response.status == 206 and part is not None else response.content_length
+    if response.status == 206 and part is None:
+        raise unexpected_response(f"Content-Range is {response.headers.get('Content-Range')!r}", uri)
     if size is None:
         raise DataError(
             "The server does not report the length of the file", where=uri,

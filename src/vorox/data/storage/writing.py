@@ -3,7 +3,7 @@
 Bytes or a file and a uri go in; the object as the store describes it comes out. Large files are uploaded in parts, and
 each part is retried on its own. Invariants: an object appears complete or not at all, its size and checksum in the
 store are compared with what was sent, and a conditional write replaces nothing else. Local files are written by
-``core.atomic``.
+``core.files.atomic``.
 """
 
 from __future__ import annotations

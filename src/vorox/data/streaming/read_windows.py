@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vorox.core.atomic import make_directory, remove_file, write_file
-from vorox.core.file_holder import ProcessIdentity, this_process
+from vorox.core.files.atomic import make_directory, remove_file, write_file
+from vorox.core.files.file_holder import ProcessIdentity, this_process
+from vorox.core.files.json_reader import read_json
 
 DIRECTORY_NAME = "windows"
 _EXPIRY_SECONDS = 3600.0
@@ -74,15 +75,15 @@ class ReadWindow:
             if path == self._path:
                 continue
             try:
-                value = json.loads(path.read_bytes())
+                value = read_json(path)
                 process = ProcessIdentity.from_json(value)
                 if process is None:
                     continue
                 if process.is_dead():
                     remove_file(path)
-                elif process.host == this_process().host or _is_recent(path):
+                elif process.is_visible or _is_recent(path):
                     windows += [(int(first), int(last)) for first, last in value["units"]]
-                    if process.host == this_process().host:
+                    if process.is_visible:
                         awaited += [(int(first), int(last)) for first, last in value.get("awaited", [])]
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # the file is being replaced, or is not a window

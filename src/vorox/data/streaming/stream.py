@@ -22,11 +22,11 @@ from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.pipeline.statistics import PipelineStatistics
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.recipe import read_recipe
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.pipeline.statistics import PipelineStatistics
+from vorox.data.recipe import read_recipe
 from vorox.data.rows import RowBlock
 from vorox.data.storage.stalls import track_stall
 from vorox.data.streaming.leading_process import LeadingProcess
@@ -289,13 +289,13 @@ class StreamReader(CacheReader):
 
     def drop(self, unit: int, /) -> None:
         """Close the open chunk files of an evicted unit."""
-        for index, chunk in list(self._open_chunks.items()):
-            if chunk.header.unit == unit:
-                self._open_chunks.pop(index, None)
+        low, high = np.searchsorted(self.manifest.chunks["unit"], [unit, unit + 1])
+        for index in range(int(low), int(high)):
+            self._open_chunks.pop(index, None)
 
     def open_units(self) -> set[int]:
         """Return the units of the open chunk files."""
-        return {chunk.header.unit for chunk in list(self._open_chunks.values())}
+        return {int(self.manifest.chunks["unit"][index]) for index in list(self._open_chunks)}
 
     def _open(self, index: int) -> Chunk:
         unit = int(self.manifest.chunks["unit"][index])

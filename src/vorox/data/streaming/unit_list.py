@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from vorox.core.atomic import make_directory
 from vorox.core.errors import ConfigError
-from vorox.core.file_holder import FileLock
+from vorox.core.files.atomic import make_directory
+from vorox.core.files.file_holder import FileLock
 from vorox.data.cache.disk_budget import mark_evictable
 from vorox.data.cache.initialize import check_units, planning_lock, record_inputs
 from vorox.data.cache.manifest import Manifest, planned_entry
-from vorox.data.cache.recipe import UnitLog
+from vorox.data.cache.pipeline.first_pass import FirstPass, find_duplicates
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
-from vorox.data.pipeline.first_pass import FirstPass, find_duplicates
+from vorox.data.recipe import UnitLog
 
 LOCK_NAME = "CUTTING"
 """Lock file of the process that splits the source."""

@@ -1,13 +1,16 @@
-"""Streaming gzip and zstd decompression in bounded memory, with limits and damage detection.
+"""Streaming decoding in bounded memory: gzip and zstd, and text in other encodings than UTF-8.
 
-Compressed bytes go in from any reader or stored file; decompressed blocks come out, forward from the start. Invariants:
-gzip members and zstd frames are concatenated; a truncated or corrupt stream is an error at its offset, and so is a
-decompression bomb; the blocks, including the last one before an error, depend on the compressed bytes alone.
+Stored bytes go in from any reader or file; decoded blocks come out, forward from the start. Invariants: gzip members
+and zstd frames are concatenated; a truncated or corrupt stream is an error at its offset, and so is a decompression
+bomb; text of another encoding comes out as UTF-8, invalid where it was invalid; the blocks, including the last one
+before an error, depend on the stored bytes alone.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import shlex
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from vorox.core.errors import DataError
 from vorox.data.storage import StoredFile, open_range, open_seekable
 
 Compression = Literal["gz", "zst"]
+
+UTF_8 = "utf-8"
 
 NAMES: dict[Compression, str] = {"gz": "gzip", "zst": "zstd"}
 
@@ -36,6 +41,9 @@ _MAX_WINDOW_BYTES = 1 << 27
 _BUFFER_BYTES = 1 << 20
 _LOOK_BACK_BYTES = 4 << 20
 """A range may begin this far before the last decoded byte without decoding from the start again."""
+_LONGEST_MARK = 3
+_FEWEST_CHARACTERS, _FEWEST_BYTES = 8, 16
+"""Of valid UTF-8, before text of a multi-byte or 16-bit encoding is unlikely to be valid by chance."""
 _ALWAYS_ALLOWED_BYTES = 1 << 28
 
 
@@ -48,12 +56,14 @@ class Limits:
         max_ratio: Decompressed bytes per compressed byte, at most; applies above 256 MiB.
         keeps_readable: A damaged file is read up to its damage instead of being rejected.
         is_text: Every gzip member and zstd frame must be text; one with a binary signature is rejected.
+        encoding: The encoding of the text; the content is its UTF-8.
     """
 
     max_bytes: int = 1 << 40
     max_ratio: float = 1000.0
     keeps_readable: bool = False
     is_text: bool = False
+    encoding: str = UTF_8
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +203,152 @@ class DecompressedStream:
         return BrokenStream(f"The {name} data is corrupt: {message.rpartition(': ')[2]}")
 
 
+class _PlainStream:
+    """Stored bytes, read forward: a ``DecompressedStream`` without compression."""
+
+    member_offset = 0
+
+    def __init__(self, reader: Reader, read_bytes: int) -> None:
+        self._reader, self._read_bytes = reader, read_bytes
+        self.offset = 0
+
+    @property
+    def consumed_bytes(self) -> int:
+        return self.offset
+
+    def read(self) -> bytes:
+        block = self._reader.read(self._read_bytes)
+        self.offset += len(block)
+        return block
+
+
+def _mark_invalid(error: UnicodeError) -> tuple[str, int]:
+    """Put half a surrogate pair in place of invalid bytes: it is invalid as UTF-8 too."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\udcff", error.end
+
+
+codecs.register_error("vorox-mark-invalid", _mark_invalid)
+
+
+class OtherEncoding(ValueError):
+    """Text that is not in the declared encoding.
+
+    Attributes:
+        encoding: The encoding that it is in.
+    """
+
+    def __init__(self, message: str, encoding: str = UTF_8) -> None:
+        super().__init__(message)
+        self.encoding = encoding
+
+
+class _EncodingCheck:
+    """Recognises UTF-8 and UTF-16 text under another declared encoding, whose decoder may accept it as other text.
+
+    Every byte is a character in an 8-bit encoding, so UTF-8 text would be read as other characters without an error.
+
+    Args:
+        encoding: The declared encoding.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        self._is_wide = encoding.startswith(("utf-16", "utf-32"))
+        self._is_unicode = encoding.startswith("utf")
+        self._fewest = 1 if _is_single_byte(encoding) else _FEWEST_CHARACTERS
+        self._utf_8 = None if self._is_unicode and not self._is_wide else codecs.getincrementaldecoder(UTF_8)()
+        self._start, self._num_bytes, self._num_characters = b"", 0, 0
+
+    def add(self, block: bytes) -> None:
+        """Look at the next bytes; empty ones end the text.
+
+        Raises:
+            OtherEncoding: The text has another encoding.
+        """
+        if len(self._start) < _LONGEST_MARK:
+            self._start += block[:_LONGEST_MARK]
+            self._check_mark()
+        if self._utf_8 is None:
+            return
+        if self._is_wide and b"\0" in block:
+            self._utf_8 = None  # as almost all UTF-16, by its spaces
+            return
+        self._num_bytes += len(block)
+        try:
+            text = self._utf_8.decode(block, final=not block)
+        except UnicodeDecodeError:
+            self._utf_8 = None
+            return
+        if not text.isascii():
+            self._num_characters += sum(not character.isascii() for character in text)
+        is_utf_8 = self._num_bytes >= _FEWEST_BYTES if self._is_wide else self._num_characters >= self._fewest
+        if not block and is_utf_8:
+            raise OtherEncoding("the file is UTF-8 text")
+
+    def _check_mark(self) -> None:
+        if self._is_unicode and not self._is_wide:
+            return
+        if self._start.startswith(codecs.BOM_UTF8):
+            raise OtherEncoding("the file begins with the byte order mark of UTF-8")
+        if not self._is_unicode and self._start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise OtherEncoding("the file begins with the byte order mark of UTF-16", "utf-16")
+
+
+def _is_single_byte(encoding: str) -> bool:
+    """Whether every byte is a character of its own: no decoder state is left after any of them."""
+    decoder = codecs.getincrementaldecoder(encoding)("ignore")
+    for byte in range(256):
+        decoder.reset()
+        decoder.decode(bytes([byte]))
+        if decoder.getstate()[0]:
+            return False
+    return True
+
+
+class _TranscodedStream:
+    """Text of another encoding as UTF-8.
+
+    Args:
+        inner: The stored or decompressed bytes.
+        encoding: Their encoding.
+    """
+
+    def __init__(self, inner: _PlainStream | DecompressedStream, encoding: str) -> None:
+        self._inner, self._check = inner, _EncodingCheck(encoding)
+        self._decoder = codecs.getincrementaldecoder(encoding)("vorox-mark-invalid")
+        self._is_at_end = False
+        self.offset = self.member_offset = self._inner_member = 0
+
+    @property
+    def consumed_bytes(self) -> int:
+        return self._inner.consumed_bytes
+
+    def read(self) -> bytes:
+        """As ``DecompressedStream.read``."""
+        while not self._is_at_end:
+            block = self._inner.read()
+            if self._inner.member_offset != self._inner_member:
+                self._inner_member, self.member_offset = self._inner.member_offset, self.offset
+            self._is_at_end = not block
+            self._check.add(block)
+            text = self._decoder.decode(block, final=self._is_at_end)
+            if text:
+                data = text.encode(UTF_8, "surrogatepass")
+                self.offset += len(data)
+                return data
+        return b""
+
+
+def conversion(uri: str, *, of: str = UTF_8, to: str = UTF_8) -> str:
+    """Return the command that converts a text file to another encoding in place."""
+    name = shlex.quote(uri)
+    if uri.lower().endswith((".gz", ".zst", ".zstd")):
+        return f"decompress {name}, then iconv -f {of} -t {to}"
+    new = shlex.quote(f"{uri}.new")
+    return f"iconv -f {of} -t {to} {name} > {new} && mv {new} {name}"
+
+
 def compression_by_magic(start: bytes) -> Compression | None:
     """Return the compression that the magic bytes declare."""
     return "gz" if start.startswith(GZIP_MAGIC) else "zst" if start.startswith(ZSTD_MAGIC) else None
@@ -208,11 +364,11 @@ def _decoder(kind: Compression) -> Any:
 
 
 class DecodedFile:
-    """The content of a compressed file, decoded forward from its start.
+    """The content of a file that is compressed or in another encoding, decoded forward from its start.
 
     Args:
         file: The file.
-        kind: Its compression.
+        kind: Its compression, if any.
         limits: Limits on its content.
         check_member: Called with the first decompressed bytes of every member and frame; may raise.
         max_read_bytes: Compressed bytes per decoder call, at most.
@@ -224,7 +380,7 @@ class DecodedFile:
     def __init__(
         self,
         file: StoredFile,
-        kind: Compression,
+        kind: Compression | None,
         limits: Limits,
         check_member: Callable[[bytes], None] | None = None,
         max_read_bytes: int = MAX_READ_BYTES,
@@ -234,13 +390,18 @@ class DecodedFile:
         self._open = contextlib.ExitStack()
         # open_seekable checks a local file against its listing on every read, not only at the end.
         source = self._open.enter_context(open_seekable(file) if file.scheme is None else open_range(file))
-        self._stream = DecompressedStream(kind, source, check_member, max_read_bytes)
+        stream: _PlainStream | DecompressedStream | _TranscodedStream
+        if kind is None:
+            stream = _PlainStream(source, max_read_bytes)
+        else:
+            stream = DecompressedStream(kind, source, check_member, max_read_bytes)
+        self._stream = stream if limits.encoding == UTF_8 else _TranscodedStream(stream, limits.encoding)
 
     def read(self, size: int) -> bytearray:
         """Return at least one and at most ``size`` bytes; empty at the end.
 
         Raises:
-            DataError: The content cannot be read any further.
+            DataError: The content cannot be read any further, or is not in the source's encoding.
         """
         start = self.position - self._base
         if start == len(self._recent):
@@ -299,6 +460,15 @@ class DecodedFile:
                 f"{error}, at byte {before:,} of the decompressed content (byte {self.consumed_bytes:,} of "
                 f"{self.file.size_bytes:,})",
                 where=self.file.uri, hint="download or write the file again, or remove it from data.sources",
+            ) from error  # fmt: skip
+        except (OtherEncoding, UnicodeError) as error:
+            encoding, name = self.limits.encoding, self.file.uri
+            found = error.encoding if isinstance(error, OtherEncoding) else UTF_8
+            raise DataError(
+                f"The source's encoding is {encoding}, but {error}", where=name,
+                hint="if this file alone has another encoding, give it a source of its own, or convert it: "
+                f"{conversion(name, of=found, to=encoding)}; if all have, correct data.sources.0.encoding (0 is the "
+                "first source; the default is utf-8)",
             ) from error  # fmt: skip
         self._reject_bomb()
         return block

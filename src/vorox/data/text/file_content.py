@@ -8,23 +8,26 @@ decompression bomb or binary content is a ``DataError`` that states what was fou
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import contextvars
 import functools
 import io
 import re
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar, cast
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.source_formats import COMPRESSIONS, source_format
 from vorox.data.storage import StoredFile, open_range, open_seekable, run_in_context
 from vorox.data.text.decompression import (
     GZIP_MAGIC,
     MAX_READ_BYTES,
     SIGNATURE_BYTES,
+    UTF_8,
     ZSTD_MAGIC,
     Compression,
     Damage,
@@ -34,11 +37,8 @@ from vorox.data.text.decompression import (
 
 T = TypeVar("T")
 
-COMPRESSED_SUFFIXES: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
-
 _BUFFER_BYTES = 1 << 20
 _EXACT_READ_BYTES = 1 << 9
-_TEXT_FORMATS = frozenset({"txt", "jsonl", "csv"})
 DEFAULT_LIMITS = Limits()
 
 
@@ -48,13 +48,33 @@ def limits_of(config: SourceConfig) -> Limits:
         max_bytes=config.max_decompressed_bytes,
         max_ratio=config.max_decompression_ratio,
         keeps_readable=config.damaged_files == "keep_readable",
-        is_text=config.format in _TEXT_FORMATS,
+        is_text=source_format(config.format).is_text,
+        encoding=codecs.lookup(config.encoding).name if source_format(config.format).is_text else UTF_8,
     )
+
+
+def without_compression(name: str) -> str:
+    """Return the name of a file without the ending of its compression."""
+    ending = next((ending for ending in COMPRESSIONS if name.lower().endswith(ending)), "")
+    return name[: len(name) - len(ending)]
+
+
+def compressed_copies(uris: Iterable[str]) -> dict[str, str]:
+    """Return the files that are compressed copies of others, each with the other: ``a.txt.gz`` beside ``a.txt``."""
+    first: dict[str, str] = {}
+    for uri in sorted(uris):  # a.txt sorts before a.txt.gz
+        first.setdefault(without_compression(uri), uri)
+    return {uri: original for uri in uris if (original := first[without_compression(uri)]) != uri}
 
 
 def compression_by_suffix(name: str) -> Compression | None:
     """Return the compression that the suffix of a name declares."""
-    return next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if name.lower().endswith(suffix)), None)
+    return next((kind for suffix, kind in COMPRESSIONS.items() if name.lower().endswith(suffix)), None)
+
+
+def is_stored_as_read(file: StoredFile, limits: Limits) -> bool:
+    """Whether the content of a file is its stored bytes, any range of which can be read by itself."""
+    return compression_by_suffix(file.uri) is None and limits.encoding == UTF_8
 
 
 class SequentialReads:
@@ -89,18 +109,20 @@ class SequentialReads:
 _reads: contextvars.ContextVar[SequentialReads | None] = contextvars.ContextVar("sequential_reads", default=None)
 
 
-def _decode(file: StoredFile, kind: Compression, limits: Limits, max_read_bytes: int = MAX_READ_BYTES) -> DecodedFile:
-    check_member = functools.partial(reject_binary, file) if limits.is_text else None
+def _decode(file: StoredFile, limits: Limits, max_read_bytes: int = MAX_READ_BYTES) -> DecodedFile:
+    kind = compression_by_suffix(file.uri)
+    is_utf_8 = limits.encoding == UTF_8  # text of another encoding is checked by the readers, as UTF-8
+    check_member = functools.partial(reject_binary, file) if limits.is_text and is_utf_8 else None
     return DecodedFile(file, kind, limits, check_member, max_read_bytes)
 
 
 @contextlib.contextmanager
-def _open_decoded(file: StoredFile, kind: Compression, start_byte: int, limits: Limits) -> Generator[DecodedFile]:
+def _open_decoded(file: StoredFile, start_byte: int, limits: Limits) -> Generator[DecodedFile]:
     """Open a file at a position; afterwards, keep its decoder if a ``SequentialReads`` is active."""
     reads = _reads.get()
     content = None if reads is None else reads.take(file, limits, start_byte)
     if content is None:
-        content = _decode(file, kind, limits)
+        content = _decode(file, limits)
     try:
         content.seek_to(start_byte)
         yield content
@@ -135,20 +157,19 @@ class _Range(io.RawIOBase):
 def open_content(
     file: StoredFile, start_byte: int = 0, end_byte: int | None = None, limits: Limits = DEFAULT_LIMITS
 ) -> Generator[BinaryIO]:
-    """Open a byte range of a file's decompressed content.
+    """Open a byte range of a file's content: decompressed, and as UTF-8.
 
     Raises:
         DataError: The file cannot be read, changed since it was listed, is not compressed as its suffix declares, or
             cannot be decompressed.
     """
-    kind = compression_by_suffix(file.uri)
-    if kind is None:
+    if is_stored_as_read(file, limits):
         with open_range(file, start_byte, end_byte) as reader:
             yield reader
         return
     damage = detect_damage(file, limits) if end_byte is None else None
     end_byte = damage.end_byte if damage is not None else end_byte
-    with _open_decoded(file, kind, start_byte, limits) as content:
+    with _open_decoded(file, start_byte, limits) as content:
         yield cast("BinaryIO", io.BufferedReader(_Range(content, end_byte), _BUFFER_BYTES))
 
 
@@ -167,16 +188,15 @@ def open_content_seekable(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> 
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _scan(file: StoredFile, kind: Compression, limits: Limits) -> tuple[int, Damage | None]:
-    """Return the length and the damage of a compressed file; one pass per process."""
-    with contextlib.closing(_decode(file, kind, limits)) as content:
+def _scan(file: StoredFile, limits: Limits) -> tuple[int, Damage | None]:
+    """Return the length and the damage of a decoded file; one pass per process."""
+    with contextlib.closing(_decode(file, limits)) as content:
         return content.find_damage()
 
 
 def length_bytes(file: StoredFile, limits: Limits = DEFAULT_LIMITS) -> int:
-    """Return the length of the decompressed content; a compressed file is read once."""
-    kind = compression_by_suffix(file.uri)
-    return file.size_bytes if kind is None else _scan(file, kind, limits)[0]
+    """Return the length of the content; a compressed file, or one in another encoding, is read once."""
+    return file.size_bytes if is_stored_as_read(file, limits) else _scan(file, limits)[0]
 
 
 def detect_damage(file: StoredFile, limits: Limits) -> Damage | None:
@@ -186,23 +206,29 @@ def detect_damage(file: StoredFile, limits: Limits) -> Damage | None:
         DataError: The file cannot be read for another reason.
     """
     kind = compression_by_suffix(file.uri)
-    return None if kind is None or not limits.keeps_readable else _scan(file, kind, limits)[1]
+    return None if kind is None or not limits.keeps_readable else _scan(file, limits)[1]
 
 
 def compressed_length_bytes(file: StoredFile, end_byte: int, limits: Limits = DEFAULT_LIMITS) -> int:
-    """Return the compressed bytes that encode the content up to ``end_byte``; depends on file and offset alone."""
-    kind = compression_by_suffix(file.uri)
-    assert kind is not None, "the file must be compressed"
+    """Return the stored bytes that encode the content up to ``end_byte``; depends on file and offset alone."""
     strict = replace(limits, keeps_readable=False)
-    with contextlib.closing(_decode(file, kind, strict, _EXACT_READ_BYTES)) as content:
+    with contextlib.closing(_decode(file, strict, _EXACT_READ_BYTES)) as content:
         content.seek_to(end_byte)
         return content.consumed_bytes
 
 
 _UNPACK = "unpack it and give the folder: {unpack}"
+_WEBDATASET = (
+    "; images in it (WebDataset) are read only if a record names them: write DIR/metadata.jsonl with "
+    '{"file_name": "0.png", "text": "CAPTION"} per line, and set images_field=file_name'
+)
 _READ = "convert it to jsonl, one record with a field `text` per document: {convert}"
 _LEAVE = "remove it from data.sources, or set its format"
 _RENAME = "add the suffix {suffix} to the file name, so that it is decompressed"
+_ENCODED = (
+    "if all files of the source are so, set data.sources.0.encoding={name} (0 is the first source); if it is this one, "
+    "convert it: iconv -f {name} -t utf-8 FILE > FILE.new && mv FILE.new FILE; or give it a source of its own"
+)
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, GZIP_MAGIC, "gzip data, but its name does not end in .gz", _RENAME.format(suffix=".gz")),
     *(
@@ -214,7 +240,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"Obj\x01", "an Avro file", _READ.format(convert="fastavro --json-lines")),
     (0, b"SQLite format 3\0", "a SQLite database", _READ.format(convert="sqlite3 FILE '.mode json' 'SELECT ...'")),
     (0, b"\x89HDF", "an HDF5 file", _READ.format(convert="h5py")),
-    (257, b"ustar", "a tar archive", _UNPACK.format(unpack="mkdir DIR && tar -xf FILE -C DIR")),
+    (257, b"ustar", "a tar archive", _UNPACK.format(unpack="mkdir DIR && tar -xf FILE -C DIR") + _WEBDATASET),
     (0, b"PK\x03\x04", "a zip archive", _UNPACK.format(unpack="unzip FILE -d DIR")),
     (0, b"PK\x05\x06", "an empty zip archive", _LEAVE),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK.format(unpack="7z x FILE -oDIR")),
@@ -235,6 +261,15 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
         "a NumPy array",
         "for token ids, convert it to .bin and set format: bin: numpy.load('FILE').astype('uint16').tofile('FILE.bin')",
     ),
+    *(
+        (
+            0,
+            bytes((0x80, protocol)),
+            "a Python pickle",
+            _READ.format(convert="Python's module pickle, if you trust its writer"),
+        )
+        for protocol in range(2, 6)
+    ),
     (0, b"\x7fELF", "a program", _LEAVE),
     (0, b"\x89PNG", "a PNG image", _LEAVE),
     (0, b"GIF8", "a GIF image", _LEAVE),
@@ -242,8 +277,8 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"%PDF-", "a PDF document", "extract its text: pdftotext FILE"),
     (0, b"\xd0\xcf\x11\xe0", "an Office document", "save it as text"),
     (0, b"{\\rtf", "an RTF document", "save it as text"),
-    (0, b"\xff\xfe", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
-    (0, b"\xfe\xff", "UTF-16 text", "convert it to UTF-8: iconv -f UTF-16 -t UTF-8 FILE"),
+    (0, b"\xff\xfe", "UTF-16 text", _ENCODED.format(name="utf-16")),
+    (0, b"\xfe\xff", "UTF-16 text", _ENCODED.format(name="utf-16")),
 )
 """(offset, signature, what the file is, what to do)."""
 
@@ -290,7 +325,8 @@ def _identify(start: bytes) -> tuple[str, str] | None:
     if _is_tar_header(start):
         return next((what, hint) for _, _, what, hint in _SIGNATURES if what == _TAR)
     order = _utf16_byte_order(start)
-    return None if order is None else ("UTF-16 text", f"convert it to UTF-8: iconv -f UTF-16{order} -t UTF-8 FILE")
+    name = f"utf-16-{order}".lower()
+    return None if order is None else ("UTF-16 text", _ENCODED.format(name=name))
 
 
 def _is_tar_header(start: bytes) -> bool:

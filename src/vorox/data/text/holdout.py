@@ -7,14 +7,15 @@ fraction holds out everything that a smaller one does.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Final, Literal
 
 import xxhash
 
 from vorox.core.schema.data import ValidationConfig
+from vorox.core.schema.source_formats import source_format
+from vorox.data.text.split_names import is_validation_name, named_split
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -24,11 +25,18 @@ NO_HOLDOUT: Final = ValidationConfig(split="file", held_out_fraction=0)
 ALL_HELD_OUT: Final = ValidationConfig.model_construct(split="file", held_out_fraction=1.0, sources=())
 """The rule of a source for validation only."""
 
-SPLIT_NAMED_FORMATS = frozenset({"bin", "mds", "arrow"})
-"""Formats whose writers name shards or their folders by split."""
-
 _DOMAIN = b"split/1\0"
-_NAMED = re.compile(r"(?:^|[_.-])val(?:id(?:ation)?)?(?:[_.-]|$)", re.IGNORECASE)
+_PART_BYTES, _MAX_PARTS, _MIN_SPAN_BYTES = 1 << 18, 64, 256
+
+
+def recorded_holdout(split: Mapping[str, object], validation: ValidationConfig) -> ValidationConfig:
+    """Return the rule that a recipe records in its section ``split``."""
+    rule, share = str(split.get("held_out")), float(Fraction(str(split.get("held_out_fraction", "0"))))
+    if rule == "none":
+        return NO_HOLDOUT
+    if rule == "named":
+        return validation.model_copy(update={"split": "named"})
+    return validation.model_copy(update={"split": rule, "held_out_fraction": share})
 
 
 def _hash(path: str, byte_offset: int | None) -> int:
@@ -42,9 +50,10 @@ def _threshold(validation: ValidationConfig) -> int:
     return int(Fraction(str(validation.held_out_fraction)) * 2**64)
 
 
-def is_validation_name(path: str) -> bool:
-    """Whether the name of a file or of a parent folder marks it as validation data, such as ``val.bin``."""
-    return any(_NAMED.search(name) for name in path.split("/"))
+def names_hold_out(form: str, paths: Iterable[str]) -> bool:
+    """Whether the names of some files of a source mark them as validation data, and those of others for training."""
+    splits = {named_split(path) for path in paths}
+    return "validation" in splits and ("train" in splits or (source_format(form).names_splits and len(splits) > 1))
 
 
 def holds_out_files(validation: ValidationConfig) -> bool:
@@ -72,6 +81,24 @@ def document_filter(validation: ValidationConfig, split: Split, path: str) -> Ca
     return lambda byte_offset: (_hash(path, byte_offset) < threshold) == (split == "validation")
 
 
-def tail_start(validation: ValidationConfig, size_bytes: int) -> int:
-    """Return the first byte of the held-out tail of a file, before alignment to a record boundary."""
-    return size_bytes - int(Fraction(str(validation.held_out_fraction)) * size_bytes)
+def held_out_spans(
+    validation: ValidationConfig, path: str, size_bytes: int, *, max_parts: int | None = None
+) -> list[tuple[int, int]]:
+    """Return the held-out spans of a file under the rule ``span``, before alignment to record boundaries.
+
+    A file is divided into equal parts of at least 256 KiB, at most 64 (or ``max_parts``). In each, a window of the
+    held-out fraction begins at a place that follows from a hash of path and part; it continues at the start of its
+    part. So the spans are spread over the file, are like the rest of it, and do not depend on other files. The window
+    of a short file is at least 256 bytes or a tenth of it, so that it holds more than a line.
+    """
+    fraction = Fraction(str(validation.held_out_fraction))
+    if not fraction or not size_bytes:
+        return []
+    num_parts = max(1, min(max_parts or _MAX_PARTS, size_bytes // _PART_BYTES))
+    spans: list[tuple[int, int]] = []
+    for part in range(num_parts):
+        first, end = part * size_bytes // num_parts, (part + 1) * size_bytes // num_parts
+        length = max(int(fraction * (end - first)), min(_MIN_SPAN_BYTES, (end - first) // 10))
+        start = first + _hash(path, part) * (end - first) // 2**64
+        spans += [(first, first + max(0, start + length - end)), (start, min(start + length, end))]
+    return [(start, end) for start, end in spans if start < end]

@@ -15,31 +15,32 @@ from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import DataConfig, ValidationConfig
 from vorox.data.documents import Unit
-from vorox.data.text.file_content import compression_by_suffix
+from vorox.data.text.file_content import is_stored_as_read, limits_of
 from vorox.data.text.formats import has_many_records
 from vorox.data.text.holdout import (
     NO_HOLDOUT,
-    SPLIT_NAMED_FORMATS,
     SPLITS,
     Split,
     file_split,
     holds_out_files,
-    is_validation_name,
+    names_hold_out,
 )
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
-from vorox.data.text.unit_splitter import UnitSplitter, split_into_units, tail_bytes
+from vorox.data.text.unit_splitter import UnitSplitter, held_out_bytes_of, split_into_units
 
-_MIN_HELD_OUT_FILES = 4
+_MIN_HELD_OUT_FILES = 2
+_FILE_FACTORS = (1, 2, 4)
+"""Of a folder with few files, a larger share is held out, so that it is several whole files."""
 _MAX_SHARE_FACTOR = 4
 """``auto`` holds out files if their share of the bytes is within this factor of the configured one."""
 _SHARE_FACTORS, _MAX_SHARE = (4, 16, 64), 0.5
 """A source of few records gets a share larger by these factors, until it holds a record."""
 _PROBE_BYTES = 1 << 20
 _MAX_PROBED_BYTES = 64 << 20
-_MAX_MEASURED_TAILS = 1000
-"""The tails of more files are not measured: each may be a request to a store."""
+_MAX_MEASURED_FILES = 1000
+"""The spans of more files are not measured: each may be a request to a store."""
 
 
 def select_holdout(source: Source, data: DataConfig) -> Source:
@@ -74,13 +75,15 @@ def _candidates(source: Source, validation: ValidationConfig, *, grows: bool) ->
     """
     if _has_named_files(source):
         yield _rule(validation, "named")
-    by_file = _rule(validation, "file")
-    if not grows and _holds_out_enough_files(source, by_file):
-        yield by_file
+    for factor in () if grows else _FILE_FACTORS:
+        share = min(_MAX_SHARE, validation.held_out_fraction * factor)
+        by_file = _rule(validation, "file").model_copy(update={"held_out_fraction": share})
+        if _holds_out_enough_files(source, by_file):
+            yield by_file
     if has_many_records(source.config):
         yield _rule(validation, "document")
-    yield _rule(validation, "tail")
-    if has_many_records(source.config):  # too few for the fraction, and no tail: rows of a Parquet file
+    yield _rule(validation, "span")
+    if has_many_records(source.config):  # too few for the fraction, and no span: rows of a Parquet file
         for factor in _SHARE_FACTORS:
             share = min(_MAX_SHARE, validation.held_out_fraction * factor)
             yield _rule(validation, "document").model_copy(update={"held_out_fraction": share})
@@ -91,11 +94,7 @@ def _rule(validation: ValidationConfig, split: str) -> ValidationConfig:
 
 
 def _has_named_files(source: Source) -> bool:
-    """Whether the names of some shards mark them as validation data, and those of others do not."""
-    return (
-        source.config.format in SPLIT_NAMED_FORMATS
-        and len({is_validation_name(path) for path in source.relative_paths}) == 2
-    )
+    return names_hold_out(source.config.format, source.relative_paths)
 
 
 def _held_out_files(source: Source, rule: ValidationConfig) -> list[int]:
@@ -131,16 +130,16 @@ def _has_records(
 def _with_share(source: Source, unit_bytes: int) -> Source:
     """Return the source with the share that its rule really holds out, unless reading it would take long.
 
-    Tails end at records and single records are drawn by a hash, so of a small source the share is far from the
+    Spans end at records and single records are drawn by a hash, so of a small source the share is far from the
     configured one.
     """
     rule, num_files = source.holdout, len(source.files)
     is_small = source.size_bytes <= _MAX_PROBED_BYTES
-    if rule.split == "tail":
-        is_compressed = any(compression_by_suffix(file.uri) is not None for file in source.stored)
-        if num_files > _MAX_MEASURED_TAILS or (is_compressed and not is_small):
+    if rule.split == "span":
+        is_compressed = any(not is_stored_as_read(file, limits_of(source.config)) for file in source.stored)
+        if num_files > _MAX_MEASURED_FILES or (is_compressed and not is_small):
             return source
-        sizes = [tail_bytes(source, index, rule) for index in range(num_files)]
+        sizes = [held_out_bytes_of(source, index, rule) for index in range(num_files)]
         held_out, total = (sum(column) for column in zip(*sizes, strict=True))
     elif rule.split == "document" and source.size_bytes <= _PROBE_BYTES:
         units = (split_into_units(source, split, rule, unit_bytes) for split in SPLITS)
@@ -157,7 +156,7 @@ def _empty_split_error(source: Source, split: Split, rule: ValidationConfig) -> 
     num_files = len(source.files)
     files = f"{pluralize(num_files, 'file')}, {source.size_bytes:,} bytes"
     name = f"source {source.config.name!r} ({files})"
-    what = {"file": "files", "document": "documents", "tail": "tails"}.get(rule.split)
+    what = {"file": "files", "document": "documents", "span": "text"}.get(rule.split)
     share = (
         f"data.validation.held_out_fraction={rule.held_out_fraction:g} of the {what}"
         if what
@@ -186,12 +185,12 @@ def describe_holdout(source: Source) -> str:
     if rule.split == "document":
         return f"{about}{_percent(share)} of the documents of {name}"
     if files == 1:
-        return f"{about}the last {_percent(share)} of {source.files[0].uri.rpartition('/')[2]}"
-    return f"the ends of the {files:,} files of {name}, {about}{_percent(share)} of the text"
+        return f"spans of {source.files[0].uri.rpartition('/')[2]}, {about}{_percent(share)} of it"
+    return f"spans of the {files:,} files of {name}, {about}{_percent(share)} of the text"
 
 
 def held_out_bytes(source: Source) -> int:
-    """Return the bytes of held-out files or tails; an estimate where records are held out, or tails not measured."""
+    """Return the bytes of held-out files or spans; an estimate where records are held out, or spans not measured."""
     if holds_out_files(source.holdout):
         return sum(source.files[index].size_bytes for index in _held_out_files(source, source.holdout))
     share = source.holdout.held_out_fraction if source.held_out_share is None else source.held_out_share

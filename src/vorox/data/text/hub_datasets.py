@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -18,15 +19,18 @@ import yaml
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
 from vorox.data import storage
-from vorox.data.storage import StoredFile, canonical_uri
+from vorox.data.storage import StoredFile, canonical_uri, scheme_of
+from vorox.data.text.split_names import (
+    SPLIT_WORDS,
+    belongs_to,
+    named_split,
+    several_for_training,
+    shard_split,
+    splits_for_training,
+)
 
 _REPOSITORY = re.compile(r"hf://datasets/[^/@]+/[^/@]+(@(refs/[^/]+/[^/]+|[^/]+))?")
 _CARD_BYTES = 8 << 20
-_SPLIT_WORDS: dict[str, tuple[str, ...]] = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
     root = pin_revision(location, source.revision)
     split = source.hf_split or "train"
     configurations = _configurations(_card(root))
+    chosen: Mapping[str, Any] = {}
     if configurations:
         chosen = _choose_configuration(root, configurations, source.hf_config)
         paths = _split_paths(chosen, split)
@@ -84,10 +89,45 @@ def dataset_files(source: SourceConfig, location: str, endings: tuple[str, ...])
             )  # fmt: skip
         if paths:
             return HubFiles(root, tuple(f"{root}/{path.removeprefix('./')}" for path in paths))
-    files = storage.list_files(root, endings)
-    names = [file.uri.removeprefix(f"{root}/") for file in files]
-    folder = source.hf_config if not configurations or source.hf_config != "default" else None
+    names = [file.uri.removeprefix(f"{root}/") for file in storage.list_files(root, endings)]
+    folder = source.hf_config
+    if configurations:
+        inside = _data_dir(chosen)
+        names = [name for name in names if name.startswith(f"{inside}/")] if inside else names
+        folder = None if inside or folder == "default" else folder
     return HubFiles(root, tuple(f"{root}/{name}" for name in _match_names(root, names, folder, split)))
+
+
+def cloned_files(location: str) -> tuple[str, ...]:
+    """Return the files and globs that a folder's own dataset card names; the folder itself if it has none.
+
+    All splits of the configuration are returned: their names decide what is held out.
+
+    Args:
+        location: A folder on disk, such as a clone of a dataset; anything else is returned.
+
+    Raises:
+        DataError: The card leaves the configuration open, or several splits are for training.
+    """
+    root = canonical_uri(location).rstrip("/")
+    if scheme_of(root) is not None or not Path(root, "README.md").is_file():
+        return (location,)
+    try:
+        configurations = _configurations(_card(root))
+    except DataError:  # lines between rules, which are no header
+        return (location,)
+    if not configurations:
+        return (location,)
+    try:
+        chosen = _choose_configuration(root, configurations, None)
+    except DataError as error:
+        raise DataError(error.what, where=root, hint="name the files of one of them in paths") from error
+    splits, folder = _splits(chosen), _data_dir(chosen)
+    for_training = [split for split in splits if named_split(split) == "train"]
+    if len(for_training) > 1:
+        raise several_for_training(root, for_training, [f"{root}/{splits[split][0]}" for split in for_training])
+    inside = [path.removeprefix("./") for paths in splits.values() for path in paths] or ([folder] if folder else [])
+    return tuple(f"{root}/{path}" for path in inside) or (location,)
 
 
 def _card(root: str) -> Mapping[str, Any]:
@@ -147,7 +187,7 @@ def _choose_configuration(
 
 def _splits(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the paths of each split; files without a split belong to train."""
-    folder = str(configuration.get("data_dir") or "").strip("/")
+    folder = _data_dir(configuration)
     listed: Any = configuration.get("data_files")
     if isinstance(listed, dict):
         listed = [{"split": split, "path": path} for split, path in cast("dict[str, Any]", listed).items()]
@@ -168,13 +208,14 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
+def _data_dir(configuration: Mapping[str, Any]) -> str:
+    return str(configuration.get("data_dir") or "").strip("/")
+
+
 def _split_paths(configuration: Mapping[str, Any], split: str) -> list[str] | None:
     """Return the paths of a split; empty if file names decide, ``None`` if the split does not exist."""
     splits = _splits(configuration)
-    if splits:
-        return splits.get(split)
-    folder = str(configuration.get("data_dir") or "").strip("/")
-    return [f"{folder}/**"] if folder else []
+    return splits.get(split) if splits else []
 
 
 def _match_names(root: str, names: Sequence[str], configuration: str | None, split: str) -> list[str]:
@@ -189,8 +230,14 @@ def _match_names(root: str, names: Sequence[str], configuration: str | None, spl
                 where=root, hint="set the source's hf_config to one of them, or set paths to the files",
             )  # fmt: skip
         names = inside
-    chosen = [name for name in names if _mentions(name, split)]
-    others = [word for word in _SPLIT_WORDS if word != split and any(_mentions(name, word) for name in names)]
+    chosen = [name for name in names if belongs_to(name, split)]
+    others = [word for word in SPLIT_WORDS if word != split and any(belongs_to(name, word) for name in names)]
+    several = splits_for_training(chosen) if split == "train" else {}
+    if several:
+        if split not in several:
+            error = several_for_training(root, several, ())
+            raise DataError(error.what, where=root, hint="set the source's hf_split to one of them")
+        return [name for name in chosen if shard_split(name) == split]
     if not chosen and split == "train" and not others:
         return list(names)  # without split names, all files are for training
     if not chosen:
@@ -200,8 +247,3 @@ def _match_names(root: str, names: Sequence[str], configuration: str | None, spl
             where=root, hint="set the source's hf_split, or set paths to the files",
         )  # fmt: skip
     return chosen
-
-
-def _mentions(name: str, split: str) -> bool:
-    words = _SPLIT_WORDS.get(split, (split,))
-    return any(re.search(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z])", name, re.IGNORECASE) for word in words)

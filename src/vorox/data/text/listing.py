@@ -6,22 +6,26 @@ Invariant: every deviation from the configuration, such as a fallback, produces 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from vorox.core.config.file_extensions import format_of_path
 from vorox.core.config.presets import source_presets
 from vorox.core.errors import DataError, VoroxError
-from vorox.core.extensions import is_extension, load_function
+from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.source_formats import format_of_path, source_format
+from vorox.core.user_code.extensions import is_extension, load_function
 from vorox.data import storage
 from vorox.data.storage import STANDARD_LIBRARY, NoMatchingSuffix, StoredFile, relative_name
+from vorox.data.text.file_content import compressed_copies, without_compression
 from vorox.data.text.formats import suffixes
-from vorox.data.text.holdout import SPLIT_NAMED_FORMATS, is_validation_name
-from vorox.data.text.hub_datasets import dataset_files, is_dataset_name, pin_revision
-from vorox.data.text.shard_index import list_indexed_files, select_splits
+from vorox.data.text.holdout import names_hold_out
+from vorox.data.text.hub_datasets import cloned_files, dataset_files, is_dataset_name, pin_revision
+from vorox.data.text.shard_index import list_indexed_files
+from vorox.data.text.split_names import is_validation_name, left_out, other_splits, refuse_several
 
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 _THIRD_PARTY_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "_bundled"})
@@ -37,7 +41,7 @@ _BUILD_SPECIFIC_FILES = frozenset({"sitecustomize.py", "usercustomize.py", "_dis
 _BUILD_SPECIFIC_PREFIXES = ("_sysconfigdata", "config-")
 _FILE_SETTINGS = (
     "format", "paths", "hf_config", "hf_split", "revision", "text_field", "tokens_field", "metadata_fields",
-    "delimiter", "tokenizer", "end_of_text_id", "ids_dtype",
+    "encoding", "delimiter", "tokenizer", "end_of_text_id", "ids_dtype",
 )  # fmt: skip
 
 
@@ -110,21 +114,54 @@ def _find(config: SourceConfig, key: str) -> tuple[list[FoundFile], list[Note]]:
         listed = storage.list_files(STANDARD_LIBRARY, endings, skip_directories=skip)
         return [_found_file(file, STANDARD_LIBRARY) for file in listed if _is_library_source(file.uri)], []
     found: dict[str, FoundFile] = {}
+    found_under: dict[str, list[str]] = {}
     for path in _expand_paths(config, key):
         if is_dataset_name(path):
             dataset = dataset_files(config, path, endings)
             locations, root = dataset.locations, dataset.root
         else:
-            locations = (pin_revision(path, config.revision),)
-            root = locations[0]
+            root = pin_revision(path, config.revision)
+            locations = tuple(pin_revision(found, config.revision) for found in cloned_files(path))
         for location in locations:
-            for file in _list_files(config, location, endings, key):
+            files = _list_files(config, location, endings, key)
+            for file in files:
                 found.setdefault(file.uri, _found_file(file, root))
-    files = _relative_to_common_folder(config, [found[uri] for uri in sorted(found)])
-    kept = frozenset(select_splits(config, [file.relative_path for file in files]))
-    others = sorted({file.relative_path.partition("/")[0] for file in files if file.relative_path not in kept})
-    what = f"source {config.name!r} has a split train; these splits are left out: {', '.join(others)}"
-    return [file for file in files if file.relative_path in kept], [Note("splits", what)] if others else []
+            if locations == (root,):
+                refuse_several(root, (file.uri for file in files))
+            if not is_dataset_name(path):
+                found_under.setdefault(root, []).extend(file.uri for file in files)
+    others = other_splits(found_under, folders_are_splits=bool(source_format(config.format).index_name))
+    notes = [Note("splits", left_out(config.name, others.values()))] if others else []
+    named = {storage.canonical_uri(path) for path in found_under}
+    copies = {uri: original for uri, original in compressed_copies(found).items() if uri not in named}
+    if copies:
+        uri, original = next(iter(copies.items()))
+        more = f" and {pluralize(len(copies) - 1, 'other')}" if len(copies) > 1 else ""
+        what = f"source {config.name!r} leaves out {uri}{more}: compressed copies of files that it reads ({original})"
+        notes.append(Note("duplicates", what))
+    notes += _other_endings(config, found)
+    kept = [found[uri] for uri in sorted(found) if uri not in others and uri not in copies]
+    return _relative_to_common_folder(config, kept), notes
+
+
+def _other_endings(config: SourceConfig, found: Collection[str]) -> Iterator[Note]:
+    """Yield a note on files in folders on disk that are in the format, but whose endings are not searched for."""
+    alike = {"jsonl", "json"} if config.format in {"jsonl", "json"} else {config.format}
+    for path in config.paths:
+        root = storage.canonical_uri(path).rstrip("/")
+        if storage.scheme_of(root) is not None or not Path(root).is_dir() or is_extension(path):
+            continue
+        names = [file.uri for file in storage.list_files(root, ("",)) if file.uri not in found]
+        bare = {without_compression(uri) for uri in found}
+        endings = Counter(
+            PurePath(name).suffix for name in names
+            if format_of_path(name) in alike and PurePath(name).stem.lower() not in {"readme", "license"}
+            and without_compression(name) not in bare
+        )  # fmt: skip
+        if endings:
+            shown = ", ".join(f"{count:,} {ending}" for ending, count in sorted(endings.items()))
+            hint = f"add {root}/**/*{next(iter(sorted(endings)))} to its paths to read them"
+            yield Note("other_endings", f"source {config.name!r} leaves out files of {root}: {shown} ({hint})")
 
 
 def _relative_to_common_folder(config: SourceConfig, files: list[FoundFile]) -> list[FoundFile]:
@@ -133,11 +170,10 @@ def _relative_to_common_folder(config: SourceConfig, files: list[FoundFile]) -> 
     while folder and not all(file.stored.uri.startswith(f"{folder}/") for file in files):
         folder = folder.rpartition("/")[0]
     candidates = [FoundFile(file.stored, file.stored.uri[len(folder) + 1 :]) for file in files]
-    splits_by_folder = (
-        not any(is_validation_name(file.relative_path) for file in files)
-        and len({is_validation_name(file.relative_path) for file in candidates}) == 2
+    splits_by_folder = not any(is_validation_name(file.relative_path) for file in files) and names_hold_out(
+        config.format, (file.relative_path for file in candidates)
     )
-    return candidates if folder and config.format in SPLIT_NAMED_FORMATS and splits_by_folder else files
+    return candidates if folder and splits_by_folder else files
 
 
 def _expand_paths(config: SourceConfig, key: str) -> Iterator[str]:

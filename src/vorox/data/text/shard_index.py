@@ -7,19 +7,18 @@ the recorded size, or the source is rejected.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Any
 
 from vorox.core.errors import DataError
+from vorox.core.files.json_reader import parse_json
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.source_formats import source_format
 from vorox.data import storage
 from vorox.data.storage import StoredFile
-from vorox.data.text.holdout import is_validation_name
 
-_INDEX_NAME: Final[Mapping[str, str]] = {"mds": "index.json", "arrow": "state.json"}
 _MAX_INDEX_BYTES = 1 << 28
 
 
@@ -46,8 +45,8 @@ def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, 
     Raises:
         DataError: The location cannot be listed, or an index is corrupt or names a missing file.
     """
-    index_name = _INDEX_NAME.get(config.format)
-    if index_name is None:
+    index_name = source_format(config.format).index_name
+    if not index_name:
         return storage.list_files(location, endings)
     listed = storage.list_files(location, (*endings, index_name))
     data = {file.uri: file for file in listed if not file.uri.endswith(index_name)}
@@ -59,7 +58,7 @@ def list_indexed_files(config: SourceConfig, location: str, endings: tuple[str, 
             chosen.setdefault(file.uri, file)
     folders = {_split(index.uri)[0] for index in indexes}
     without = [file for file in data.values() if file.uri not in chosen and _split(file.uri)[0] not in folders]
-    is_folder = not storage.has_magic(location) and storage.canonical_uri(location) not in data
+    is_folder = any(uri.startswith(storage.canonical_uri(location).rstrip("/") + "/") for uri in data)
     if without and is_folder and config.format == "mds":
         raise DataError(
             f"The MDS shard has no {index_name} beside it", where=without[0].uri,
@@ -84,7 +83,7 @@ def _entries(form: str, index: StoredFile) -> Iterator[list[_Entry]]:
         if index.size_bytes > _MAX_INDEX_BYTES:
             raise ValueError(f"it has {index.size_bytes:,} bytes")
         with storage.open_range(index) as content:
-            found = list((_mds_entries if form == "mds" else _arrow_entries)(json.loads(content.read())))
+            found = list((_mds_entries if form == "mds" else _arrow_entries)(parse_json(content.read(), index.uri)))
         outside = next((entry.name for entries in found for entry in entries if not _is_inside(entry.name)), None)
         if outside is not None:
             raise ValueError(f"it names {outside!r}, which is not in its folder")
@@ -149,11 +148,3 @@ def _resolve_entry(index: StoredFile, alternatives: Sequence[_Entry], data: Mapp
         f"The index names {names or 'a shard without a file'}, which does not exist", where=index.uri,
         hint="the folder is incomplete: download or write it again",
     )  # fmt: skip
-
-
-def select_splits(config: SourceConfig, paths: Sequence[str]) -> list[str]:
-    """Return the relative paths in the folders of train and validation, if there is a folder ``train``; else all."""
-    folders = {path.partition("/")[0] for path in paths if "/" in path}
-    if config.format not in _INDEX_NAME or "train" not in folders:
-        return list(paths)
-    return [path for path in paths if path.partition("/")[0] == "train" or is_validation_name(path)]

@@ -10,21 +10,24 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vorox.core.atomic import canonical_json
 from vorox.core.config.setting_dependencies import source_conflicts
-from vorox.core.errors import ConfigError, DataError
-from vorox.core.extensions import identity_text, is_extension
+from vorox.core.config.source_checks import path_problems, refuse
+from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.files.atomic import canonical_json
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import SourceConfig, ValidationConfig
-from vorox.data.chat_template import ChatTemplate
+from vorox.core.schema.source_formats import source_format
+from vorox.core.user_code.extensions import identity_text, is_extension
+from vorox.data import storage
+from vorox.data.chat.column_meaning import FURTHER_FIELDS
+from vorox.data.chat.template import ChatTemplate
 from vorox.data.documents import SourceFile
-from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, retry_budget
-from vorox.data.text.file_content import compression_by_suffix, detect_damage, limits_of
+from vorox.data.storage import ContentVersions, RetryPolicy, StoredFile, content_hash, retry_budget, scheme_of
+from vorox.data.text.decompression import UTF_8
+from vorox.data.text.file_content import detect_damage, is_stored_as_read, limits_of
 from vorox.data.text.formats import first_block, has_many_records, has_row_groups, measure, split_blocks
 from vorox.data.text.holdout import NO_HOLDOUT
 from vorox.data.text.listing import STDLIB_SELECTION, FoundFile, Note, find_files
-
-_FIELDS = frozenset({"jsonl", "csv", "parquet", "arrow", "mds"})
 
 ListingProgress = Callable[[int, int], None]
 """Called with (bytes hashed, bytes to hash)."""
@@ -44,9 +47,10 @@ class Source:
             it. ``None`` for all of a compressed, Parquet or Arrow file, whose length in text is known when it is read.
         notes: Messages for the user that are not errors.
         holdout: Its holdout rule, once ``holdout_selection`` has selected one.
-        held_out_share: Share of its text in the held-out tails, or of its records among the held-out ones; ``None`` if
+        held_out_share: Share of its text in the held-out spans, or of its records among the held-out ones; ``None`` if
             it is not measured.
         chat_template: Renders its conversations; ``None`` until the tokenizer is known, and for sources of text.
+        is_listed: Whether its files were listed; else they are those that a run has recorded.
     """
 
     config: SourceConfig
@@ -59,6 +63,7 @@ class Source:
     holdout: ValidationConfig = NO_HOLDOUT
     held_out_share: float | None = None
     chat_template: ChatTemplate | None = None
+    is_listed: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -79,13 +84,18 @@ class Source:
         if config.chat_fields:
             definition["chat_fields"] = ",".join(config.chat_fields)
             definition |= {"preference_pairs": "true"} if config.preference_pairs else {}
+            definition |= {name: value for name in FURTHER_FIELDS if (value := getattr(config, name)) is not None}
             definition |= {} if self.chat_template is None else {"chat_template": self.chat_template.digest}
-        elif config.format in _FIELDS:
+        elif source_format(config.format).has_fields:
             definition |= {"tokens_field": config.tokens_field} if config.tokens_field else {
                 "text_field": config.text_field,
             }  # fmt: skip
         if config.images_field is not None:
             definition["images_field"] = config.images_field
+        if config.ignored_fields:
+            definition["ignored_fields"] = ",".join(sorted(config.ignored_fields))
+        if limits_of(config).encoding != UTF_8:
+            definition["encoding"] = limits_of(config).encoding
         if config.format == "csv":
             definition["delimiter"] = config.delimiter
         if config.has_tokens:
@@ -153,7 +163,7 @@ def list_source(
             continue
         end, text_bytes, is_last = _apply_limit(config, stored, used)
         if text_bytes or (end is None and detect_damage(stored, limits_of(config)) is not None):
-            chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version), end))
+            chosen.append((file, SourceFile(stored.uri, stored.size_bytes, version, file.relative_path), end))
         used += text_bytes
         if is_last:
             break
@@ -185,12 +195,13 @@ def _note(kind: str, what: str, source: str, names: Sequence[str]) -> list[Note]
 
 def _apply_limit(config: SourceConfig, file: StoredFile, used_bytes: int) -> tuple[int | None, int, bool]:
     """Return (end, bytes of text, is last file) for the next file under ``max_bytes``."""
-    in_text = has_row_groups(config.format) or compression_by_suffix(file.uri) is not None
+    is_plain = is_stored_as_read(file, limits_of(config))
+    in_text = has_row_groups(config.format) or not is_plain
     whole = None if in_text else file.size_bytes
     if config.max_bytes is None:
         return whole, file.size_bytes, False
     left = config.max_bytes - used_bytes
-    if compression_by_suffix(file.uri) is None:
+    if is_plain:
         size = measure(config, file)
         if size <= left:
             return whole, size, size == left
@@ -253,6 +264,67 @@ def with_files(source: Source, indexes: Sequence[int]) -> Source:
     )
 
 
+def recorded_source(config: SourceConfig, key: str, files: Sequence[SourceFile], holdout: ValidationConfig) -> Source:
+    """Return a source with the files and the holdout rule that a run has recorded, without listing it."""
+    stored, paths = tuple(map(unlisted, files)), tuple(file.path for file in files)
+    return Source(config, key, stored, tuple(files), paths, (None,) * len(files), holdout=holdout, is_listed=False)
+
+
+def unlisted(file: SourceFile) -> StoredFile:
+    """Return a recorded file that was not listed, or is gone or changed; reading it from a local disk is an error."""
+    is_pinned = scheme_of(file.uri) is not None
+    return StoredFile(file.uri, file.size_bytes, "", 0, version=file.version if is_pinned else None)
+
+
+def found_again(source: Source, versions: ContentVersions) -> Source:
+    """Return a recorded source in which the files that are unchanged on disk can be read."""
+    return replace(source, stored=tuple(listed_again(file, versions) or unlisted(file) for file in source.files))
+
+
+def listed_again(file: SourceFile, versions: ContentVersions | None = None) -> StoredFile | None:
+    """Return a recorded file if it is still in its place on a local disk, with the same content."""
+    if scheme_of(file.uri) is not None:
+        return None
+    try:
+        (found,) = storage.list_files(file.uri, ())
+        is_same = found.size_bytes == file.size_bytes and (versions or ContentVersions()).version(found) == file.version
+    except (DataError, ValueError):
+        return None
+    return found if is_same else None
+
+
+def on_disk(source: Source) -> Source:
+    """Return a recorded source with its files as they are on disk now, even if their content has changed."""
+
+    def find(stored: StoredFile) -> StoredFile:
+        if source.is_listed or stored.scheme is not None:
+            return stored
+        try:
+            return storage.list_files(stored.uri, ())[0]
+        except (DataError, IndexError):
+            return stored  # the error is raised when it is read
+
+    return replace(source, stored=tuple(map(find, source.stored)))
+
+
+def found_elsewhere(source: Source, indexes: Sequence[int]) -> Source:
+    """Return a source in which some local files are where its locations have their content now, if they have it."""
+    wanted = {(source.files[index].size_bytes, source.files[index].version): index for index in indexes}
+    sizes = {size_bytes for size_bytes, _ in wanted}
+    try:
+        _, listed, _ = find_files(source.config, source.key)
+    except VoroxError:  # its locations are gone, too
+        return source
+    stored, paths = list(source.stored), list(source.relative_paths)
+    for file in listed:
+        if file.stored.size_bytes not in sizes or file.stored.version is not None:
+            continue
+        index = wanted.get((file.stored.size_bytes, content_hash(file.stored)))
+        if index is not None:
+            stored[index], paths[index] = file.stored, file.relative_path
+    return replace(source, stored=tuple(stored), relative_paths=tuple(paths))
+
+
 def list_files(source: SourceConfig) -> tuple[SourceFile, ...]:
     """Return the files of a source: sorted, deduplicated, up to ``max_bytes``."""
     return list_source(source).files
@@ -264,11 +336,7 @@ def _check(config: SourceConfig, key: str) -> None:
             f"{name} {getattr(config, name)!r} means {remedy}",
             where=f"{key}.{name}", hint="leave it out",
         )  # fmt: skip
-    if config.format != "python_stdlib" and not config.paths:
-        raise ConfigError(
-            f"Format {config.format} needs at least one path", where=f"{key}.paths",
-            hint="set it to files, folders or globs",
-        )  # fmt: skip
+    refuse(path_problems(key, config))
 
 
 def _empty_source_error(

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import ValidationConfig
-from vorox.data.chat_template import rendered
+from vorox.core.schema.source_formats import source_format
+from vorox.data.chat.template import rendered_all
 from vorox.data.documents import (
     BAD_RECORDS_IN_A_ROW,
     AnyDocument,
@@ -29,7 +30,7 @@ from vorox.data.documents import (
     TokenDocument,
     Unit,
 )
-from vorox.data.images import placed
+from vorox.data.images.reading import ImageFolder, placed
 from vorox.data.storage import (
     PrefetchedRanges,
     RetryPolicy,
@@ -39,7 +40,7 @@ from vorox.data.storage import (
     read_prefetched,
     retry_budget,
 )
-from vorox.data.text.file_content import SequentialReads, compression_by_suffix
+from vorox.data.text.file_content import SequentialReads, is_stored_as_read, limits_of
 from vorox.data.text.formats import has_many_records, has_row_groups, records_reader
 from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
 from vorox.data.text.sources import Source
@@ -55,7 +56,6 @@ _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 TEXT_OVERHEAD_BYTES = 64
 """Approximate size of a document in memory, beyond its text."""
-_PLAIN_FORMATS = frozenset({"txt", "jsonl", "csv", "bin"})
 
 
 class UnitReader:
@@ -86,8 +86,10 @@ class UnitReader:
         for span in unit.spans:
             accept = document_filter(self._validation, self._split, source.relative_paths[span.file_index])
             records = self._read_records(source.config, source.stored[span.file_index], span, accept)
-            if source.chat_template or source.config.images_field:
-                records = (placed(rendered(record, source.chat_template)) for record in records)
+            records = rendered_all(records, source.chat_template)
+            if source.config.images_field:
+                folder = ImageFolder.of(source.stored[span.file_index].uri, source.relative_paths[span.file_index])
+                records = (placed(record, folder) for record in records)
             yield from records
 
     @property
@@ -119,7 +121,8 @@ class UnitReader:
         return PrefetchedRanges(tuple(ranges))
 
     def _is_plain(self, file: StoredFile) -> bool:
-        plain = self.source.config.format in _PLAIN_FORMATS and compression_by_suffix(file.uri) is None
+        config = self.source.config
+        plain = source_format(config.format).is_stored_plainly and is_stored_as_read(file, limits_of(config))
         return plain and file.scheme is not None
 
 
@@ -134,7 +137,7 @@ def read_units(
 
 
 def splits_share_units(source: Source) -> bool:
-    """Return whether both splits consist of the same units: single records are held out, not files or file tails."""
+    """Return whether both splits consist of the same units: single records are held out, not files or spans."""
     return source.holdout.split == "document" and has_many_records(source.config)
 
 

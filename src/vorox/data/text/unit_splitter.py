@@ -21,9 +21,10 @@ from vorox.data.documents import Unit, UnitSpan
 from vorox.data.prefetch import map_ordered
 from vorox.data.size_groups import batch_by_size
 from vorox.data.storage import RetryPolicy, retry_budget
-from vorox.data.text.file_content import compressed_length_bytes, compression_by_suffix, limits_of
+from vorox.data.text.file_content import compressed_length_bytes, is_stored_as_read, limits_of
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
-from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, holds_out_files, tail_start
+from vorox.data.text.formats.record_blocks import WINDOW_BYTES, read_range
+from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, held_out_spans, holds_out_files
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
 
@@ -73,7 +74,7 @@ class UnitSplitter:
         last, limits = first[-1].spans[-1], limits_of(self.source.config)
         file = self.source.stored[last.file_index]
         passed = sum(self._stored_bytes(index) for index in range(last.file_index))
-        if compression_by_suffix(file.uri) is None or self.source.end_bytes[last.file_index] is not None:
+        if is_stored_as_read(file, limits) or self.source.end_bytes[last.file_index] is not None:
             passed += last.end_byte
         else:
             passed += compressed_length_bytes(file, last.end_byte, limits)
@@ -88,10 +89,10 @@ class UnitSplitter:
             return 0
         end = source.end_bytes[index]
         size = source.files[index].size_bytes if end is None else end
-        if validation.split != "tail":
+        if validation.split != "span":
             return size
-        start = tail_start(validation, size)
-        return start if self.split == "train" else size - start
+        held_out = sum(end - start for start, end in held_out_spans(validation, source.relative_paths[index], size))
+        return held_out if self.split == "validation" else size - held_out
 
     @property
     def max_unit_bytes(self) -> int:
@@ -130,23 +131,19 @@ class UnitSplitter:
         if after is not None and after.start_byte == after.end_byte:
             return  # an empty span: the rest of the file is unreadable
         start, ordinal = (0, 0) if after is None else (after.end_byte, after.first_ordinal)
-        if validation.split == "tail":
-            middle = _tail_boundary(source, index, validation)
-            if self.split == "train":
-                end = middle
-            elif after is None and middle > 0:
-                for block in split_blocks(config, file, 0, middle, self.unit_bytes):
-                    start, ordinal = block.start_byte, block.first_ordinal
-                ordinal += count_records(config, file, start, middle)
-                start = middle
-        if end is not None and end <= start:
-            return
         if after is not None:
             ordinal += count_records(config, file, after.start_byte, after.end_byte)
         accept = document_filter(validation, self.split, source.relative_paths[index])
-        for block in split_blocks(config, file, start, end, self.unit_bytes, ordinal):
-            if has_many_records(config) or accept(block.start_byte):
-                yield UnitSpan(index, block.start_byte, block.end_byte, block.first_ordinal), block.text_bytes
+        parts = _parts(source, index, validation) if validation.split == "span" else [(0, end, self.split)]
+        for first, last, split in parts:
+            if last is not None and last <= start:
+                continue
+            first, block = max(first, start), None
+            for block in split_blocks(config, file, first, last, self.unit_bytes, ordinal):
+                if split == self.split and (has_many_records(config) or accept(block.start_byte)):
+                    yield UnitSpan(index, block.start_byte, block.end_byte, block.first_ordinal), block.text_bytes
+            if block is not None and len(parts) > 1:  # records of the other split count too
+                ordinal = block.first_ordinal + count_records(config, file, block.start_byte, block.end_byte)
 
 
 class _EndTracker(Iterator[T]):
@@ -237,23 +234,60 @@ def reject_empty_source(source: Source) -> None:
     )  # fmt: skip
 
 
-def tail_bytes(source: Source, index: int, validation: ValidationConfig) -> tuple[int, int]:
-    """Return the bytes of text in the held-out tail of a file, and in all of the file; a compressed file is read once.
+def held_out_bytes_of(source: Source, index: int, validation: ValidationConfig) -> tuple[int, int]:
+    """Return the bytes of text in the held-out spans of a file, and in all of the file.
 
     Raises:
         DataError: The file cannot be read.
     """
     config, file, end = source.config, source.stored[index], source.end_bytes[index]
     with retry_budget(RetryPolicy.from_source(config)):
-        size = measure(config, file, end)
-        boundary = _tail_boundary(source, index, validation)
-        return max(0, size - (measure(config, file, boundary) if boundary else 0)), size
+        size, held_out = measure(config, file, end), 0
+        for first, last, split in _parts(source, index, validation):
+            if split == "validation":
+                before = measure(config, file, first) if first else 0
+                held_out += (size if last is None else measure(config, file, last)) - before
+        return held_out, size
 
 
-def _tail_boundary(source: Source, index: int, validation: ValidationConfig) -> int:
-    """Return the start of the held-out tail: the last record boundary before it, else the first one after it."""
+def _next_boundary(source: Source, index: int, first: int, at: int, size: int) -> int | None:
+    """Return the first record boundary from a place on, for a record that begins at ``first``; ``None``: the end."""
+    config, file, end = source.config, source.stored[index], source.end_bytes[index]
+    if has_many_records(config):
+        block = next(split_blocks(config, file, first, end, 1), None)
+        return end if block is None else block.end_byte
+    newline = read_range(file, at, min(at + WINDOW_BYTES, size), limits_of(config)).find(b"\n")
+    return end if newline < 0 else at + newline + 1
+
+
+def _parts(source: Source, index: int, validation: ValidationConfig) -> list[tuple[int, int | None, Split]]:
+    """Return the parts of a file that belong to each split under the rule ``span``, in order, ending at records."""
     config, file, end = source.config, source.stored[index], source.end_bytes[index]
     size = measure(config, file, end)
-    start = tail_start(validation, size)
-    first = first_block(config, file, end, start)
-    return 0 if first is None else first.end_byte
+
+    def boundary(at: int) -> int | None:
+        """Return the last record boundary before a place, else the first one after it."""
+        if at <= 0 or at >= size:
+            return 0 if at <= 0 else end
+        first = first_block(config, file, end, at)
+        return end if first is None else first.end_byte
+
+    parts: list[tuple[int, int | None, Split]] = []
+    known = 0
+    # Each boundary in a compressed or recoded file is found by reading it from its start.
+    max_parts = None if is_stored_as_read(file, limits_of(config)) else 1
+    for start, last in held_out_spans(validation, source.relative_paths[index], size, max_parts=max_parts):
+        first, stop = boundary(start), boundary(last)
+        if first is None or (known and first < known):
+            first = known
+        if stop is not None and stop <= first:  # inside a record
+            stop = _next_boundary(source, index, first, last, size)
+        if stop is not None and stop <= first:
+            continue
+        if first > known:
+            parts.append((known, first, "train"))
+        parts.append((first, stop, "validation"))
+        if stop is None or stop == end:
+            return parts
+        known = stop
+    return [*parts, (known, end, "train")]

@@ -8,21 +8,20 @@ all files are read at that commit, so that a concurrent push cannot mix two toke
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.chat_template import read_chat_template
-from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer
+from vorox.data.tokenizers.base_settings import conversion_hint, read_base_settings
+from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer
 
-_SPECIAL_NAME = "special_tokens_map.json"
-_WANTED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Globs of the files of a repository without its weights."""
 _HUB = re.compile(r"hf://(?:models/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -35,6 +34,16 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
             package is missing.
         DataError: The repository or revision does not exist, has no tokenizer, or cannot be reached.
     """
+    directory, name = find_files(config), str(config.path)
+    file = directory / TOKENIZER_NAME
+    text = file.read_text(encoding="utf-8") if file.is_file() else _convert(directory, name)
+    settings = read_base_settings(directory)
+    end_of_text = config.end_of_text or settings.token("eos_token") or END_OF_TEXT
+    return Tokenizer(text, end_of_text, where=name, settings=settings)
+
+
+def find_files(config: TokenizerConfig) -> Path:
+    """Return the local directory of ``tokenizer.path``, downloaded if it is a repository. Errors as above."""
     assert config.path is not None
     directory = Path(config.path).expanduser()
     if directory.is_dir():
@@ -44,36 +53,19 @@ def load_huggingface(config: TokenizerConfig) -> Tokenizer:
                 where="tokenizer.revision",
                 hint="remove the setting, or name a repository",
             )
+    elif directory.is_file():
+        raise ConfigError(
+            f"{config.path} is a file, not a directory", where="tokenizer.path",
+            hint="set tokenizer.kind=file" if directory.suffix == ".json" else conversion_hint(directory),
+        )  # fmt: skip
     elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
-        directory, _ = download_repository(config.path, config.revision, _WANTED, key="tokenizer.path")
+        directory, _ = download_repository(config.path, config.revision, TOKENIZER_FILES, key="tokenizer.path")
     else:
         raise ConfigError(
             f"{config.path!r} is neither a directory nor the name of a repository", where="tokenizer.path",
             hint="set it to a directory with a tokenizer.json, or to OWNER/NAME",
         )  # fmt: skip
-    file = directory / TOKENIZER_NAME
-    text = file.read_text(encoding="utf-8") if file.is_file() else _convert(directory, config.path)
-    template, bos_token = read_chat_template(directory)
-    end_of_text = config.end_of_text or _end_of_text(directory)
-    return Tokenizer(text, end_of_text, where=config.path, chat_template=template, bos_token=bos_token)
-
-
-def _end_of_text(directory: Path) -> str:
-    """Return the end-of-sequence token in the configuration files of a tokenizer."""
-    for name in (CONFIG_NAME, _SPECIAL_NAME):
-        file = directory / name
-        if not file.is_file():
-            continue
-        try:
-            value: Any = json.loads(file.read_bytes())
-            token: Any = value.get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise DataError("The file is not valid JSON", where=str(file)) from error
-        if isinstance(token, dict):
-            token = cast("dict[str, Any]", token).get("content")
-        if isinstance(token, str) and token:
-            return token
-    return END_OF_TEXT
+    return directory
 
 
 def download_repository(name: str, revision: str | None, patterns: Sequence[str], *, key: str) -> tuple[Path, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.core.extensions import load_function
 from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.chat_template import read_chat_template
+from vorox.core.user_code.extensions import load_function
+from vorox.data.tokenizers.base_settings import CONFIG_NAME, conversion_hint, read_base_settings
 from vorox.data.tokenizers.token_ids import IDS_NAME, load_token_ids
-from vorox.data.tokenizers.tokenizer import CONFIG_NAME, END_OF_TEXT, TOKENIZER_NAME, Tokenizer, special_token
+from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokenizer, special_token
 from vorox.data.tokenizers.tokenizer_json import byte_alphabet
 
 
@@ -37,18 +36,21 @@ def load(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
     file = path / TOKENIZER_NAME if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")
-        if end_of_text is None:
-            token: Any = json.loads((file.parent / CONFIG_NAME).read_bytes())["eos_token"]
-            end_of_text = token if isinstance(token, str) else str(token["content"])
     except OSError as error:
         raise DataError(
             f"Cannot read the tokenizer: {error.strerror}", where=str(error.filename or file),
-            hint="use a tokenizer.json or a directory with one; tokenizer_config.json names the end-of-text token",
+            hint="use a tokenizer.json or a directory with one",
         ) from error  # fmt: skip
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError("The tokenizer's files are not valid", where=str(file.parent)) from error
-    template, bos_token = read_chat_template(file.parent)
-    return Tokenizer(text, end_of_text, where=str(file), chat_template=template, bos_token=bos_token)
+    except ValueError as error:
+        raise DataError("The tokenizer's files are not valid", where=str(file), hint=conversion_hint(file)) from error
+    settings = read_base_settings(file.parent)
+    end_of_text = end_of_text or settings.token("eos_token")
+    if end_of_text is None:
+        raise DataError(
+            "Cannot read the tokenizer: it names no end-of-text token", where=str(file.parent / CONFIG_NAME),
+            hint=f"add eos_token to {CONFIG_NAME}, or set tokenizer.end_of_text",
+        )  # fmt: skip
+    return Tokenizer(text, end_of_text, where=str(file), settings=settings)
 
 
 def load_from_function(config: TokenizerConfig) -> Tokenizer:

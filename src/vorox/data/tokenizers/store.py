@@ -8,21 +8,22 @@ matches its files; a corrupt one is an error, never a silently different tokeniz
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from vorox.core.atomic import canonical_json, make_directory, pretty_json, write_file
+from vorox.core.config.config_for_text import CHATML_TOKENS
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.extensions import is_extension
-from vorox.core.file_holder import FileLock
+from vorox.core.files.atomic import canonical_json, make_directory, pretty_json, write_file
+from vorox.core.files.file_holder import FileLock
+from vorox.core.files.json_reader import read_json
 from vorox.core.schema.data import DataConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.chat_template import BUILT_IN, check_syntax, configured_source
-from vorox.data.documents import Document
+from vorox.core.user_code.extensions import is_extension
+from vorox.data.chat.template import configured_source
+from vorox.data.documents import Document, UnreadableRecord
 from vorox.data.text.holdout import SPLITS
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
@@ -35,6 +36,8 @@ from vorox.data.tokenizers.tokenizer import END_OF_TEXT, TOKENIZER_NAME, Tokeniz
 from vorox.data.tokenizers.training_sample import training_sample
 
 IDENTITY_NAME = "IDENTITY.json"
+_RECORDED_KINDS = ("bpe", "char", "file", "huggingface", "tiktoken")
+"""Kinds whose tokenizer depends on files that may change."""
 TrainingProgress = Callable[[int, int], None]
 """Called with (bytes of text read, bytes to read)."""
 
@@ -86,7 +89,7 @@ def stored_with_same_settings(
     wanted = without_files(exact["trained_on"])
     for path in sorted((root / "tokenizers").glob(f"*/{IDENTITY_NAME}")):
         try:
-            if without_files(json.loads(path.read_bytes())["trained_on"]) != wanted:
+            if without_files(read_json(path)["trained_on"]) != wanted:
                 continue
             tokenizer = _load(path.parent, config)
         except (DataError, OSError, ValueError, KeyError, TypeError):
@@ -95,10 +98,10 @@ def stored_with_same_settings(
 
 
 def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | None:
-    """Return the trained tokenizer of a run; ``None`` if it has none or the configuration names one.
+    """Return the tokenizer that a run has recorded; ``None`` if it has none, or makes it from its settings alone.
 
-    A trained tokenizer depends on the files and weights of the sources. A run keeps its own when those change, because
-    its rows are tokenized with it.
+    A run keeps its own when the sources change that it was trained on, or when the directory or repository changes
+    that it came from, because its rows are tokenized with it.
 
     Args:
         directory: The run's tokenizer directory.
@@ -107,9 +110,9 @@ def load_run_tokenizer(directory: Path, config: TokenizerConfig) -> Tokenizer | 
     Raises:
         DataError: The tokenizer is corrupt.
     """
-    if config.kind not in {"bpe", "char"} or not (directory / TOKENIZER_NAME).exists():
+    if config.kind not in _RECORDED_KINDS or not (directory / TOKENIZER_NAME).exists():
         return None
-    return _configured(load(directory, end_of_text=config.end_of_text or END_OF_TEXT), config)
+    return _configured(load(directory, end_of_text=config.end_of_text), config)
 
 
 def configured_untrained(config: TokenizerConfig) -> Tokenizer | None:
@@ -129,12 +132,20 @@ def with_chat_template(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokeniz
     Raises:
         ConfigError: The template does not exist or has an error.
     """
-    if config.chat_template is not None:
-        tokenizer = tokenizer.with_chat_template(configured_source(config.chat_template))
-    elif tokenizer.chat_template is None:
-        tokenizer = tokenizer.with_chat_template(BUILT_IN["chatml"])
+    if config.chat_template is not None or tokenizer.chat_template is None:
+        source = configured_source(
+            config.chat_template or "chatml", tokenizer.start_of_chat,
+            has_turn_end=tokenizer.special_id(CHATML_TOKENS[1]) is not None,
+        )  # fmt: skip
+        tokenizer = tokenizer.with_chat_template(source)
     assert tokenizer.chat_template is not None
-    check_syntax(tokenizer.chat_template)
+    try:
+        tokenizer.chat_template.check_syntax()
+    except UnreadableRecord as error:
+        raise ConfigError(
+            f"The chat template cannot be compiled: {error}", where="tokenizer.chat_template",
+            hint="set another template",
+        ) from error  # fmt: skip
     return tokenizer
 
 
@@ -251,7 +262,7 @@ def _all_texts(sources: Sequence[Source], data: DataConfig, on_progress: Trainin
 def _load(directory: Path, config: TokenizerConfig) -> Tokenizer:
     tokenizer = load(directory, end_of_text=config.end_of_text or END_OF_TEXT)
     try:
-        recorded = json.loads((directory / IDENTITY_NAME).read_bytes())["fingerprint"]
+        recorded = read_json(directory / IDENTITY_NAME)["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         recorded = ""
     if recorded != tokenizer.fingerprint:

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Regex, pre_tokenizers
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.tokenizers.fast_path import adversarial_texts
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer

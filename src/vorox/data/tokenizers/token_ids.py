@@ -7,7 +7,6 @@ that need text (bits per byte, samples, text transforms) are not available with 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +14,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import canonical_json, pretty_json
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.files.atomic import canonical_json, pretty_json
+from vorox.core.files.json_reader import read_json
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.rows import TokenArray
+from vorox.data.tokenizers.base_settings import GENERATION_NAME
 from vorox.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
 IDS_NAME = "token_ids.json"
@@ -36,6 +37,7 @@ class TokenIds(Tokenizer):
         self.vocab_size = vocab_size + (end_of_text_id is None)
         self.end_of_text = END_OF_TEXT
         self.end_of_text_id = vocab_size if end_of_text_id is None else end_of_text_id
+        self.end_ids = (self.end_of_text_id,)
         self.unknown_id = None
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self.lossless = False
@@ -59,8 +61,34 @@ class TokenIds(Tokenizer):
     def without_fast_path(self) -> Tokenizer:
         return self
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ()
+
     def special_id(self, token: str) -> int | None:
         return self.end_of_text_id if token == self.end_of_text else None
+
+    def token_id(self, token: str) -> int | None:
+        return self.special_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+    def without_special(self, ids: Sequence[int]) -> list[int]:
+        return list(ids)
+
+    def encode_as_transformers(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids that a text lists; none are added."""
+        del add_special_tokens
+        return self.encode(text).tolist()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.end_ids
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ()
 
     def with_special_tokens(self, tokens: Sequence[str]) -> Tokenizer:
         if any(self.special_id(token) is None for token in tokens):
@@ -100,9 +128,9 @@ class TokenIds(Tokenizer):
         return np.zeros(self.vocab_size, np.int32)
 
     def files(self, max_positions_tokens: int | None = None) -> dict[str, bytes]:
-        """Return the description of the ids; transformers has nothing to load from it."""
+        """Return the description of the ids, and where generation stops; transformers has no tokenizer to load."""
         del max_positions_tokens
-        return {IDS_NAME: pretty_json(self._description)}
+        return {IDS_NAME: pretty_json(self._description), GENERATION_NAME: pretty_json(self.special_ids())}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenIds, (self.vocab_size, self.end_of_text_id)
@@ -120,7 +148,7 @@ def load_token_ids(file: Path) -> TokenIds:
         DataError: The file is corrupt.
     """
     try:
-        value: Any = json.loads(file.read_bytes())
+        value: Any = read_json(file)
         return TokenIds(int(value["vocab_size"]), int(value["end_of_text_id"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError("The description of the token ids is corrupt", where=str(file)) from error

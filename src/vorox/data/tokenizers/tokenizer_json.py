@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from vorox.core.errors import DataError
+from vorox.core.files.json_reader import parse_json
 from vorox.data.rows import TokenArray
 
 TokenType = type[np.uint16] | type[np.uint32]
@@ -27,7 +28,7 @@ REPLACEMENT = REPLACEMENT_CHARACTER.encode()
 def parse(text: str, where: str) -> tuple[dict[str, Any], Any]:
     """Parse a tokenizer.json with truncation, padding and dropout off; return it and the library's tokenizer."""
     try:
-        value: dict[str, Any] = json.loads(text)
+        value: dict[str, Any] = parse_json(text, where, dict)
         has_options = value.get("truncation") or value.get("padding") or value["model"].get("dropout")
         value["truncation"] = value["padding"] = None
         if value["model"].get("dropout"):  # never added: a new key would change the fingerprint
@@ -114,6 +115,31 @@ def token_bytes(value: dict[str, Any], vocabulary: dict[str, int], vocab_size: i
         else:
             table[index] = (token if token in added else token.replace("▁", " ")).encode("utf-8")
     return table
+
+
+def added_ids(value: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor adds before and after a text, as transformers does by default."""
+    processor: dict[str, Any] = value.get("post_processor") or {}
+    kind = processor.get("type")
+    if kind == "Sequence":
+        start: tuple[int, ...] = ()
+        end: tuple[int, ...] = ()
+        for part in processor["processors"]:
+            before, after = added_ids({"post_processor": part})
+            start, end = before + start, end + after
+        return start, end
+    if kind in {"BertProcessing", "RobertaProcessing"}:
+        return (int(processor["cls"][1]),), (int(processor["sep"][1]),)
+    if kind != "TemplateProcessing":  # ByteLevel adds nothing
+        return (), ()
+    pieces: list[dict[str, Any]] = processor["single"]
+    at = next((index for index, piece in enumerate(pieces) if "Sequence" in piece), len(pieces))
+
+    def ids(part: list[dict[str, Any]]) -> tuple[int, ...]:
+        named = [processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"] for piece in part]
+        return tuple(int(token) for tokens in named for token in tokens)
+
+    return ids(pieces[:at]), ids(pieces[at + 1 :])
 
 
 def reject_lone_surrogates(texts: Iterable[str]) -> None:

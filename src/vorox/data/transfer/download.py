@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vorox.core.atomic import is_disk_full, make_directory, pretty_json, rename, write_file
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError
-from vorox.core.file_holder import FileLock
-from vorox.data.shard_format import SHORT_HEADER_BYTES, parse_header
+from vorox.core.files.atomic import is_disk_full, make_directory, pretty_json, rename, write_file
+from vorox.core.files.file_holder import FileLock
+from vorox.core.platform.environment import free_disk_bytes
 from vorox.data.storage import StoredFile, canonical_uri, list_files, open_range, retry_budget
 from vorox.data.storage.hub import parse_hub_uri, resolve_commit
+from vorox.data.text.shard_format import SHORT_HEADER_BYTES, parse_header
 
 DATASETS = {
     "fineweb10B": "hf://datasets/kjj0/fineweb10B-gpt2",
@@ -161,7 +161,7 @@ def _check_disk_space(output: Path, files: Sequence[StoredFile], paths: Sequence
         for file, path in zip(files, paths, strict=True)
         if not path.exists()
     )
-    free = shutil.disk_usage(output).free
+    free = free_disk_bytes(output)
     if missing and missing + _RESERVED_BYTES > free:
         raise DoesNotFitError(
             f"The disk has too little space: {missing:,} more bytes are needed and {_RESERVED_BYTES:,} in reserve, but "

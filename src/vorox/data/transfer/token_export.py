@@ -17,9 +17,9 @@ from typing import Any, cast
 import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.data.cache.reader import CacheReader
-from vorox.data.corpus import Corpus
+from vorox.data.corpus.corpus import Corpus
 from vorox.data.documents import DocumentSpan
 from vorox.data.rows import TokenArray
 from vorox.data.text.holdout import SPLITS, Split
@@ -180,6 +180,12 @@ def _tokens(reader: CacheReader, destination: Destination, report: ExportProgres
 def _check_complete(files: Sequence[ExportedFile], destination: Destination, reader: CacheReader) -> None:
     found = (sum(file.documents for file in files), sum(file.tokens for file in files))
     if found != (destination.num_documents, destination.num_tokens):
+        if reader.recipe.transforms:
+            raise DataError(
+                "The transforms made texts of equal size of one record, which the rows do not tell apart",
+                where=str(reader.directory),
+                hint="export from a cache with one text for each record, or write the texts to files and export those",
+            )
         raise DataError(
             f"The rows contain {found[0]:,} documents with {found[1]:,} tokens, but the manifest lists "
             f"{destination.num_documents:,} with {destination.num_tokens:,}",
@@ -227,14 +233,14 @@ def whole_documents(reader: CacheReader) -> Iterator[WholeDocument]:
 
 
 def _documents_of_unit(reader: CacheReader, first_row: int, end_row: int) -> list[WholeDocument]:
-    documents: dict[tuple[int, int], WholeDocument] = {}
+    documents: dict[tuple[int, int, int], WholeDocument] = {}  # transforms may make several of a record
     for first in range(first_row, end_row, _BLOCK_ROWS):
         rows = np.arange(first, min(first + _BLOCK_ROWS, end_row), dtype=np.int64)
         block = reader.read_rows(rows)
         for index, row in enumerate(rows.tolist()):
             begin = 0
             for span in reader.documents_of(row):
-                key = (span.file_index, span.ordinal)
+                key = (span.file_index, span.ordinal, span.copy)
                 if key not in documents:
                     tokens = cast(TokenArray, np.empty(span.document_tokens, block.tokens_NC.dtype))
                     documents[key] = WholeDocument(span.uri, span.ordinal, tokens)

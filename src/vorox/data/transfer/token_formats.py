@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.atomic import Buffer
 from vorox.core.errors import DataError
-from vorox.core.staged_directory import HashingWriter, StagedDirectory
+from vorox.core.files.atomic import Buffer
+from vorox.core.files.staged_directory import HashingWriter, StagedDirectory
 from vorox.data.rows import TokenArray
-from vorox.data.shard_format import MAX_TOKENS, long_header
 from vorox.data.size_groups import batch_by_size
+from vorox.data.text.shard_format import MAX_TOKENS, long_header
 
 TokenFormat = Literal["bin", "mds", "npy"]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from annotated_types import Ge, Le
 
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.data.transforms.identity import version
 
 Fraction = Annotated[float, Ge(0), Le(1)]

@@ -10,8 +10,8 @@ import hashlib
 
 import numpy as np
 
-from vorox.core.atomic import canonical_json
-from vorox.core.extensions import version
+from vorox.core.files.atomic import canonical_json
+from vorox.core.user_code.extensions import version
 
 __all__ = ["generator_at", "version"]
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from vorox.core.atomic import canonical_json
 from vorox.core.errors import ConfigError
-from vorox.core.extensions import identity_of, load_function
+from vorox.core.files.atomic import canonical_json
 from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
+from vorox.core.user_code.extensions import identity_of, load_function
 from vorox.data.transforms.augmentation import required_special_tokens
 from vorox.data.transforms.signatures import check_library
 

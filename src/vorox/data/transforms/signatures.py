@@ -18,7 +18,7 @@ import xxhash
 from annotated_types import Ge, Gt, Le
 
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.data.transforms.identity import version
 
 Signature = npt.NDArray[Any]

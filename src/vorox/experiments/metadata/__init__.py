@@ -1,7 +1,6 @@
 """The metadata database: which run used which data, as intervals in SQLite or PostgreSQL."""
 
-from vorox.experiments.metadata.cache import MetadataCache, QueryResult
-from vorox.experiments.metadata.tables import Row
-from vorox.experiments.metadata.writer import MetadataWriter
+from vorox.experiments.metadata.cache import MetadataCache, QueryResult, Replacement
+from vorox.experiments.metadata.exporter import BackgroundExporter
 
-__all__ = ["MetadataCache", "MetadataWriter", "QueryResult", "Row"]
+__all__ = ["BackgroundExporter", "MetadataCache", "QueryResult", "Replacement"]

@@ -1,27 +1,27 @@
 """``MetadataCache``: the metadata database of one or many runs, in SQLite or PostgreSQL.
 
-Rows are written by natural key, so writes are idempotent; SQL queries return columns and rows. The database is derived
-data: no run reads it, and everything but inserted samples can be rebuilt from run directories and caches.
+Writes replace the rows of a run or a cache, so repeating them is harmless; SQL queries return columns and rows. The
+database is derived data: no run reads it, and it can be rebuilt from run directories and caches.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from vorox.experiments.metadata.databases import (
-    Database,
+    Cells,
     PostgresDatabase,
     SqliteDatabase,
     query_postgres,
     query_sqlite,
     require_psycopg,
 )
-from vorox.experiments.metadata.tables import TABLES, Row
+from vorox.experiments.metadata.tables import RUN_TABLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,22 @@ class QueryResult:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
+class Replacement(NamedTuple):
+    """New rows of a table, in place of those that a condition selects.
+
+    Attributes:
+        table: The table.
+        condition: In SQL, with ``?`` placeholders.
+        values: Values of the placeholders.
+        rows: Cells in the order of the columns.
+    """
+
+    table: str
+    condition: str
+    values: Cells
+    rows: Iterable[Cells]
+
+
 class MetadataCache:
     """An open metadata database. Use it as a context manager, from one thread.
 
@@ -48,46 +64,32 @@ class MetadataCache:
         target: The path of a SQLite file, created if missing; or a PostgreSQL connection string.
 
     Raises:
-        ConfigError: The connection string is invalid, the client is not installed, or the database has a newer version.
+        ConfigError: The connection string is invalid, the client is not installed, or the database has another version.
         Exception: One of ``errors`` if the database is unavailable.
     """
 
     def __init__(self, target: Path | str) -> None:
-        self._database: Database = SqliteDatabase(target) if isinstance(target, Path) else PostgresDatabase(target)
+        self._database = SqliteDatabase(target) if isinstance(target, Path) else PostgresDatabase(target)
 
     @staticmethod
     def errors(target: Path | str | None) -> tuple[type[Exception], ...]:
         """Return the exceptions that an unavailable database raises."""
         return (require_psycopg().Error,) if isinstance(target, str) else (sqlite3.Error,)
 
-    def write(self, rows: Iterable[Row]) -> int:
-        """Insert or replace rows by natural key, in one transaction. Returns the number of keys."""
-        by_table: dict[str, dict[tuple[Any, ...], Row]] = {}
-        for row in rows:
-            by_table.setdefault(row.table, {})[row.key] = row  # the last row of a key counts
-        with self._database.transaction():
-            for name, keyed in by_table.items():
-                self._database.upsert(TABLES[name], (row.cells() for row in keyed.values()))
-        return sum(map(len, by_table.values()))
+    def replace(self, owner: str, replacements: Iterable[Replacement]) -> None:
+        """Replace rows in one transaction.
 
-    def replace(self, table: str, run_id: str, rows: Iterable[Row]) -> None:
-        """Replace all rows of a run in a table, in one transaction."""
-        with self._database.transaction():
-            self._database.execute(f"DELETE FROM {TABLES[table].name} WHERE run_id = ?", (run_id,))  # noqa: S608
-            self._database.load(TABLES[table], (row.cells() for row in rows))
+        The replacements are computed inside it, by one writer of an owner at a time: a slow writer cannot replace rows
+        by older ones.
 
-    def insert_samples(self, run_id: str, first_position: int, end_position: int, rows: Iterable[Row]) -> int:
-        """Replace the rows of ``sample`` for positions ``[first_position, end_position)``, in one transaction.
-
-        PostgreSQL uses COPY. Returns the number of rows.
+        Args:
+            owner: The run or cache that owns the rows.
+            replacements: What to replace.
         """
-        table = TABLES["sample"]
-        with self._database.transaction():
-            self._database.execute(
-                "DELETE FROM sample WHERE run_id = ? AND position >= ? AND position < ?",
-                (run_id, first_position, end_position),
-            )
-            return self._database.load(table, (row.cells() for row in rows))
+        with self._database.transaction(owner):
+            for table, condition, values, rows in replacements:
+                self._database.execute(f"DELETE FROM {table} WHERE {condition}", values)  # noqa: S608
+                self._database.insert(table, rows)
 
     def directory_of(self, run_id: str) -> Path | None:
         """Return the recorded directory of a run, or ``None`` for an unknown run."""
@@ -96,17 +98,7 @@ class MetadataCache:
 
     def remove_run(self, run_id: str) -> None:
         """Remove a run's rows. Rows of token caches are kept, since other runs may use them."""
-        with self._database.transaction():
-            for table in TABLES.values():
-                if "run_id" in table.key:
-                    self._database.execute(f"DELETE FROM {table.name} WHERE run_id = ?", (run_id,))  # noqa: S608
-
-    def rows_of(self, table: str) -> Iterator[Row]:
-        """Yield all rows of a table, by key."""
-        known = TABLES[table]
-        statement = f"SELECT {', '.join(known.columns)} FROM {known.name} ORDER BY {', '.join(known.key)}"  # noqa: S608
-        for cells in self._database.execute(statement):
-            yield Row(table, dict(zip(known.columns, cells, strict=True)))
+        self.replace(run_id, (Replacement(table, "run_id = ?", (run_id,), ()) for table in RUN_TABLES))
 
     def close(self) -> None:
         self._database.close()

@@ -1,7 +1,7 @@
 """The SQLite and PostgreSQL backends of ``MetadataCache``, behind one interface.
 
-Opening a database migrates it to the current version, under a lock, so that many runs can open one concurrently. Writes
-are transactional; user queries run on a separate read-only connection. Invariant: both backends return the same Python
+Opening an empty database creates the tables, under a lock, so that many runs can open one concurrently. Writes are
+transactional; user queries run on a separate read-only connection. Invariant: both backends return the same Python
 values for the same rows and query.
 """
 
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import math
 import re
 import sqlite3
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.core.redaction import redact
-from vorox.experiments.metadata.tables import CURRENT_VERSION, MIGRATIONS, TABLES, VERSION_TABLE, Table
+from vorox.experiments.metadata.tables import CACHE_TABLES, RUN_TABLES, SCHEMA, VERSION, VERSION_TABLE, VIEWS
 
 SCHEMA_NAME = "vorox"
 """PostgreSQL schema of the tables, separate from those of other applications."""
@@ -27,33 +28,11 @@ SCHEMA_NAME = "vorox"
 _CONNECT_SECONDS = 5
 _STATEMENT_MILLISECONDS = 60_000
 _BUSY_SECONDS = 5.0
-_MIGRATION_LOCK = 0x766F726F78  # "vorox"
+_MAX_INTEGER = (1 << 63) - 1
 _READING = re.compile(r"(?:\s|--[^\n]*(?:\n|\Z)|/\*.*?\*/|\()*(select|with|values)\b", re.IGNORECASE | re.DOTALL)
 
 Cells = Sequence[Any]
 Result = tuple[tuple[str, ...], list[tuple[Any, ...]]]
-
-
-class Database(Protocol):
-    """An open database at the current version."""
-
-    def transaction(self) -> contextlib.AbstractContextManager[None]:
-        """Commit all writes inside together, or none."""
-        ...
-
-    def execute(self, statement: str, values: Cells = ()) -> list[tuple[Any, ...]]:
-        """Execute a statement with ``?`` placeholders and return its rows."""
-        ...
-
-    def upsert(self, table: Table, rows: Iterable[Cells]) -> int:
-        """Insert or replace rows by key. Keys must be unique within a call."""
-        ...
-
-    def load(self, table: Table, rows: Iterable[Cells]) -> int:
-        """Bulk-insert rows with new keys."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class SqliteDatabase:
@@ -62,15 +41,17 @@ class SqliteDatabase:
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            self._connection.execute("PRAGMA synchronous = NORMAL")  # rows lost in a power failure are written again
-            with self.transaction():
-                _migrate(self, str(path))
+            self._connection.execute("PRAGMA synchronous = NORMAL")  # rows lost in a power failure are exported again
+            with self.transaction(""):
+                hint = f"remove {path.name}; `vorox data sql RUN --refresh` rebuilds it from the run directory"
+                _create_tables(self, str(path), hint)
         except BaseException:
             self._connection.close()
             raise
 
     @contextlib.contextmanager
-    def transaction(self) -> Generator[None]:
+    def transaction(self, owner: str) -> Generator[None]:  # noqa: ARG002 - SQLite has one writer of all rows
+        """Commit all writes inside together, or none, as the only writer of an owner's rows."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -80,68 +61,82 @@ class SqliteDatabase:
         self._connection.execute("COMMIT")
 
     def execute(self, statement: str, values: Cells = ()) -> list[tuple[Any, ...]]:
+        """Execute a statement with ``?`` placeholders and return its rows."""
         return self._connection.execute(statement, tuple(values)).fetchall()
 
-    def upsert(self, table: Table, rows: Iterable[Cells]) -> int:
-        return self._connection.executemany(_upsert(table, "?"), rows).rowcount
-
-    def load(self, table: Table, rows: Iterable[Cells]) -> int:
-        columns, marks = ", ".join(table.columns), ", ".join("?" * len(table.columns))
-        return self._connection.executemany(f"INSERT INTO {table.name} ({columns}) VALUES ({marks})", rows).rowcount  # noqa: S608
+    def insert(self, table: str, rows: Iterable[Cells]) -> None:
+        """Insert rows with new keys; cells are in the order of the columns."""
+        marks = ", ".join("?" for _ in self._connection.execute(f"SELECT * FROM {table} LIMIT 0").description)  # noqa: S608
+        self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", map(_storable, rows))  # noqa: S608
 
     def close(self) -> None:
         self._connection.close()
 
 
 class PostgresDatabase:
-    """A PostgreSQL server. Its connection string is never shown."""
+    """A PostgreSQL server, with the interface of ``SqliteDatabase``. Its connection string is never shown."""
 
     def __init__(self, dsn: str) -> None:
         self._connection = _connect(dsn)
         try:
-            with self.transaction():
-                self._connection.execute("SELECT pg_advisory_xact_lock(%s)", (_MIGRATION_LOCK,))
-                self._connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA_NAME}")
-                _migrate(self, "the PostgreSQL database")
+            with self.transaction(SCHEMA_NAME):
+                self.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA_NAME}")
+                hint = (
+                    f"DROP SCHEMA {SCHEMA_NAME} CASCADE; `vorox data sql RUN --refresh` rebuilds the rows of each run"
+                )
+                _create_tables(self, "the PostgreSQL database", hint)
         except BaseException:
             self._connection.close()
             raise
 
     @contextlib.contextmanager
-    def transaction(self) -> Generator[None]:
+    def transaction(self, owner: str) -> Generator[None]:
         with self._connection.transaction():
+            self.execute("SELECT pg_advisory_xact_lock(hashtextextended(?, 0))", (owner,))
             yield
 
     def execute(self, statement: str, values: Cells = ()) -> list[tuple[Any, ...]]:
         cursor = self._connection.execute(statement.replace("?", "%s"), tuple(values) or None)
         return cursor.fetchall() if cursor.description else []
 
-    def upsert(self, table: Table, rows: Iterable[Cells]) -> int:
-        """Insert or replace rows: COPY into a temporary table, then one INSERT."""
-        columns = ", ".join(table.columns)
-        with self._connection.cursor() as cursor:
-            cursor.execute(f"CREATE TEMP TABLE incoming (LIKE {table.name}) ON COMMIT DROP")
-            count = self._copy(cursor, "incoming", table, rows)
-            insert = _upsert(table, "").partition(" VALUES ")[0]
-            conflict = _upsert(table, "").partition(" ON CONFLICT ")[2]
-            cursor.execute(f"{insert} SELECT {columns} FROM incoming ON CONFLICT {conflict}")  # noqa: S608
-            cursor.execute("DROP TABLE incoming")
-        return count
-
-    def load(self, table: Table, rows: Iterable[Cells]) -> int:
-        with self._connection.cursor() as cursor:
-            return self._copy(cursor, table.name, table, rows)
-
-    def _copy(self, cursor: Any, target: str, table: Table, rows: Iterable[Cells]) -> int:
-        count = 0
-        with cursor.copy(f"COPY {target} ({', '.join(table.columns)}) FROM STDIN") as copy:
+    def insert(self, table: str, rows: Iterable[Cells]) -> None:
+        with self._connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN") as copy:
             for row in rows:
-                copy.write_row(row)
-                count += 1
-        return count
+                copy.write_row(_storable(row))
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _storable(row: Cells) -> list[Any]:
+    """Return cells that both databases store alike: no NUL, lone surrogate or NaN, and integers of 64 bits."""
+    return [_storable_cell(cell) for cell in row]
+
+
+def _storable_cell(cell: Any) -> Any:
+    if isinstance(cell, str):
+        return cell.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if isinstance(cell, int):
+        return max(-_MAX_INTEGER, min(cell, _MAX_INTEGER))
+    return None if cell is not None and math.isnan(cell) else cell
+
+
+def _create_tables(database: SqliteDatabase | PostgresDatabase, name: str, hint: str) -> None:
+    """Create the tables of an empty database, inside a transaction and one process at a time.
+
+    Raises:
+        ConfigError: It was created by another version of Vorox.
+    """
+    database.execute(VERSION_TABLE)
+    found = database.execute("SELECT version FROM metadata_version")
+    if not found:
+        for statement in SCHEMA:
+            database.execute(statement)
+        database.execute("INSERT INTO metadata_version (version) VALUES (?)", (VERSION,))
+    elif (version := int(found[0][0])) != VERSION:
+        raise ConfigError(
+            f"The metadata database has version {version}; this Vorox supports {VERSION}", where=name, hint=hint
+        )
 
 
 def require_psycopg() -> Any:
@@ -179,36 +174,6 @@ def _connect(dsn: str, *, options: str = "") -> Any:
                 "keepalives_count": 3, "tcp_user_timeout": 30_000, "application_name": "vorox"}  # fmt: skip
     settings = {**defaults, **given, "options": f"{given.get('options', '')} {ours}".strip()}
     return psycopg.connect(**settings, autocommit=True)
-
-
-def _upsert(table: Table, mark: str) -> str:
-    columns, marks = ", ".join(table.columns), ", ".join([mark] * len(table.columns))
-    changes = ", ".join(f"{name} = excluded.{name}" for name in table.others)
-    key = ", ".join(table.key)
-    return f"INSERT INTO {table.name} ({columns}) VALUES ({marks}) ON CONFLICT ({key}) DO UPDATE SET {changes}"  # noqa: S608
-
-
-def _migrate(database: Database, name: str) -> None:
-    """Migrate a database to the current version, inside a transaction and one process at a time.
-
-    Raises:
-        ConfigError: It was created by a newer version of Vorox.
-    """
-    database.execute(VERSION_TABLE)
-    found = database.execute("SELECT version FROM metadata_version")
-    version = int(found[0][0]) if found else 0
-    if version > CURRENT_VERSION:
-        raise ConfigError(
-            f"The metadata database has version {version}; this Vorox supports {CURRENT_VERSION}", where=name,
-            hint="use the version of Vorox that created it, or another database",
-        )  # fmt: skip
-    if version == CURRENT_VERSION:
-        return
-    for statements in MIGRATIONS[version:]:
-        for statement in statements:
-            database.execute(statement)
-    database.execute("DELETE FROM metadata_version")
-    database.execute("INSERT INTO metadata_version (version) VALUES (?)", (CURRENT_VERSION,))
 
 
 # User queries
@@ -305,7 +270,7 @@ def _check_read_only(statement: str) -> None:
 
 
 def _refusal(what: str) -> ConfigError:
-    tables = ", ".join([*TABLES, "consumed", "epochs", "samples", "epoch_samples"])
+    tables = ", ".join([*RUN_TABLES, *CACHE_TABLES, *VIEWS])
     return ConfigError(
         f"The statement is refused: {what}", where="vorox data sql", hint=f"tables and views: {tables}",
         saved="nothing was changed",

@@ -10,19 +10,21 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import json
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME, canonical_json
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.installation import install_command
+from vorox.core.files import atomic
+from vorox.core.files.atomic import MANIFEST_NAME, canonical_json
+from vorox.core.files.json_reader import MalformedJson, open_regular, parse_json, read_json
+from vorox.core.files.staged_directory import read_manifest, unreadable_error, verify_directory
+from vorox.core.platform.installation import install_command
 from vorox.core.run_layout import RunLayout
-from vorox.core.staged_directory import read_manifest, unreadable_error, verify_directory
-from vorox.training.replay_chain import examine_chain
+from vorox.records.replay_chain import examine_chain
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -59,7 +61,7 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         CheckpointError: It is damaged, or the replay chain has another head at its step.
     """
     checkpoint = RunLayout(run_directory).checkpoint(step)
-    metadata = verify_directory(checkpoint)
+    metadata = verify_directory(checkpoint, step=step)
     _check_chain(run_directory, step, metadata.get("chain"))
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in _digests(checkpoint).items()]
     statement = {
@@ -89,14 +91,23 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
     key_id = _key_id(key)
     statement = _signed_statement(path, key, key_id)
     predicate = statement["predicate"]
-    if predicate["step"] != step or predicate["run"] != run_directory.resolve().name:
+    name = run_directory.resolve().name
+    if predicate["step"] == step and predicate["run"] != name:
+        raise CheckpointError(
+            f"The signature is for run {predicate['run']}, but this directory is {name}: it was renamed, or the "
+            "signature was copied here",
+            where=str(path), saved="nothing was changed",
+            hint=f"if you renamed it, give it its old name: mv {shlex.quote(str(run_directory))} "
+            f"{shlex.quote(str(run_directory.with_name(str(predicate['run']))))}",
+        )  # fmt: skip
+    if predicate["step"] != step:
         raise CheckpointError(
             f"The signature is for step {predicate['step']} of run {predicate['run']}", where=str(path),
             hint="a signature belongs to one checkpoint; it cannot be moved or renamed",
         )  # fmt: skip
     signed = {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}
     found = _digests(checkpoint)
-    for name in sorted(signed.keys() | found.keys()):
+    for name in sorted(signed.keys() | found.keys(), key=lambda name: (name == MANIFEST_NAME, name)):
         if signed.get(name) != found.get(name):
             what = "was added" if name not in signed else "is missing" if name not in found else "has changed"
             raise CheckpointError(
@@ -105,6 +116,23 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
             )  # fmt: skip
     _check_chain(run_directory, step, predicate["chain"])
     return Signature(step, path, key_id)
+
+
+def verify_newest_is_present(run_directory: Path) -> None:
+    """Check that the checkpoint of the newest signature exists, under its own name.
+
+    Raises:
+        CheckpointError: It was removed or renamed, so that an older one would be used in its place.
+    """
+    layout = RunLayout(run_directory)
+    names = (re.fullmatch(r"step-([0-9]{8,16})\.json", path.name) for path in layout.signatures.glob("*.json"))
+    newest = max((int(name[1]) for name in names if name), default=None)
+    if newest is None or layout.checkpoint(newest).is_dir():
+        return
+    raise CheckpointError(
+        f"The newest signed checkpoint, of step {newest:,}, is missing", where=str(layout.checkpoint(newest)),
+        hint=f"restore it from a copy; if you removed it yourself, remove {layout.signature(newest)} too",
+    )  # fmt: skip
 
 
 def load_private_key(path: Path) -> PrivateKey:
@@ -145,7 +173,7 @@ def load_public_key(path: Path) -> PublicKey:
 def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, Any]:
     """Return the statement of an envelope if the key has signed it."""
     try:
-        envelope = json.loads(path.read_bytes())
+        envelope = read_json(path, dict)
         payload_type, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
     except FileNotFoundError as error:
@@ -162,18 +190,26 @@ def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, A
             f"The signature is not by this key, or was changed (key {key_id[:16]})", where=str(path),
             hint="use the public key of the signer; if it is the right one, do not use the checkpoint",
         )  # fmt: skip
-    if payload_type != PAYLOAD_TYPE or (statement := json.loads(payload)).get("predicateType") != PREDICATE_TYPE:
+    statement: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
+    if statement.get("predicateType") != PREDICATE_TYPE:
         raise CheckpointError("The signature is not for a checkpoint", where=str(path), hint="sign the checkpoint")
     return statement
 
 
 def _check_chain(run_directory: Path, step: int, head: str | None) -> None:
-    """Check that the replay chain has a head at a step, and is intact up to it."""
-    chain = examine_chain(run_directory)
-    entry = chain.entries.get(step)
-    if entry is None or entry.chain != head or any(changed <= step for changed in chain.changed):
+    """Check that the replay chain records every step up to this one, link by link, and ends in the head.
+
+    A link is verified by the one before it, so a missing line hides a changed one: both are refused.
+    """
+    chain = examine_chain(run_directory, step)
+    if damage := chain.damage(step):
         raise CheckpointError(
-            f"The replay chain differs from the checkpoint at step {step:,} or before", where=str(chain.path),
+            f"The replay chain is not intact up to step {step:,}: {damage}", where=str(chain.path),
+            hint="restore the file from a copy",
+        )  # fmt: skip
+    if chain.entries[step].chain != head:
+        raise CheckpointError(
+            f"The replay chain differs from the checkpoint at step {step:,}", where=str(chain.path),
             hint="restore the file from a copy",
         )  # fmt: skip
 
@@ -186,8 +222,10 @@ def _digests(checkpoint: Path) -> dict[str, str]:
         if path.is_dir() and not path.is_symlink():
             continue
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 found[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+        except MalformedJson as error:
+            raise CheckpointError("A file of the checkpoint is not a regular file", where=str(path)) from error
         except OSError as error:
             raise unreadable_error(error, path) from error
     assert MANIFEST_NAME in found

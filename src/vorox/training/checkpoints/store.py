@@ -15,26 +15,33 @@ single process takes the same steps without waiting.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vorox.core import atomic, staged_directory
 from vorox.core.batch import Progress
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import EngineSnapshot, PartReport
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
-from vorox.core.json_lines import read_history
-from vorox.core.log import RunLog
-from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name
-from vorox.core.run_lookup import refuse_links, run_argument
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.json_lines import read_history
+from vorox.core.files.json_reader import read_json
+from vorox.core.files.staged_directory import FileEntry, StagedDirectory, StagedPart
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import (
+    RunLayout,
+    checkpoint_directories,
+    lock_run,
+    parse_checkpoint_name,
+    step_directories,
+)
 from vorox.core.schema import CheckpointConfig
-from vorox.core.staged_directory import FileEntry, StagedDirectory, StagedPart
-from vorox.training.schedule import Horizon
+from vorox.core.user_code import trusted_code
+from vorox.records.log import RunLog
+from vorox.records.run_lookup import refuse_links, run_argument
+from vorox.training.steps.schedule import Horizon
 
 STATE_NAME = "state.json"
 STATE_FORMAT = "vorox-state/1"
@@ -48,6 +55,15 @@ class Checkpoint(NamedTuple):
 
     path: Path
     metadata: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Return a checkpoint by its manifest alone; no other file is verified.
+
+        Raises:
+            CheckpointError: The manifest is missing or damaged.
+        """
+        return cls(path, staged_directory.read_manifest(path)["metadata"])
 
     @property
     def step(self) -> int:
@@ -88,6 +104,7 @@ def commit_checkpoint(
     files: Mapping[str, bytes],
     metadata: Mapping[str, Any],
     distributed: DistributedContext,
+    record: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write a checkpoint on rank 0, which appears complete or not at all; the other ranks call ``write_shards``.
 
@@ -97,6 +114,7 @@ def commit_checkpoint(
         files: The other files, by name.
         metadata: For its manifest, which also gets the fingerprint of the state.
         distributed: The ranks.
+        record: Called with the fingerprint, before the checkpoint appears.
 
     Raises:
         CheckpointError: As ``write_state``.
@@ -106,6 +124,7 @@ def commit_checkpoint(
         fingerprint = write_state(snapshot, directory, distributed)
         for name, data in files.items():
             directory.write(name, data)
+        record(fingerprint)
         directory.commit({**metadata, "fingerprint": fingerprint})
 
 
@@ -158,31 +177,19 @@ def read_state(checkpoint: Path) -> RunState:
     """
     path = checkpoint / STATE_NAME
     with translate_read_errors(path):
-        value = json.loads(path.read_bytes())
+        value = read_json(path, dict)
     if value.get("format") != STATE_FORMAT:
         raise CheckpointError(f"State has format {value.get('format')}, expected {STATE_FORMAT}", where=str(path))
-    return RunState.from_json(value)
+    try:
+        return RunState.from_json(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError("The state is malformed", where=str(path), hint="restore it from a copy") from error
 
 
-def step_directories(run_directory: Path) -> dict[int, Path]:
-    """Return every directory with a checkpoint's name, by step, valid or not.
-
-    Raises:
-        UnreadableCheckpointError: The directory cannot be listed.
-    """
-    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
-    return dict(sorted((name.step, path) for name, path in found if name and not name.status))
-
-
-def _listed(run_directory: Path) -> list[Path]:
-    """List the subdirectories of ``checkpoints/``, including links to directories, by name."""
-    parent = RunLayout(run_directory).checkpoints
-    with translate_read_errors(parent):
-        try:
-            names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
-        except FileNotFoundError:  # any other error leaves open whether there are checkpoints
-            names = []
-    return [parent / name for name in sorted(names)]
+def incomplete_checkpoints(run_directory: Path) -> list[Path]:
+    """Return the directories with a checkpoint's name that have no manifest."""
+    found = checkpoint_directories(run_directory)
+    return [path for name, path in found if not name.status and not staged_directory.has_manifest(path)]
 
 
 def verify(path: Path) -> Checkpoint:
@@ -192,14 +199,11 @@ def verify(path: Path) -> Checkpoint:
         CheckpointError: A file is missing or changed, or the directory has another step's name.
         UnreadableCheckpointError: A file cannot be read.
     """
-    with translate_read_errors(path):
-        checkpoint = Checkpoint(path, staged_directory.verify_directory(path))
     name = parse_checkpoint_name(path.name)
-    if name and not name.status and checkpoint.metadata.get("step") != name.step:
-        raise CheckpointError(
-            f"Directory holds the checkpoint of step {checkpoint.metadata.get('step')}", where=str(path)
-        )
-    return checkpoint
+    with translate_read_errors(path):
+        metadata = staged_directory.verify_directory(path, step=None if name is None else name.step)
+    trusted_code.mark_recorded([metadata.get(key) for key in ("settings", "spec")], path)
+    return Checkpoint(path, metadata)
 
 
 def latest_valid(
@@ -212,12 +216,12 @@ def latest_valid(
 
     Args:
         run_directory: The run.
-        at_or_before: Consider only steps up to this one.
+        at_or_before: Consider only steps up to this one; ``None`` then also means that none of them is valid.
         on_corrupt: Called with every corrupt checkpoint that is skipped. The owner of the run quarantines it
             (``quarantine_corrupt``).
 
     Raises:
-        CheckpointError: There are checkpoints but none is valid.
+        CheckpointError: The run has checkpoints but none is valid.
         UnreadableCheckpointError: A checkpoint cannot be read. An older one is not used in its place.
     """
     directories = step_directories(run_directory)
@@ -233,7 +237,7 @@ def latest_valid(
             failures.append(error)
             if on_corrupt is not None:
                 on_corrupt(directories[step], error)
-    if failures or (at_or_before is None and corrupt_checkpoints(run_directory)):
+    if at_or_before is None and (failures or corrupt_checkpoints(run_directory)):
         raise none_valid_error(run_directory, "; ".join(map(str, failures)) or "all are quarantined")
     return None
 
@@ -250,11 +254,10 @@ def none_valid_error(run_directory: Path, why: str, whose: str = "this run") -> 
 
 def corrupt_checkpoints(run_directory: Path) -> list[tuple[int, Path]]:
     """Return the checkpoints quarantined as corrupt, with their steps."""
-    found = ((parse_checkpoint_name(path.name), path) for path in _listed(run_directory))
-    return [(name.step, path) for name, path in found if name and name.status == "corrupt"]
+    return [(name.step, path) for name, path in checkpoint_directories(run_directory) if name.status == "corrupt"]
 
 
-def quarantine(path: Path, status: Literal["corrupt", "replaced"], reason: str) -> Path:
+def quarantine(path: Path, status: Literal["corrupt", "replaced", "incomplete"], reason: str) -> Path:
     """Rename a checkpoint so that no run resumes from it, and write the reason into it; return its new path.
 
     Of a symbolic link, only the link is renamed; nothing is written behind it.
@@ -332,22 +335,29 @@ def _check_restorable(path: Path, step: int, target: Path, heads: dict[int, str 
     if target.exists() or target.is_symlink():
         return f"{target.name} was saved again since"
     try:
-        metadata = staged_directory.verify_directory(path, extra_files=frozenset({REASON_NAME}))
+        metadata = staged_directory.verify_directory(path, step=step, extra_files=frozenset({REASON_NAME}))
     except UnreadableCheckpointError:
         raise
     except CheckpointError as error:
         return str(error)
-    if metadata.get("step") != step:
-        return f"it holds step {metadata.get('step')}"
     if heads and heads.get(step) != metadata.get("chain"):
         return "the run continued without it, from an earlier step"
     atomic.remove_file(path / REASON_NAME)
     return ""
 
 
-def steps_to_keep(steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float]) -> set[int]:
-    """Return the steps whose checkpoints the retention rules keep, of the ascending ``steps``."""
-    keep = set(steps[-config.keep_last :])
+def steps_to_keep(
+    steps: list[int], config: CheckpointConfig, eval_losses: Mapping[int, float], changes: Collection[int] = ()
+) -> set[int]:
+    """Return the steps whose checkpoints the retention rules keep, of the ascending ``steps``.
+
+    Args:
+        steps: The steps of the checkpoints.
+        config: The retention rules.
+        eval_losses: Validation losses by step.
+        changes: States at which the environment changed. A replay computes in one environment, so it starts from them.
+    """
+    keep = set(steps[-config.keep_last :]) | {step for step in steps if step in changes}
     best = sorted((eval_losses[step], step) for step in steps if math.isfinite(eval_losses.get(step, math.nan)))
     keep.update(step for _, step in best[: config.keep_best])
     if config.keep_every_steps is not None:

@@ -12,40 +12,46 @@ steps are skipped, a due checkpoint waits for the next finite step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vorox.core import atomic
 from vorox.core.batch import Progress
-from vorox.core.disk_errors import room_text
-from vorox.core.distributed_context import DistributedContext
 from vorox.core.engine import Engine, EngineSnapshot
-from vorox.core.errors import CheckpointError, NumericalError, UnreadableCheckpointError
-from vorox.core.log import RunLog
+from vorox.core.errors import CheckpointError, NumericalError
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.disk_errors import room_text
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout
-from vorox.core.run_lookup import run_argument
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import CheckpointConfig
+from vorox.planning.disk_space import save_interval_seconds
+from vorox.records.log import RunLog
+from vorox.records.replay_chain import StateChain
+from vorox.records.run_lookup import run_argument, saved_state
+from vorox.records.run_pins import pinned_steps
+from vorox.records.step_environments import StepEnvironments
 from vorox.training.checkpoints.store import (
     STATE_NAME,
     RunState,
     commit_checkpoint,
+    incomplete_checkpoints,
     quarantine,
     read_state,
-    step_directories,
     steps_to_keep,
     verify,
     write_shards,
 )
-from vorox.training.pending_steps import PendingSteps
-from vorox.training.schedule import Horizon
+from vorox.training.steps.pending_steps import PendingSteps
+from vorox.training.steps.schedule import Horizon
 
 _REPAIR = "check the disk or the network share, then run the same command again"
 
@@ -103,6 +109,7 @@ class CheckpointWriter:
         saved_step: Step of the checkpoint that the process started from.
         log: Receives every event.
         distributed: The main rank decides and commits; the others write their own parts.
+        states: Records the fingerprint of every checkpoint.
         clock: A monotonic clock, in seconds.
     """
 
@@ -118,6 +125,7 @@ class CheckpointWriter:
         saved_step: int | None,
         log: RunLog,
         distributed: DistributedContext | None = None,
+        states: StateChain | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_directory, self._config, self._horizon = run_directory, config, horizon
@@ -125,17 +133,25 @@ class CheckpointWriter:
         self._log, self._clock = log, clock
         self._control = RunLayout(run_directory).save_request
         self._captured_step = self._saved_step = saved_step
-        self._committed_at = clock()
+        self._hidden: list[Path] = []
+        self._committed_at, self._interval_seconds = clock(), save_interval_seconds(config)
         self._serving: Request | None = None
         self._is_postponed = False
         self._writer = ThreadPoolExecutor(1, "vorox-checkpoint") if config.asynchronous else None
         self._in_flight: Future[None] | None = None
         self._distributed = distributed or DistributedContext()
+        self._states = states or StateChain(run_directory, saved_step or 0)
         if not self._distributed.is_main:
             return
         atomic.make_directory(RunLayout(run_directory).checkpoints)
         for left in atomic.sweep_temporary(RunLayout(run_directory).checkpoints):
-            log.event("checkpoint_swept", f"Removed {left.name} of an interrupted save")
+            log.event("checkpoint_swept", f"Removed {left.name} of an interrupted save or removal")
+        for path in incomplete_checkpoints(run_directory):
+            renamed = quarantine(path, "incomplete", "it has no manifest: its copy or its removal was interrupted")
+            text = (
+                f"Quarantined {path.name} as {renamed.name}: it has no manifest, so its copy or removal was interrupted"
+            )
+            log.event("checkpoint_incomplete", text, level="warning")
 
     def due(self, progress: Progress) -> bool:
         """Whether to save now: by step, time since the last save, end of the run, or request.
@@ -150,9 +166,9 @@ class CheckpointWriter:
             self._is_postponed
             or (config.every_steps is not None and progress.step % config.every_steps == 0)
             or (
-                config.every_seconds is not None
+                self._interval_seconds is not None
                 and self._in_flight is None
-                and self._clock() - self._committed_at >= config.every_seconds
+                and self._clock() - self._committed_at >= self._interval_seconds
             )
             or (config.at_end and progress.step >= self._horizon.total_steps)
             or (request is not None and request != self._serving)
@@ -266,11 +282,10 @@ class CheckpointWriter:
 
     def safe(self) -> str:
         """Describe what is safe on disk."""
-        try:
-            step = max(step_directories(self._run_directory), default=None)
-        except UnreadableCheckpointError as error:
-            return f"unknown: {error.what}"
-        return "nothing yet" if step is None else f"training state up to step {step:,} is safe in step-{step:08d}"
+        if self._saved_step is not None and not self._run_directory.exists():
+            name = RunLayout(self._run_directory).checkpoint(self._saved_step).name
+            return f"training state up to step {self._saved_step:,} in {name} of the run directory, which is not there"
+        return saved_state(RunLayout(self._run_directory)) or "nothing yet"
 
     # -- what the background thread does ------------------------------------------------------------------------------
 
@@ -319,7 +334,8 @@ class CheckpointWriter:
             text = f"Quarantined the older {path.name} as {renamed.name}"
             self._log.event("checkpoint_replaced", text, level="warning")
         files = dict(sorted(self._companions.items())) | {STATE_NAME: atomic.pretty_json(job.state.to_json())}
-        commit_checkpoint(path, job.snapshot, files, self._metadata(job), self._distributed)
+        record = functools.partial(self._states.record, job.state.progress)
+        commit_checkpoint(path, job.snapshot, files, self._metadata(job), self._distributed, record)
 
     def _metadata(self, job: _SaveJob) -> dict[str, Any]:
         progress, losses = job.state.progress, job.eval_losses.items()
@@ -351,7 +367,9 @@ class CheckpointWriter:
     def _retain(self, newest: Path, job: _SaveJob) -> tuple[Path, ...]:
         """Verify the newest checkpoint, then remove those that retention does not keep; return the removed ones."""
         directories = step_directories(self._run_directory)
-        keep = steps_to_keep(sorted(directories), self._config, job.eval_losses)
+        changes = StepEnvironments.of_run(self._run_directory).changes
+        keep = steps_to_keep(sorted(directories), self._config, job.eval_losses, changes)
+        keep.update(pinned_steps(self._run_directory).keys() & directories.keys())
         if job.state.nonfinite_in_a_row:  # keep the last one after a finite step
             finite = (step for step in sorted(directories, reverse=True) if not _nonfinite_in_a_row(directories[step]))
             keep.update([step for step in [next(finite, None)] if step is not None])
@@ -360,13 +378,22 @@ class CheckpointWriter:
             verify(newest)
         removed: list[Path] = []
         for path in expired:
-            try:
-                atomic.remove_directory(path)
+            with self._logging_kept(path):
+                self._hidden.append(staged_directory.hide(path))
                 removed.append(path)
-            except OSError as error:
-                text = f"Cannot remove expired {path.name}: {error.strerror}"
-                self._log.event("checkpoint_kept", text, level="warning")
+        for path in self._hidden.copy():  # also of earlier saves, if the disk failed then
+            with self._logging_kept(path):
+                atomic.remove_directory(path)
+                self._hidden.remove(path)
         return tuple(removed)
+
+    @contextlib.contextmanager
+    def _logging_kept(self, path: Path) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = f"Cannot remove expired {path.name}: {error.strerror}"
+            self._log.event("checkpoint_kept", text, level="warning")
 
     def _failure(self, snapshot: EngineSnapshot, step: int, error: OSError) -> CheckpointError:
         path = RunLayout(self._run_directory).checkpoint(step)

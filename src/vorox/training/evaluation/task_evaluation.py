@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from vorox.core.engine import Weights
 from vorox.core.errors import ConfigError
-from vorox.training.evaluation.sampling import generate
+from vorox.training.evaluation.task_loading import prints_aside
 from vorox.training.inference.language_model import LanguageModel
+from vorox.training.inference.sampling import generate
 
 MAX_LOGIT_BYTES = 256 << 20
 """Logits of a batch in host memory."""
@@ -70,8 +71,17 @@ class RequestScorer:
         self.model, self._batch_size, self._check = model, batch_size, check
         self.max_tokens = model.spec.max_positions_tokens
 
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.model.tokenizer.encode(text)]
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the ids of a text as transformers does, which the harness uses.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether the tokenizer adds its tokens. ``None``: unless the text begins with BOS.
+        """
+        tokenizer = self.model.tokenizer
+        if add_special_tokens is None:
+            add_special_tokens = not text.startswith(tokenizer.token_text(tokenizer.prefix_id) or "\0")
+        return tokenizer.encode_as_transformers(text, add_special_tokens=add_special_tokens)
 
     def log_likelihoods(self, pairs: Sequence[TokenPair]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation after its context, and whether greedy decoding gives it.
@@ -104,12 +114,20 @@ class RequestScorer:
 
         Args:
             prompts: Texts; their left part is dropped if they do not fit.
-            options: ``until``, ``max_gen_toks``, ``do_sample``, ``temperature`` and ``top_k`` of the harness.
+            options: ``generation_kwargs`` of the harness, accepted by ``check_completions``.
         """
         num_tokens = _num_new_tokens(options)
-        temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
-        settings = self.model.sampling_settings(num_tokens, temperature, int(options.get("top_k", 0)), None)
-        settings = replace(settings, max_new_tokens=num_tokens)
+        is_sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+        temperature = float(options.get("temperature", 1.0)) if is_sampled else 0.0
+        top_k, top_p = int(options.get("top_k") or 0), options.get("top_p")
+        settings = self.model.sampling_settings(
+            num_tokens, temperature, top_k, None, 1.0 if top_p is None else float(top_p)
+        )
+        penalty = options.get("repetition_penalty")  # without one, that of the model's generation_config.json
+        settings = replace(
+            settings, max_new_tokens=num_tokens, min_p=float(options.get("min_p") or 0),
+            repetition_penalty=settings.repetition_penalty if penalty is None else float(penalty),
+        )  # fmt: skip
         until: str | list[str] = options.get("until") or []
         stops = [until] if isinstance(until, str) else until
         texts: list[str] = []
@@ -120,7 +138,7 @@ class RequestScorer:
                 (ids or [self.model.tokenizer.end_of_text_id])[-(self.max_tokens - num_tokens) :] for ids in batch
             ]
             for ids in generate(self.model.engine, fitting, settings):
-                text = self.model.tokenizer.decode(ids)
+                text = self.model.tokenizer.decode(self.model.tokenizer.without_special(ids))
                 ends = [text.find(stop) for stop in stops if stop and stop in text]
                 texts.append(text[: min(ends, default=len(text))])
         return texts
@@ -130,21 +148,43 @@ def _score(logits_TV: npt.NDArray[np.float32], continuation: Sequence[int]) -> t
     logits = logits_TV.astype(np.float64)
     largest = logits.max(axis=-1, keepdims=True)
     log_sums = largest[:, 0] + np.log(np.exp(logits - largest).sum(axis=-1))
-    targets = np.asarray(continuation)
+    targets = np.asarray(continuation, np.int64)
     log_likelihoods = logits[np.arange(len(targets)), targets] - log_sums
     return float(log_likelihoods.sum()), bool((logits.argmax(axis=-1) == targets).all())
 
 
+_NEUTRAL_OPTIONS: Mapping[str, Any] = {
+    **dict.fromkeys(["bad_words_ids", "cache_implementation", "exponential_decay_length_penalty", "suppress_tokens"]),
+    **dict.fromkeys(["encoder_repetition_penalty", "guidance_scale", "length_penalty"], 1),
+    **dict.fromkeys(["num_beams", "num_beam_groups", "num_return_sequences", "typical_p"], 1),
+    **dict.fromkeys(["diversity_penalty", "epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens"], 0),
+    **dict.fromkeys(["frequency_penalty", "no_repeat_ngram_size", "penalty_alpha", "presence_penalty"], 0),
+    **dict.fromkeys(["early_stopping", "renormalize_logits"], False),
+    "use_cache": True,
+}
+"""Options of generation that are not supported, with the value that changes nothing."""
+_MAX_TOKEN_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_OPTIONS = ("until", *_MAX_TOKEN_OPTIONS, "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def check_completions(tasks: Mapping[str, Any], model: LanguageModel) -> None:
-    """Check that the completions that tasks request fit into the model's positions.
+    """Check that the completions that tasks request are supported, and fit into the model's positions.
 
     Raises:
-        ConfigError: A task's completions do not.
+        ConfigError: A task's completions are not, or do not.
     """
     for name, task in tasks.items():
         if task.OUTPUT_TYPE != "generate_until":
             continue
-        num_tokens = _num_new_tokens(task.get_config("generation_kwargs") or {})
+        options: Mapping[str, Any] = task.get_config("generation_kwargs") or {}
+        for option, value in options.items():
+            is_neutral = option in _NEUTRAL_OPTIONS and value in (None, _NEUTRAL_OPTIONS[option])
+            if option not in _OPTIONS and not is_neutral:
+                raise ConfigError(
+                    f"Task {name} sets generation_kwargs: {{{option}: {value}}}, which is not supported",
+                    where=name, hint=f"remove it from the task; supported are {', '.join(_OPTIONS)}",
+                )  # fmt: skip
+        num_tokens = _num_new_tokens(options)
         max_tokens = model.spec.max_positions_tokens
         if num_tokens >= max_tokens:
             raise ConfigError(
@@ -154,7 +194,8 @@ def check_completions(tasks: Mapping[str, Any], model: LanguageModel) -> None:
 
 
 def _num_new_tokens(options: Mapping[str, Any]) -> int:
-    return int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_NEW_TOKENS)))
+    given = (options[name] for name in _MAX_TOKEN_OPTIONS if options.get(name) is not None)
+    return int(next(given, MAX_NEW_TOKENS))
 
 
 def time_budget(seconds: float | None) -> Callable[[], None]:
@@ -168,6 +209,7 @@ def time_budget(seconds: float | None) -> Callable[[], None]:
     return check
 
 
+@prints_aside()
 def evaluate_tasks(
     model: LanguageModel,
     tasks: Mapping[str, Any],
@@ -229,16 +271,20 @@ def _harness_model(scorer: RequestScorer) -> Any:
     """Return the scorer as a model of the harness, whose base class is imported only here."""
     base: Any = import_module("lm_eval.api.model").TemplateLM
     windows_of: Any = import_module("lm_eval.utils")
-    end_of_text_id = scorer.model.tokenizer.end_of_text_id
+    tokenizer = scorer.model.tokenizer
 
     class HarnessModel(base):
         @property
         def eot_token_id(self) -> int:
-            return end_of_text_id
+            return tokenizer.end_of_text_id
+
+        @property
+        def prefix_token_id(self) -> int:
+            return tokenizer.prefix_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            del add_special_tokens, kwargs
-            return scorer.encode(string)
+            del kwargs
+            return scorer.encode(string, add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
             del kwargs
@@ -249,7 +295,7 @@ def _harness_model(scorer: RequestScorer) -> Any:
             totals: list[float] = []
             for (text,) in (request.args for request in requests):
                 windows = windows_of.get_rolling_token_windows(
-                    token_list=scorer.encode(text), prefix_token=end_of_text_id, max_seq_len=scorer.max_tokens,
+                    token_list=scorer.encode(text), prefix_token=tokenizer.prefix_id, max_seq_len=scorer.max_tokens,
                     context_len=1,
                 )  # fmt: skip
                 disjoint = map(windows_of.make_disjoint_window, windows)

@@ -7,21 +7,31 @@ after the search.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
+@contextlib.contextmanager
+def prints_aside() -> Generator[None]:
+    """Send to standard error what the harness, its metrics and the code of tasks print."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@prints_aside()
 def load_tasks(names: Sequence[str], task_path: Path | None, where: str = "--tasks") -> dict[str, Any]:
     """Load tasks; groups and tags become their tasks.
 

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-from vorox.core import atomic
 from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError
-from vorox.core.staged_directory import StagedDirectory
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.huggingface_spec import auto_class
-from vorox.models.stored_weights import stored_entries
-from vorox.models.weights_file import write_weights
+from vorox.core.files import atomic
+from vorox.core.files.staged_directory import StagedDirectory
+from vorox.models.arrays.weights_file import write_weights
+from vorox.models.huggingface.adapter_spec import ADAPTER_CONFIG_NAME, AdapterSpec
+from vorox.models.huggingface.spec import auto_class, load_configuration
+from vorox.models.stored.weights import stored_entries
 
-ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Prefix of every name in a peft file."""
-
-
-class MergesAdapters(Protocol):
-    """An engine that merges an adapter into its base."""
-
-    def merged_weights(self) -> Iterator[NamedArray]:
-        """Yield the weights of the base with the adapter merged into them, in fp32."""
-        ...
 
 
 def write_peft(directory: StagedDirectory, spec: AdapterSpec, adapter: Iterable[NamedArray], stored: str) -> None:
@@ -47,7 +39,7 @@ def write_peft(directory: StagedDirectory, spec: AdapterSpec, adapter: Iterable[
 def merged(adapter: Iterable[NamedArray], engine: Engine) -> Iterable[NamedArray]:
     """Return the weights of the base with an adapter merged into them; the engine keeps this adapter."""
     engine.import_weights(adapter)
-    return cast(MergesAdapters, engine).merged_weights()
+    return engine.merged_weights()
 
 
 def peft_config(spec: AdapterSpec) -> dict[str, Any]:
@@ -78,6 +70,7 @@ def load_peft(directory: Path, spec: AdapterSpec) -> Any:
     peft: Any = importlib.import_module("peft")
     transformers: Any = importlib.import_module("transformers")
     options: dict[str, Any] = {"revision": spec.revision} if spec.revision is not None else {}
+    configuration = load_configuration(transformers, _location(spec), **options)
     if spec.adapter.kind == "qlora":
         options["device_map"] = "cpu"
         options["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -86,7 +79,7 @@ def load_peft(directory: Path, spec: AdapterSpec) -> Any:
         )  # fmt: skip
     try:
         base = getattr(transformers, auto_class(spec.config["model_type"])).from_pretrained(
-            _location(spec), dtype="float32", **options
+            _location(spec), dtype="float32", config=configuration, **options
         )
         keep_layers_unpacked(base)
         with warnings.catch_warnings():

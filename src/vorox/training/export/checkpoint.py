@@ -14,35 +14,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core import atomic, staged_directory
-from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.disk_errors import room_text
+import xxhash
+
 from vorox.core.engine import Engine, Weights
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.staged_directory import StagedDirectory
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.disk_errors import room_text
+from vorox.core.files.json_reader import read_json
+from vorox.core.files.staged_directory import StagedDirectory
 from vorox.data.tokenizers import loading as tokenizers
+from vorox.data.tokenizers.base_settings import GENERATION_NAME
 from vorox.data.tokenizers.token_ids import IDS_NAME
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.decoder_spec import DecoderSpec, decoder_spec
-from vorox.models.gguf_tensors import require_gguf
-from vorox.models.huggingface_config import (
+from vorox.models.arrays.weights_file import PIECE_BYTES, write_weights
+from vorox.models.decoder.spec import DecoderSpec, decoder_spec
+from vorox.models.huggingface.adapter_spec import AdapterSpec
+from vorox.models.huggingface.config import (
     CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
     PREPROCESSOR_NAME,
     huggingface_files,
     spec_from_huggingface,
 )
-from vorox.models.huggingface_families import require_family
-from vorox.models.huggingface_spec import KIND, HuggingFaceSpec, auto_class
+from vorox.models.huggingface.families import require_family
+from vorox.models.huggingface.gguf_tensors import require_gguf
+from vorox.models.huggingface.spec import KIND, HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
-from vorox.models.stored_spec import spec_from_json
-from vorox.models.stored_weights import stored_entries
-from vorox.models.weights_file import write_weights
+from vorox.models.stored.spec import spec_from_json
+from vorox.models.stored.weights import stored_entries
+from vorox.training.checkpoints.origins import CHECKPOINTS
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
 from vorox.training.export.adapter import merged, write_peft
 from vorox.training.export.comparison import (
-    SAMPLE_TEXTS,
     WEIGHTS_NAME,
     Comparison,
     canonical_weights,
@@ -50,10 +53,11 @@ from vorox.training.export.comparison import (
     compare,
 )
 from vorox.training.export.gguf import GGUF_NAME, Stored, check_gguf, import_gguf, write_gguf
+from vorox.training.origin.model_origin import EXPORT_FORMAT, is_model_directory
+from vorox.training.origin.transformers_ids import TEXTS
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Target = Literal["hf", "gguf", "peft"]
-FORMAT = "vorox-export/1"
 _STORED: Mapping[Dtype, tuple[Stored, str]] = {
     "fp32": ("F32", "float32"),
     "bf16": ("BF16", "bfloat16"),
@@ -90,13 +94,13 @@ def export(
     dtype: Dtype = "fp32",
     weights: Weights = "model",
     engine: Engine | None = None,
-    texts: Sequence[str] = SAMPLE_TEXTS,
+    texts: Sequence[str] = TEXTS,
     check: bool = True,
 ) -> Export:
     """Write a checkpoint in Hugging Face format, as GGUF or as a peft adapter.
 
     Args:
-        source: A checkpoint, or a run, whose latest valid checkpoint is exported.
+        source: A checkpoint, a run, whose latest valid checkpoint is exported, or a directory of transformers.
         target: Directory to create. It may be empty or hold the same export.
         to: ``hf`` for transformers, ``gguf`` for llama.cpp, ``peft`` for an adapter without its base.
         dtype: Type of the stored weights, rounded to nearest even.
@@ -155,6 +159,8 @@ def export(
 
 
 def _checkpoint(source: Path) -> Checkpoint:
+    if is_model_directory(source):
+        return Checkpoint(source, {"step": 0})
     if (source / MANIFEST_NAME).exists():
         return verify(source)
     checkpoint = latest_valid(source) if source.is_dir() else None
@@ -171,14 +177,21 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
         if spec is not None and isinstance(model := spec_from_json(spec), DecoderSpec):
             require_family(model)
         raise ConfigError("No transformers architecture computes this model", where=str(checkpoint.path))
-    return json.loads(path.read_bytes())
+    return read_json(path, dict)
 
 
 def _spec(checkpoint: Checkpoint) -> ModelSpec:
     stored = checkpoint.metadata.get("spec", {})
     if stored.get("kind") == KIND:
         return spec_from_json(stored)
-    return decoder_spec(spec_from_huggingface(_config(checkpoint)), tokenizer_vocab_size=1, sequence_length_tokens=1)
+    try:
+        model = spec_from_huggingface(_config(checkpoint))
+    except ConfigError as error:
+        raise ConfigError(
+            error.what, where=str(checkpoint.path),
+            hint="its files are in the format of transformers already; llama.cpp's convert_hf_to_gguf.py writes GGUF",
+        ) from error  # fmt: skip
+    return decoder_spec(model, tokenizer_vocab_size=1, sequence_length_tokens=1)
 
 
 def _native(spec: ModelSpec) -> DecoderSpec:
@@ -190,20 +203,37 @@ def _native(spec: ModelSpec) -> DecoderSpec:
 
 
 def _metadata(checkpoint: Checkpoint, spec: ModelSpec, dtype: Dtype) -> dict[str, Any]:
-    hashes = {
-        name: entry["xxh3_128"] for name, entry in staged_directory.read_manifest(checkpoint.path)["files"].items()
-    }
+    hashes = _hashes(checkpoint.path)
     hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # sharded checkpoints store parts
     described = (
         (IDS_NAME,) if IDS_NAME in hashes else (tokenizers.TOKENIZER_NAME, tokenizers.CONFIG_NAME)
     )  # a run on token ids has no tokenizer
-    configs = () if isinstance(spec, AdapterSpec) else (CONFIG_NAME, GENERATION_CONFIG_NAME)
-    named = (WEIGHTS_NAME, *configs, *described)
+    configs = () if isinstance(spec, AdapterSpec) else (CONFIG_NAME,)
+    is_optional = is_model_directory(checkpoint.path) and GENERATION_NAME not in hashes
+    settings = () if is_optional else (GENERATION_NAME,)
+    named = (WEIGHTS_NAME, *configs, *settings, *described)
     missing = [name for name in named if hashes.get(name) is None]
     if missing:
         raise CheckpointError(f"Checkpoint has no {missing[0]}", where=str(checkpoint.path))
     sources = {name: hashes[name] for name in named}
-    return {"format": FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
+    of = {CHECKPOINTS: checkpoint.metadata[CHECKPOINTS]} if CHECKPOINTS in checkpoint.metadata else {}
+    return {"format": EXPORT_FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources, **of}
+
+
+def _hashes(directory: Path) -> dict[str, Any]:
+    """Return the hash of each file by name, from the manifest if there is one."""
+    if (directory / MANIFEST_NAME).exists():
+        manifest = staged_directory.read_manifest(directory)
+        return {name: entry["xxh3_128"] for name, entry in manifest["files"].items()}
+    hashes: dict[str, Any] = {}
+    weights = xxhash.xxh3_128()
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        digest = weights if path.suffix == ".safetensors" else xxhash.xxh3_128()
+        with path.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+        hashes[path.name] = digest.hexdigest()
+    return hashes | {WEIGHTS_NAME: weights.hexdigest()}
 
 
 def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
@@ -234,7 +264,6 @@ def _write(
 ) -> None:
     stored, loaded = _STORED[dtype]
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
-    directory.write(GENERATION_CONFIG_NAME, (checkpoint / GENERATION_CONFIG_NAME).read_bytes())
     _write_tokenizer(directory, checkpoint, spec)
     entries, arrays = checkpoint_weights(checkpoint, spec, weights)
     with directory.open(WEIGHTS_NAME) as writer:
@@ -244,7 +273,7 @@ def _write(
 def _write_tokenizer(directory: StagedDirectory, checkpoint: Path, spec: ModelSpec) -> Tokenizer:
     if (checkpoint / PREPROCESSOR_NAME).exists():
         directory.write(PREPROCESSOR_NAME, (checkpoint / PREPROCESSOR_NAME).read_bytes())
-    tokenizer = tokenizers.load(checkpoint)  # earlier versions wrote fewer files
+    tokenizer = tokenizers.load(checkpoint)
     for name, content in tokenizer.files(spec.max_positions_tokens).items():
         is_copied = name == tokenizers.TOKENIZER_NAME
         directory.write(name, (checkpoint / name).read_bytes() if is_copied else content)
@@ -267,7 +296,7 @@ def _write_adapter(
         write_peft(directory, spec, adapter, stored)
         return
     assert engine is not None
-    files = huggingface_files(spec.base, end_of_text_id=tokenizer.end_of_text_id)
+    files = huggingface_files(spec.base, special_ids=tokenizer.model_ids())
     config = json.loads(files.pop(CONFIG_NAME))
     directory.write(CONFIG_NAME, atomic.pretty_json({**config, "dtype": loaded}))
     for name, content in files.items():
@@ -281,7 +310,8 @@ def _write_gguf(
     directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, dtype: Dtype, weights: Weights
 ) -> None:
     path, tokenizer = directory.path / GGUF_NAME, tokenizers.load(checkpoint)
-    described: Any = {"stored": _STORED[dtype][0], "name": checkpoint.parent.parent.name}
+    name = checkpoint.name if is_model_directory(checkpoint) else checkpoint.parent.parent.name
+    described: Any = {"stored": _STORED[dtype][0], "name": name}
     write_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
     check_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
     directory.adopt("")

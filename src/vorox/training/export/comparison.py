@@ -17,29 +17,26 @@ import numpy.typing as npt
 from vorox.core.batch import Int32Array
 from vorox.core.engine import Engine, NamedArray, Weights
 from vorox.core.errors import CheckpointError, ConfigError, DataError
-from vorox.core.installation import install_command
-from vorox.core.library_logs import silence_torchao
+from vorox.core.platform.installation import install_command
+from vorox.core.platform.library_logs import silence_torchao
 from vorox.data.tokenizers import loading as tokenizers
-from vorox.models.adapter_spec import AdapterSpec
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.engine_state import read_average, read_weights
-from vorox.models.gguf_tensors import require_gguf
-from vorox.models.huggingface_spec import HuggingFaceSpec, auto_class
+from vorox.models.arrays.weights_file import TensorEntry, WeightsFile, open_directory
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.huggingface.adapter_spec import AdapterSpec
+from vorox.models.huggingface.gguf_tensors import require_gguf
+from vorox.models.huggingface.spec import HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
-from vorox.models.stored_weights import from_stored, stored_entries, to_stored
-from vorox.models.weights_file import TensorEntry, WeightsFile
+from vorox.models.stored.engine_state import read_average, read_weights
+from vorox.models.stored.weights import from_stored, stored_entries, to_stored
 from vorox.training.export.adapter import ADAPTER_CONFIG_NAME, load_peft
 from vorox.training.export.gguf import GGUF_NAME, read_gguf, stores_only_fp32
+from vorox.training.origin.model_origin import is_model_directory
+from vorox.training.origin.transformers_ids import TEXTS, how_to_load
 
 WEIGHTS_NAME = "model.safetensors"
 TOLERANCE = 1e-4
 """Largest allowed difference of fp32 logits up to 10; for larger logits it scales with them, as fp32 spacing does."""
 
-SAMPLE_TEXTS = (
-    "The order of the data is arithmetic, and a resumed run is bit for bit the run it would have been.\n",
-    "def total(values):\n    return sum(value for value in values if value > 0)\n",
-    "Größe, naïveté, Ελλάδα, 日本語; 3.14159 < 2**10 — tabs\tand  double  spaces.\n",
-)
 _RANDOM_ROWS, _RANDOM_TOKENS, _REAL_TOKENS, _GREEDY_TOKENS = 2, 64, 256, 16
 
 
@@ -71,9 +68,17 @@ def canonical_weights(checkpoint: Path, spec: ModelSpec, weights: Weights = "mod
 def checkpoint_weights(
     checkpoint: Path, spec: ModelSpec, weights: Weights = "model"
 ) -> tuple[Sequence[TensorEntry], Iterable[NamedArray]]:
-    """Return the checkpoint's parameters, or their average, under Hugging Face names, from one file or from parts."""
+    """Return the checkpoint's parameters, or their average, under Hugging Face names, from one file or from parts.
+
+    Those of a directory of transformers are all read, to put them in order.
+    """
     if weights == "ema":
         return stored_entries(spec), to_stored(spec, read_average(checkpoint, spec))
+    if is_model_directory(checkpoint):
+        pairs = (pair for file in open_directory(checkpoint) for pair in file)
+        arrays = dict(from_stored(spec, pairs))
+        ordered = ((row.name, arrays.pop(row.name)) for row in spec.parameters)
+        return stored_entries(spec), to_stored(spec, ordered)
     path = checkpoint / WEIGHTS_NAME
     if path.exists():
         file = WeightsFile(path)
@@ -86,7 +91,7 @@ def compare(
     checkpoint: Path,
     spec: ModelSpec,
     engine: Engine,
-    texts: Sequence[str] = SAMPLE_TEXTS,
+    texts: Sequence[str] = TEXTS,
     weights: Weights = "model",
 ) -> Comparison:
     """Compare an exported directory with the engine: ids of texts, and logits of texts and random tokens.
@@ -168,6 +173,7 @@ def _greedy_tokens(
     if not prompt:
         return 0
     encoding = transformers.BatchEncoding({"input_ids": [prompt]}, tensor_type="pt")
+    model.generation_config = transformers.GenerationConfig()  # the base's penalties would change greedy tokens
     completed = model.generate(
         **encoding, attention_mask=encoding["input_ids"] >= 0, do_sample=False, max_new_tokens=_GREEDY_TOKENS,
         eos_token_id=None, pad_token_id=0,
@@ -209,12 +215,19 @@ def _same_ids(transformers: Any, directory: Path, texts: Sequence[str]) -> list[
     for text in texts:
         kept = _known_part(ours, text)
         ids = [int(token) for token in ours.encode(kept)]
-        if list(theirs(kept, add_special_tokens=False)["input_ids"]) != ids:
+        if list(theirs(kept, add_special_tokens=False, verbose=False)["input_ids"]) != ids:
             raise CheckpointError(
                 f"Tokenizer of transformers returns other ids for {kept!r}",
                 where=str(directory / tokenizers.TOKENIZER_NAME),
+                hint=f"export without --check; {how_to_load(type(theirs).__name__)}",
             )
         result.append(ids)
+    added = ours.encode_as_transformers("")
+    if list(theirs("")["input_ids"]) != added:
+        raise CheckpointError(
+            f"Tokenizer of transformers adds {theirs('')['input_ids']} to a text, expected {added}",
+            where=str(directory / tokenizers.TOKENIZER_NAME),
+        )
     return result
 
 

@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
 from vorox.data.tokenizers.tokenizer import TOKENIZER_NAME, Tokenizer
 from vorox.data.tokenizers.tokenizer_json import is_byte_level
 from vorox.data.tokenizers.word_pattern import GPT2_PATTERN
-from vorox.models.decoder_spec import DecoderSpec
-from vorox.models.gguf_tensors import GgufTensor, from_gguf, gguf_keys, gguf_tensors, require_gguf, to_gguf
-from vorox.models.weights_file import TensorEntry, stored_array
+from vorox.models.arrays.weights_file import TensorEntry, stored_array
+from vorox.models.decoder.spec import DecoderSpec
+from vorox.models.huggingface.gguf_tensors import GgufTensor, from_gguf, gguf_keys, gguf_tensors, require_gguf, to_gguf
 
 GGUF_NAME = "model.gguf"
 TOKENIZER_MODEL = "tokenizer.ggml.model"
@@ -121,11 +121,29 @@ def _tokenizer_keys(tokenizer: Tokenizer, vocab_size: int) -> Keys:
             _CONTROL if index in special else _NORMAL if index in tokens else _UNUSED for index in range(vocab_size)
         ],
         "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": tokenizer.end_of_text_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.end_of_text_id,
-        "tokenizer.ggml.padding_token_id": tokenizer.end_of_text_id,
-        "tokenizer.ggml.add_bos_token": False,
+        **_special_keys(tokenizer),
     }
+
+
+def _special_keys(tokenizer: Tokenizer) -> Keys:
+    """Return which tokens llama.cpp adds to a text, where it stops, and the chat template.
+
+    llama.cpp stops at ``eos_token_id`` and ``eot_token_id``, and at tokens that it knows by name.
+    """
+    ids = tokenizer.special_ids()
+    keys: Keys = {
+        "tokenizer.ggml.eos_token_id": tokenizer.end_of_text_id,
+        "tokenizer.ggml.add_bos_token": bool(tokenizer.start_ids),
+    }
+    for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
+        if name in ids:
+            keys[f"tokenizer.ggml.{key}"] = ids[name]
+    turn_ends = [token for token in tokenizer.turn_end_ids if token != tokenizer.end_of_text_id]
+    if turn_ends:
+        keys["tokenizer.ggml.eot_token_id"] = turn_ends[0]
+    if tokenizer.chat_template is not None:
+        keys["tokenizer.chat_template"] = tokenizer.chat_template.source
+    return keys
 
 
 def _is_gpt2(value: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.data.documents import Message
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.evaluation.sampling import SamplingSettings, encode_prompts
+from vorox.training.inference.sampling import SamplingSettings, encode_prompts
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation, stream_text
 
 ANSWER_TOKENS = 1024

@@ -12,11 +12,11 @@ from vorox.core.batch import AnyImages
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.documents import Document, PlacedImage, UnreadableRecord
-from vorox.data.image_decoding import measure_image
-from vorox.data.image_layout import image_layout
-from vorox.data.images import place_images
+from vorox.data.images.decoding import measure_image
+from vorox.data.images.layout import image_layout
+from vorox.data.images.reading import place_images
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.dataloading import image_input
+from vorox.training.steps.dataloading import image_input
 
 
 def encode_image_prompt(
@@ -54,7 +54,7 @@ def encode_image_prompt(
         raise ConfigError(f"An image of the prompt cannot be read: {error}", where="--image") from error
     places = [0, *(image.character for image in document.images or ()), len(document.text)]
     parts = tokenizer.encode_batch([document.text[a:b] for a, b in pairwise(places)])
-    ids = parts[0].tolist()
+    ids = [*tokenizer.start_ids, *parts[0].tolist()]
     for part, length in zip(parts[1:], lengths, strict=True):
         ids += [*layout.start_ids, *[reads.token_id] * length, *layout.end_ids, *part.tolist()]
     return [ids] * num_samples, found

@@ -15,9 +15,9 @@ from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.models.spec import ModelSpec
-from vorox.training.evaluation.evaluate import Evaluation, evaluate
-from vorox.training.evaluation.sampling import SamplingSettings, complete, generate
 from vorox.training.inference.image_prompts import encode_image_prompt
+from vorox.training.inference.sampling import SamplingSettings, complete, generate
+from vorox.training.steps.evaluate import Evaluation, evaluate
 
 
 class LanguageModel:
@@ -133,6 +133,8 @@ class LanguageModel:
             end_of_text_id=self.tokenizer.end_of_text_id,
             max_positions_tokens=self.spec.max_positions_tokens,
             top_p=top_p,
+            stop_ids=self.tokenizer.stop_ids,
+            repetition_penalty=self.tokenizer.repetition_penalty,
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:

@@ -14,7 +14,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.data.documents import Message, UnreadableRecord
 from vorox.data.tokenizers.tokenizer import Tokenizer
-from vorox.training.evaluation.sampling import SamplingSettings, stream
+from vorox.training.inference.sampling import SamplingSettings, stream
 
 FinishReason = Literal["stop", "length"]
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -69,7 +69,7 @@ def _fragments(
     texts = [_GrowingText(tokenizer, stop) for _ in range(num_prompts)]
     for index, token in sampled:
         text = texts[index]
-        if token == settings.end_of_text_id:
+        if settings.ends(token):
             yield Fragment(index, text.finish(), "stop")
             continue
         released = text.add(token)

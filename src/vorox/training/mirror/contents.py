@@ -7,28 +7,30 @@
 
 ``c0003`` is the fencing token, which increases with every owner. Every process writes under its own names, so it cannot
 damage the work of another. Invariants: a mirrored checkpoint is valid only with its manifest and its run snapshot;
-where two processes have diverged, the higher token wins; nothing here depends on a clock.
+where two processes have diverged, the higher token wins; nothing here depends on a clock. A complete checkpoint outside
+the run's current history is not removed: a ``REASON.txt`` marks it as abandoned, as on disk.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vorox.core import atomic
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError
+from vorox.core.files import atomic
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.json_reader import parse_json
 from vorox.data.storage import ObjectChanged, StoredFile, canonical_uri, list_objects, open_range
+from vorox.training.checkpoints.store import REASON_NAME
 
 OWNER_NAME = "OWNER.json"
 SNAPSHOT_MANIFEST = "RECORD.json"
 SNAPSHOT_FORMAT = "vorox-mirror-record/1"
 CHECKPOINTS, SNAPSHOTS = "checkpoints", "record"
-CHECKPOINT_NAME = re.compile(r"step-(?P<step>\d{8,})-c(?P<claim>\d{4,})(?:-r(?P<number>\d+))?")
+CHECKPOINT_NAME = re.compile(r"step-(?P<step>[0-9]{8,16})-c(?P<claim>[0-9]{4,16})(?:-r(?P<number>[0-9]{1,16}))?")
 
 
 def checkpoint_name(step: int, fencing_token: int) -> str:
@@ -60,6 +62,11 @@ class MirroredCheckpoint:
     def is_complete(self) -> bool:
         """Whether the upload is complete."""
         return MANIFEST_NAME in self.files and self.snapshot is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it is outside the run's current history; only a command that names it restores it."""
+        return REASON_NAME in self.files
 
     @property
     def snapshot(self) -> Mapping[str, StoredFile] | None:
@@ -105,12 +112,16 @@ class Contents:
     def lineage(self) -> list[MirroredCheckpoint]:
         """Return the complete checkpoints of the run's current history, newest first.
 
-        A process that resumed from step S supersedes all checkpoints after S of earlier processes.
+        A process that resumed from step S supersedes all checkpoints after S of earlier processes, until it marks them
+        as abandoned.
         """
         found: list[MirroredCheckpoint] = []
         limit: int | None = None
         for token in sorted({checkpoint.fencing_token for checkpoint in self.checkpoints}, reverse=True):
-            own = [entry for entry in self.checkpoints if entry.fencing_token == token and entry.is_complete]
+            own = [
+                entry for entry in self.checkpoints
+                if entry.fencing_token == token and entry.is_complete and not entry.is_abandoned
+            ]  # fmt: skip
             known = {checkpoint.step for checkpoint in found}
             found += sorted(
                 (entry for entry in own if (limit is None or entry.step <= limit) and entry.step not in known),
@@ -169,7 +180,7 @@ def read_snapshot(checkpoint: MirroredCheckpoint) -> dict[str, Any]:
     file = checkpoint.snapshot[SNAPSHOT_MANIFEST]
     body: dict[str, Any] = {}
     try:
-        body = json.loads(read_object(file))
+        body = parse_json(read_object(file), SNAPSHOT_MANIFEST)
         digest = body.pop("sha256")
         intact = body["format"] == SNAPSHOT_FORMAT and digest == hashlib.sha256(atomic.canonical_json(body)).hexdigest()
     except (ValueError, KeyError, AttributeError, TypeError):

@@ -9,17 +9,16 @@ taken over immediately.
 from __future__ import annotations
 
 import contextvars
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from vorox.core import atomic
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.file_holder import ProcessIdentity, machine_identity, this_process
-from vorox.core.log import Echo
+from vorox.core.files import atomic
+from vorox.core.files.file_holder import ProcessIdentity, this_process
+from vorox.core.files.json_reader import parse_json
 from vorox.data.storage import (
     RetryPolicy,
     StoredFile,
@@ -29,6 +28,7 @@ from vorox.data.storage import (
     retry_budget,
     silent,
 )
+from vorox.records.log import Echo
 from vorox.training.mirror.contents import OWNER_NAME, Contents, list_mirror, read_object
 
 RENEW_SECONDS = 30.0
@@ -66,7 +66,7 @@ class Ownership:
                 "claim": self.fencing_token,
                 "renewals": self._renewals,
                 "released": released,
-                "holder": {**this_process().to_json(), "machine": machine_identity()},
+                "holder": this_process().to_json(),
             }
         )
 
@@ -99,7 +99,7 @@ class Ownership:
             DataError: It cannot be read.
         """
         found = list_mirror(self._uri.rpartition("/")[0]).others.get(OWNER_NAME)
-        if found is None or json.loads(read_object(found)).get("claim") != self.fencing_token:
+        if found is None or parse_json(read_object(found), OWNER_NAME, dict).get("claim") != self.fencing_token:
             raise failure
         return found
 
@@ -197,7 +197,7 @@ def _read(file: StoredFile | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        value = json.loads(read_object(file))
+        value = parse_json(read_object(file), OWNER_NAME)
     except (ValueError, DataError):
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
@@ -208,8 +208,6 @@ def _holder_name(record: Mapping[str, Any]) -> str:
 
 
 def _is_dead(holder: Any) -> bool:
-    """Whether an owner is a dead process of this machine."""
+    """Whether an owner is known to be dead."""
     process = ProcessIdentity.from_json(holder)
-    if process is None or not machine_identity() or cast("dict[str, Any]", holder).get("machine") != machine_identity():
-        return False
-    return process.is_dead()
+    return process is not None and process.is_dead()

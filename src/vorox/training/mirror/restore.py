@@ -7,24 +7,26 @@ previous one; an unreachable store is an error, since falling back to an older s
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, cast
 
-from vorox.core import atomic, staged_directory
-from vorox.core.atomic import MANIFEST_NAME
-from vorox.core.disk_errors import disk_error
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-from vorox.core.json_lines import last_record
-from vorox.core.log import Echo
-from vorox.core.run_layout import RunLayout, lock_run
-from vorox.core.run_lookup import is_run, refuse_links
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.files.disk_errors import disk_error
+from vorox.core.files.json_lines import last_record
+from vorox.core.files.json_reader import parse_json
+from vorox.core.run_layout import RunLayout, lock_run, step_directories
 from vorox.data.storage import StoredFile, list_objects, open_range
+from vorox.records.log import Echo
+from vorox.records.run_lookup import refuse_links, short_path
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, quarantine, verify
 from vorox.training.mirror.contents import (
+    CHECKPOINTS,
     SNAPSHOT_MANIFEST,
     Contents,
     MirroredCheckpoint,
@@ -36,14 +38,17 @@ from vorox.training.mirror.contents import (
 _PIECE_BYTES = 8 << 20
 
 
-def restore_run(found: Contents, directory: Path, echo: Echo, *, step: int | None = None) -> Path | None:
+def restore_run(
+    found: Contents, directory: Path, echo: Echo, *, only: MirroredCheckpoint | None = None, typed: str = ""
+) -> Path | None:
     """Restore the newest complete checkpoint of a mirrored run, with the run files.
 
     Args:
         found: Contents of the mirror.
         directory: The run directory; created if missing.
         echo: Reports restored and skipped checkpoints.
-        step: Restore this step instead of the newest; if the run exists locally, only its checkpoint.
+        only: Restore this one instead of the newest; without the run files if the local run has recorded its step.
+        typed: The settings that the command has changed, as they are typed, for the commands of an error.
 
     Returns:
         The checkpoint, or ``None`` if the local run is up to date.
@@ -53,19 +58,22 @@ def restore_run(found: Contents, directory: Path, echo: Echo, *, step: int | Non
         CheckpointError: No checkpoint of the mirror is valid, or the local disk is full, failing or read-only.
         DataError: The store refuses access or cannot be reached.
     """
-    candidates = [entry for entry in found.lineage() if step is None or entry.step == step]
+    candidates = found.lineage() if only is None else [only]
+    is_recorded = only is not None and _recorded_chain(directory, only.step) is not None
+    if only is not None and is_recorded:
+        _check_same_run(found, only, directory, typed)
+        if _is_valid(target := RunLayout(directory).checkpoint(only.step)):
+            return target
     if not candidates:
-        if step is not None:
-            raise CheckpointError(f"The mirror has no complete checkpoint of step {step:,}", where=found.uri)
         return None
-    local = _newest_valid(directory) if step is None else None
+    local = None if is_recorded else _newest_valid(directory)
     failures: list[str] = []
     for candidate in candidates:
-        if local is not None and candidate.step <= local.step:
-            _check_same_run(candidate, directory)
+        if only is None and local is not None and candidate.step <= local.step:
+            _check_same_run(found, candidate, directory, typed)
             return None
         try:
-            path = _fetch(candidate, directory, local, whole_run=step is None or not is_run(directory))
+            path = _fetch(found, candidate, directory, local, whole_run=not is_recorded, typed=typed)
         except UnreadableCheckpointError:
             raise
         except OSError as error:  # of the local disk: an older checkpoint would fail alike
@@ -85,6 +93,25 @@ def restore_run(found: Contents, directory: Path, echo: Echo, *, step: int | Non
     )  # fmt: skip
 
 
+def restore_checkpoint(found: Contents, directory: Path, echo: Echo, step: int) -> Path:
+    """Restore one checkpoint of a mirrored run by its step, including an abandoned one; see ``restore_run``.
+
+    Raises:
+        CheckpointError: The mirror has no complete checkpoint of the step.
+    """
+    whole = [*reversed(found.lineage()), *(entry for entry in found.checkpoints if entry.is_abandoned)]
+    chosen = next((entry for entry in whole if entry.step == step and entry.is_complete), None)
+    if chosen is None:
+        steps = ", ".join(f"{entry.step:,}" for entry in whole) or "none"
+        raise CheckpointError(
+            f"The mirror has no complete checkpoint of step {step:,}; it has: {steps}", where=found.uri,
+            hint="name one of these with --step",
+        )  # fmt: skip
+    path = restore_run(found, directory, echo, only=chosen)
+    assert path is not None, "a named checkpoint is restored, or the failure is raised"
+    return path
+
+
 def _newest_valid(directory: Path) -> Checkpoint | None:
     """Return the newest valid local checkpoint, if any."""
     try:
@@ -95,32 +122,63 @@ def _newest_valid(directory: Path) -> Checkpoint | None:
         return None
 
 
-def _diverged(directory: Path, step: int) -> ConfigError:
+def _diverged(
+    found: Contents, candidate: MirroredCheckpoint, directory: Path, local: Path | None, step: int, typed: str
+) -> ConfigError:
+    """Return the error for two histories of a run, with the command for either choice."""
+    uri = f"{found.uri}/{CHECKPOINTS}/{candidate.name}" if candidate.is_abandoned else found.uri
+    steps = f"{uri} is at step {max([candidate.step, *(entry.step for entry in found.lineage())]):,}"
+    other, number = directory.with_name(f"{directory.name}-local"), 1
+    while os.path.lexists(other):
+        number += 1
+        other = directory.with_name(f"{directory.name}-local-{number}")
+    moved = f"mv {shlex.quote(short_path(directory))} {shlex.quote(short_path(other))}"
+    root = shlex.quote(f"run.directory={short_path(directory.parent)}")
+    typed = typed and f" {typed}"
+    hint = f"to use the mirror's, `{moved} && vorox train --resume {shlex.quote(uri)} {root}{typed}`"
+    if local is not None:
+        steps = f"{short_path(directory)} is at step {int(local.name.rpartition('-')[2]):,}, {steps}"
+        command = f"vorox train --resume {shlex.quote(short_path(local))}{typed}"
+        hint = f"to train the local run, `{command}`, which marks the mirror's as abandoned; {hint}"
     return ConfigError(
-        f"The local run and its mirror have diverged: they differ at step {step:,}",
-        where=str(directory),
-        hint=f"to keep the local run and overwrite the mirror, use --resume {directory}; to use the mirror, move that "
-        "directory away",
-    )
+        f"The local run and its mirror have diverged: they differ at step {step:,}; {steps}", where=str(directory),
+        hint=hint, saved="neither was changed",
+    )  # fmt: skip
 
 
-def _check_same_run(candidate: MirroredCheckpoint, directory: Path) -> None:
-    """Check that a mirrored checkpoint is part of the local run's history."""
-    recorded = last_record(RunLayout(directory).chain, candidate.step)
-    if recorded is None or recorded["step"] != candidate.step:
-        return  # the chain has no such step, so there is nothing to compare
+def _recorded_chain(directory: Path, step: int) -> str | None:
+    """Return the head of the local replay chain at a step; ``None`` if it has no such step."""
+    recorded = last_record(RunLayout(directory).chain, step)
+    return recorded["chain"] if recorded is not None and recorded["step"] == step else None
+
+
+def is_same_history(candidate: MirroredCheckpoint, directory: Path) -> bool:
+    """Whether a mirrored checkpoint is of the local run's history, as far as the local replay chain has its step."""
+    recorded = _recorded_chain(directory, candidate.step)
+    if recorded is None:
+        return True
     manifest = _json(read_object(candidate.files[MANIFEST_NAME]), candidate.files[MANIFEST_NAME].uri)
-    if manifest.get("metadata", {}).get("chain") != recorded["chain"]:
-        raise _diverged(directory, candidate.step)
+    return manifest.get("metadata", {}).get("chain") == recorded
 
 
-def _fetch(candidate: MirroredCheckpoint, directory: Path, local: Checkpoint | None, *, whole_run: bool) -> Path:
+def _check_same_run(found: Contents, candidate: MirroredCheckpoint, directory: Path, typed: str) -> None:
+    """Check that a mirrored checkpoint is part of the local run's history."""
+    if not is_same_history(candidate, directory):
+        steps = step_directories(directory)
+        raise _diverged(found, candidate, directory, steps[max(steps)] if steps else None, candidate.step, typed)
+
+
+def _fetch(
+    found: Contents,
+    candidate: MirroredCheckpoint,
+    directory: Path,
+    local: Checkpoint | None,
+    *,
+    whole_run: bool,
+    typed: str,
+) -> Path:
     """Download a checkpoint and its run snapshot, verify them, then move them into place."""
     target = RunLayout(directory).checkpoint(candidate.step)
-    if not whole_run:
-        _check_same_run(candidate, directory)
-        if _is_valid(target):
-            return target
     refuse_links(directory)
     atomic.make_directory(target.parent)
     with lock_run(directory):
@@ -130,7 +188,7 @@ def _fetch(candidate: MirroredCheckpoint, directory: Path, local: Checkpoint | N
             if local is not None:
                 link = last_record(RunLayout(snapshot).chain, local.step)
                 if link is None or (link["step"], link["chain"]) != (local.step, local.metadata["chain"]):
-                    raise _diverged(directory, local.step)
+                    raise _diverged(found, candidate, directory, local.path, local.step, typed)
             fetch_checkpoint(candidate.files, staged)
             if verify(staged).step != candidate.step:
                 raise CheckpointError(f"The checkpoint is not of step {candidate.step:,}", where=candidate.name)
@@ -210,6 +268,20 @@ def download(uri: str, folder: Path) -> None:
         _fetch_file(file, _inside(folder, file.uri[len(found.uri) + 1 :]))
 
 
+def fetch_preview(candidate: MirroredCheckpoint, directory: Path) -> Path:
+    """Download what a dry run reads of a mirrored run into a new folder: the run files, and no arrays.
+
+    Returns:
+        The directory of the checkpoint, which is not complete.
+    """
+    _fetch_snapshot(candidate, directory)
+    target = RunLayout(directory).checkpoint(candidate.step)
+    for name, file in candidate.files.items():
+        if name.endswith(".json"):
+            _fetch_file(file, _inside(target, name))
+    return target
+
+
 def _inside(folder: Path, name: str) -> Path:
     """Return the path of an untrusted name inside a folder; refuse names that point outside it."""
     parts = PurePosixPath(name).parts
@@ -232,7 +304,7 @@ def _fetch_file(file: StoredFile, path: Path) -> None:
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(data)
+        value = parse_json(data, where)
     except ValueError:
         value = None
     if not isinstance(value, dict):

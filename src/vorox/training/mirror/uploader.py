@@ -14,15 +14,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import xxhash
 
-from vorox.core import atomic, staged_directory
-from vorox.core.atomic import MANIFEST_NAME
 from vorox.core.errors import CheckpointError, VoroxError
-from vorox.core.log import RunLog
+from vorox.core.files import atomic, staged_directory
+from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.redaction import redact
 from vorox.core.run_layout import RunLayout, parse_checkpoint_name
 from vorox.data.storage import (
@@ -36,11 +35,14 @@ from vorox.data.storage import (
     silent,
 )
 from vorox.data.storage.requests import new_jitter
+from vorox.records.log import RunLog
+from vorox.training.checkpoints.store import REASON_NAME
 from vorox.training.mirror.contents import (
     CHECKPOINTS,
     SNAPSHOT_MANIFEST,
     SNAPSHOTS,
     Contents,
+    MirroredCheckpoint,
     checkpoint_name,
     encode_snapshot,
     list_mirror,
@@ -67,17 +69,19 @@ class Uploader:
         ownership: The lease of the mirror.
         found: Contents of the mirror when it was acquired.
         base_step: Step from which this process starts or resumes.
+        abandoned: Mirrored checkpoints outside the resumed history; they are marked as abandoned.
         keep: The retention rules, as on this machine.
         log: The run's log.
     """
 
     def __init__(
-        self, uri: str, run_directory: Path, ownership: Ownership, found: Contents, *, base_step: int, keep: Keep,
-        log: RunLog,
+        self, uri: str, run_directory: Path, ownership: Ownership, found: Contents, *, base_step: int,
+        abandoned: Sequence[MirroredCheckpoint] = (), keep: Keep, log: RunLog,
     ) -> None:  # fmt: skip
         self._uri, self._run_directory, self._ownership = uri, run_directory, ownership
         self._base_step, self._keep, self._log = base_step, keep, log
-        steps = [entry.step for entry in found.lineage() if entry.step <= base_step]
+        self._abandoned = {entry.name for entry in abandoned}
+        steps = [entry.step for entry in found.lineage() if entry.name not in self._abandoned]
         self._mirrored_step: int | None = max(steps, default=None)
         self._mirrored_since = time.monotonic()
         self._newest_uploaded: int | None = None
@@ -153,6 +157,8 @@ class Uploader:
         jitter = new_jitter(self._uri)
         with retry_budget() as budget:
             longest_pause_seconds = budget.policy.longest_backoff_seconds
+        if self._abandoned:
+            self._attempt(lambda: self._mark_abandoned(list_mirror(self._uri)))  # else after the first upload
         while True:
             with self._changed:
                 while not self._pending and not self._ended:
@@ -162,24 +168,34 @@ class Uploader:
                 step = max(self._pending)
                 self._uploading = step
                 path, since = self._pending[step]
-            failed = ""
-            try:
-                with retry_budget(tracker=self._track_stalls):
-                    self._upload(path, step)
-                    self._finish(step, since)
-                    self._retain()
-            except _Ended:
+
+            def mirror(path: Path = path, step: int = step, since: float = since) -> None:
+                self._upload(path, step)
+                self._finish(step, since)
+                self._retain()
+
+            failed = self._attempt(mirror)
+            if failed is None:
                 return
-            except (VoroxError, OSError) as error:
-                failed = error.what if isinstance(error, VoroxError) else str(error.strerror or error)
-            except Exception as error:  # an unexpected error must not stop the training
-                failed = f"{type(error).__name__}: {error}"
             with self._changed:
                 self._uploading = None
                 self._changed.notify_all()
             if failed:
                 self._report_away(failed)
                 self._pause((0.5 + jitter.random() / 2) * longest_pause_seconds)
+
+    def _attempt(self, action: Callable[[], None]) -> str | None:
+        """Return why an action on the store failed, empty if it did not; ``None`` if the thread must end."""
+        try:
+            with retry_budget(tracker=self._track_stalls):
+                action()
+        except _Ended:
+            return None
+        except (VoroxError, OSError) as error:
+            return error.what if isinstance(error, VoroxError) else str(error.strerror or error)
+        except Exception as error:  # an unexpected error must not stop the training
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -275,19 +291,37 @@ class Uploader:
         self._log.event("mirrored", f"Step {step:,} is in the mirror {self._uri}", step=step)
 
     def _retain(self) -> None:
-        """Remove checkpoints that are not retained, incomplete, or superseded."""
+        """Mark superseded checkpoints as abandoned; remove those that are incomplete or not retained."""
         found = list_mirror(self._uri)
         if found.last_fencing_token > self._ownership.fencing_token:
             self._ownership.lost = True
         self._check_active()
-        lineage = found.lineage()
+        lineage = [entry for entry in found.lineage() if entry.name not in self._abandoned]
+        current = {entry.name for entry in lineage}
+        self._abandoned |= {
+            entry.name for entry in found.checkpoints if entry.is_complete and entry.name not in current
+        }
+        self._mark_abandoned(found)  # before any removal: the lineage does not depend on what was removed
         kept_steps = self._keep(sorted(entry.step for entry in lineage))
-        kept = {(entry.step, entry.fencing_token) for entry in lineage if entry.step in kept_steps}
+        kept = self._abandoned | {entry.name for entry in lineage if entry.step in kept_steps}
         for entry in found.checkpoints:
-            if (entry.step, entry.fencing_token) not in kept:
+            if entry.name not in kept:
                 for file in entry.objects():
                     self._check_active()
                     remove_object(file.uri)
+
+    def _mark_abandoned(self, found: Contents) -> None:
+        """Mark abandoned checkpoints instead of removing them: they may be the only copy of their steps."""
+        for entry in found.checkpoints:
+            if entry.name in self._abandoned and entry.is_complete and not entry.is_abandoned:
+                self._check_active()
+                reason = f"the run was resumed from step {self._base_step} without it"
+                uri = f"{self._uri}/{CHECKPOINTS}/{entry.name}"
+                put_bytes(f"{reason}\n".encode(), f"{uri}/{REASON_NAME}")
+                self._log.event(
+                    "mirror_abandoned", f"Marked {entry.name} in the mirror {self._uri} as abandoned: {reason}",
+                    level="warning", uri=uri,
+                )  # fmt: skip
 
     @contextlib.contextmanager
     def _track_stalls(self, _uri: str) -> Generator[StallReporter]:

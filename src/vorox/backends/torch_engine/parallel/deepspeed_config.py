@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import ConfigError
+from vorox.core.files.json_reader import read_json
 from vorox.core.schema import RunConfig
 
 _KEY = "parallel.deepspeed_config"
@@ -91,7 +92,7 @@ def _own(config: RunConfig) -> dict[str, Any]:
 
 def _from_file(config: RunConfig, path: Path, world_size: int) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}", where=_KEY) from error
     except ValueError as error:

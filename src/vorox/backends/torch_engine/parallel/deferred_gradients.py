@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.backends.torch_engine.model import Linear
-from vorox.backends.torch_engine.parallel.module_tensor_parallel import DividedLinear
+from vorox.backends.torch_engine.parallel.divided_layers import DividedLayer
 
 
 class DeferredGradients:
@@ -44,7 +44,7 @@ class DeferredGradients:
             if not isinstance(layer, Linear | nn.Linear):
                 continue
             weight, bias = cast("nn.Parameter", layer.weight), cast("nn.Parameter | None", layer.bias)
-            if isinstance(layer, Linear | DividedLinear):
+            if isinstance(layer, Linear | DividedLayer):
                 cast("Any", layer).kernel = partial(self._linear, weight, bias)
             else:
                 cast("Any", layer).forward = partial(self._forward, layer, weight, bias)
@@ -85,7 +85,7 @@ class DeferredGradients:
     def _add(self, weight_OD: nn.Parameter, bias_O: nn.Parameter | None, x_MD: Tensor, d_y_MO: Tensor) -> None:
         """Add the gradients of a linear layer for its input and the gradient of its output."""
         if weight_OD.requires_grad:
-            if self._ranks.fsdp_size > 1:
+            if self._ranks.num_fsdp_shards > 1:
                 self._add_rows(weight_OD, self._products(d_y_MO.t(), x_MD.to(d_y_MO.dtype).t()))
             elif d_y_MO.dtype == torch.float32:
                 self._products.add_to(_gradient(weight_OD), d_y_MO, x_MD)
@@ -93,7 +93,7 @@ class DeferredGradients:
                 _gradient(weight_OD).add_(self._products(d_y_MO.t(), x_MD.to(d_y_MO.dtype).t()))
         if bias_O is not None and bias_O.requires_grad:
             d_bias_O = d_y_MO.sum(0)
-            if self._ranks.fsdp_size > 1:
+            if self._ranks.num_fsdp_shards > 1:
                 self._add_rows(bias_O, d_bias_O)
             else:
                 _gradient(bias_O).add_(d_bias_O)
@@ -103,7 +103,7 @@ class DeferredGradients:
         assert self._ranks.mesh is not None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        local, size = cast("Any", parameter.grad).to_local(), self._ranks.fsdp_size
+        local, size = cast("Any", parameter.grad).to_local(), self._ranks.num_fsdp_shards
         rows_per_rank = -(-len(gradient) // size)
         whole = torch.zeros(size * rows_per_rank, *gradient.shape[1:], device=gradient.device)
         whole[: len(gradient)] = gradient

@@ -140,7 +140,7 @@ def cut(parameters: FlatParameters, bucket_bytes: int) -> tuple[Bucket, ...]:
 
 def create(config: RunConfig, parameters: Parameters, ranks: Ranks, choices: RecordedChoices) -> GradientBuckets | None:
     """Return the buckets of replicas of whole models; ``None`` if the configuration or the layout has none."""
-    is_whole = ranks.num_shards == 1 and ranks.context_parallel_size == 1 and ranks.data_parallel_size > 1
+    is_whole = ranks.num_shards == 1 and ranks.context_parallel_size == 1 and ranks.num_replicas > 1
     size = config.parallel.gradient_bucket_bytes
     if size == 0 or not is_whole or ranks.is_exact or not isinstance(parameters, FlatParameters):
         return None

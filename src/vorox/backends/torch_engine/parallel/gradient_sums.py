@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertParallelParameters
+from vorox.backends.torch_engine.parallel.divided_parameters import ExpertParallelParameters
 from vorox.backends.torch_engine.parallel.gradient_buckets import GradientBuckets
-from vorox.backends.torch_engine.parallel.module_expert_parallel import StackedExpertParameters
 from vorox.backends.torch_engine.parameters import Parameters
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import ConfigError
@@ -69,9 +68,9 @@ def accumulate(
     if buckets is not None and buckets.is_chosen:
         with ranks.collective_time.measured():
             buckets.finish()
-    elif isinstance(parameters, ExpertParallelParameters | StackedExpertParameters):
+    elif isinstance(parameters, ExpertParallelParameters):
         parameters.sum_gradients(ranks)
-    elif ranks.fsdp_size == 1:  # FSDP has summed them in the backward pass
+    elif ranks.num_fsdp_shards == 1:  # FSDP has summed them in the backward pass
         ranks.sum(*(tensor for tensors in parameters.gradients.values() for tensor in tensors))
     parameters.finish_gradients()
 
@@ -129,17 +128,11 @@ def check(config: RunConfig, ranks: Ranks) -> None:
     """Check before step 1 that the tree is the same on any number of ranks.
 
     Raises:
-        ConfigError: Parameters are sharded, or the micro-batches of a rank are not a subtree.
+        ConfigError: The number of ranks is no power of 2, or the micro-batches of a rank are not a subtree.
     """
     if not ranks.is_exact:
         return
     level, size = "determinism = bitwise-any-world", ranks.world_size
-    if ranks.fsdp_size > 1:
-        raise ConfigError(
-            f"{level} is not possible with fsdp_size = {ranks.fsdp_size}: FSDP adds gradients in an order that depends "
-            "on the number of ranks",
-            where="parallel.fsdp_size", hint="set parallel.fsdp_size=1 (whole replicas), or determinism=bitwise",
-        )  # fmt: skip
     if size & (size - 1):
         raise ConfigError(
             f"{level} needs 1, 2, 4, 8, ... ranks; the run has {size}", where="parallel",

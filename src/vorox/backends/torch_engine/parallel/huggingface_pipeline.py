@@ -20,10 +20,10 @@ from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork, recompute_blocks
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
-from vorox.backends.torch_engine.parallel import module_share
+from vorox.backends.torch_engine.network import EnterMicroBatch
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
-from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
+from vorox.backends.torch_engine.parallel.pipeline_schedule import StageRunner, TrainingStep
 from vorox.core.batch import Batch
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage, stages_of_device
@@ -90,6 +90,8 @@ class ModelStage(nn.Module):
 class HuggingFacePipeline(HuggingFaceNetwork):
     """See ``ModuleNetwork``; ``train_all`` replaces ``train``."""
 
+    has_stages = True
+
     module: nn.ModuleList
 
     def _build(self) -> nn.Module:
@@ -99,19 +101,19 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         self._models: dict[int, ModelStage] = {}
         for stage in self._stages:
             model = super()._build()
-            self._share = module_share.divide(model, self._spec, self._ranks)  # the same for every stage
+            self._share = self._share_of(model)  # the same for every stage
             self._models[stage.index] = ModelStage(model, stage)
         return nn.ModuleList(self._models.values())
 
     def _place(self) -> None:
         config, spec, device = self._config, self._spec, self._compute.device
-        local, shared = self._share
         groups = optimizer_groups(spec, config.optimizer)
         per_device = config.parallel.pipeline_stages_per_device
-        placed = PipelineParameters(local, groups, self._ranks, per_device, device)
-        self.parameters = shared(placed)
+        placed = PipelineParameters(spec, self._share.table, groups, self._ranks, per_device, device)
+        self.parameters = self._share.place(placed, groups)
         for model in self._models.values():
             replace_tensors(model, {path: placed.modules[name] for path, name in model.names.items()})
+            self._share.divide(model, placed.modules)
             move_buffers(model, device)
         models = list(self._models.values())
         blocks = [block for model in models for block in model.blocks]

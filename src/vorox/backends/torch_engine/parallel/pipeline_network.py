@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import attention, kernels
-from vorox.backends.torch_engine.decoder_network import DecoderNetwork
+from vorox.backends.torch_engine.decoder_network import DecoderNetwork, check_user_parts_alone
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, RunBlock
+from vorox.backends.torch_engine.network import EnterMicroBatch
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
-from vorox.backends.torch_engine.parallel.pipeline_schedule import EnterMicroBatch, StageRunner, TrainingStep
-from vorox.backends.torch_engine.parallel.tensor_parallel_parameters import Division, TensorParallelParameters
+from vorox.backends.torch_engine.parallel.pipeline_schedule import StageRunner, TrainingStep
+from vorox.backends.torch_engine.user_part_probe import user_parts
 from vorox.core.batch import Batch
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage
@@ -31,17 +32,24 @@ from vorox.models.pipeline_stages import Stage
 class PipelineNetwork(DecoderNetwork):
     """See ``network.Network``; ``train_all`` replaces ``train``."""
 
+    has_stages = True
+
+    def _check_user_parts(self) -> None:
+        if user_parts(self._config):
+            check_user_parts_alone(self._config, self._spec, self._compute)
+
     def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
-        config, spec, compute, ranks = self._config, self._local, self._compute, self._ranks
-        groups = optimizer_groups(self._spec, config.optimizer)
+        config, spec, compute, ranks = self._config, self._spec, self._compute, self._ranks
+        groups = optimizer_groups(spec, config.optimizer)
         per_device = config.parallel.pipeline_stages_per_device
-        placed = PipelineParameters(spec, groups, ranks, per_device, compute.device)
+        placed = PipelineParameters(spec, self._share.table, groups, ranks, per_device, compute.device)
         chosen = kernels.plain(compute)
-        if ranks.fsdp_size == 1:
+        if ranks.num_fsdp_shards == 1:
             chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         attend = attention.attention_kernel(config.model.attention_kernel)
         parts = Parts(spec, placed.modules, chosen, attend, self.taps, compute.device, self._parallel)
         decoders = [Decoder(parts, stage) for stage in placed.stages]
+        self._share.divide(nn.ModuleList(decoders), placed.modules)
         blocks = [block for decoder in decoders for block in decoder.blocks]
         placed.shard(decoders, blocks, compute.dtype, reshard=config.parallel.reshard_after_forward)
         deferred = None
@@ -54,10 +62,7 @@ class PipelineNetwork(DecoderNetwork):
             config, ranks, compute.device, placed.stages, stream_shape=self._stream_shape, train=self._train_stage,
             take_weight_gradients=None if deferred is None else deferred.take,
         )  # fmt: skip
-        self.parameters = placed
-        if self._parallel is not None:
-            division = Division.of_decoder(self._spec)
-            self.parameters = TensorParallelParameters(placed, self._spec, self._parallel, division)
+        self.parameters = self._share.place(placed, groups)
         return nn.ModuleList(decoders), self._forward
 
     def _stream_shape(self, num_rows: int, num_positions: int, is_training: bool) -> tuple[int, int]:

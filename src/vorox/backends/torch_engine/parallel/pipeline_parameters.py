@@ -13,18 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.parallel.divided_parameters import DividedParameters
+from vorox.backends.torch_engine.parallel.plan import ParallelPlan, Style
+from vorox.backends.torch_engine.parallel.rank_group import RankGroup
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.parameters import Buffers, FlatParameters, Parameters, Piece, WrappedParameters
+from vorox.backends.torch_engine.parameters import Buffers, FlatParameters
 from vorox.models.optimizer_groups import Group
 from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device, tied_embedding
-from vorox.models.spec import ModelSpec
+from vorox.models.spec import ModelSpec, ParameterSpec
 
 
-class PipelineParameters(WrappedParameters):
+class PipelineParameters(DividedParameters):
     """See ``Parameters``.
 
     Args:
         spec: The whole model.
+        table: Its parameters with their shapes on the ranks of this pipeline.
         groups: The optimizer group of every parameter.
         ranks: The layout.
         per_device: Stages of each rank.
@@ -36,24 +40,27 @@ class PipelineParameters(WrappedParameters):
     """
 
     def __init__(
-        self, spec: ModelSpec, groups: Mapping[str, Group], ranks: Ranks, per_device: int, device: torch.device
+        self,
+        spec: ModelSpec,
+        table: Sequence[ParameterSpec],
+        groups: Mapping[str, Group],
+        ranks: Ranks,
+        per_device: int,
+        device: torch.device,
     ) -> None:
         assert ranks.pipeline_group is not None
-        self._spec, self._group_of, self._pipeline = spec, groups, ranks.pipeline_group
-        self._index, self._size, self._device = ranks.pipeline_index, ranks.pipeline_parallel_size, device
-        self.tied = tied_embedding(spec)
-        devices = [stages_of_device(spec.num_layers, self._size, per_device, index) for index in range(self._size)]
-        tables = [parameters_of(spec, stages) for stages in devices]
-        self.stages: tuple[Stage, ...] = devices[self._index]
-        table = tables[self._index]
-        super().__init__(
-            FlatParameters(spec, groups, device=device, table=table)
-            if ranks.fsdp_size == 1
-            else ShardedParameters(spec, groups, ranks=ranks, table=table)
+        index, size = ranks.pipeline_index, ranks.pipeline_parallel_size
+        group = RankGroup(index, size, ranks.pipeline_group)
+        devices = [stages_of_device(spec.num_layers, size, per_device, index) for index in range(size)]
+        self.stages: tuple[Stage, ...] = devices[index]
+        self.tied, plan = tied_embedding(spec), pipeline_plan(spec, devices)
+        here = plan.share(table, group)
+        inner = (
+            FlatParameters(spec, groups, device=device, table=here)
+            if ranks.num_fsdp_shards == 1
+            else ShardedParameters(spec, groups, ranks=ranks, table=here)
         )
-        self._names = {parameter.name for parameter in table}
-        # The first rank owns a tied embedding.
-        self._owner = {parameter.name: index for index in reversed(range(self._size)) for parameter in tables[index]}
+        super().__init__(inner, table, groups, plan, group)
 
     def shard(
         self, modules: Sequence[nn.Module], blocks: Sequence[nn.Module], dtype: torch.dtype, *, reshard: bool
@@ -63,61 +70,37 @@ class PipelineParameters(WrappedParameters):
             self._inner.shard(nn.ModuleList(modules), blocks, dtype, reshard=reshard, roots=modules)
 
     @property
-    def local(self) -> Parameters:
-        return self._inner
-
-    @property
     def _has_copy(self) -> bool:
         """Whether this rank's head is the embedding of another rank."""
-        return self.tied is not None and self._index == self._size - 1
+        return self.tied is not None and self._group.index == self._group.size - 1
 
     def finish_gradients(self) -> None:
         """Add the gradients of the embedding as an input and as a tied head."""
         if self.tied is None or self._group_of[self.tied].is_frozen:
             return
-        if self._index not in (0, self._size - 1):
+        group, last = self._group, self._group.size - 1
+        if group.index not in (0, last):
             return
         gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == self.tied)
         if not gradient.numel():  # FSDP has fewer rows than ranks
             return
-        if self._index == 0:
+        if group.index == 0:
             other = torch.empty_like(gradient)
-            dist.recv(other, self._rank(self._size - 1), self._pipeline)
+            dist.recv(other, group.global_rank(last), group.group)
             gradient.add_(other)
-            dist.send(gradient, self._rank(self._size - 1), self._pipeline)
+            dist.send(gradient, group.global_rank(last), group.group)
         else:
-            dist.send(gradient, self._rank(0), self._pipeline)
-            dist.recv(gradient, self._rank(0), self._pipeline)
-
-    def _rank(self, index: int) -> int:
-        return dist.get_global_rank(self._pipeline, index)
+            dist.send(gradient, group.global_rank(0), group.group)
+            dist.recv(gradient, group.global_rank(0), group.group)
 
     def owned(self, buffers: Buffers) -> Iterator[Tensor]:
-        if not self._has_copy:
-            return self._inner.owned(buffers)
-        return (piece.view for piece in self.whole_rows(buffers))
+        return super().owned(buffers) if self._has_copy else self._inner.owned(buffers)
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
-        """Yield all parameters; those of other ranks have no rows."""
-        here = {piece.name: piece for piece in self._inner.pieces(buffers)}
-        for parameter in self._spec.parameters:
-            if self._group_of[parameter.name] in buffers:
-                empty = Piece(parameter.name, 0, torch.empty(0, *parameter.shape[1:], device=self._device))
-                yield here.get(parameter.name, empty)
 
-    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
-        """Yield the parameters of this rank, or its shards of them; the first rank yields a tied embedding."""
-        return (piece for piece in self._inner.pieces(buffers) if self._owner[piece.name] == self._index)
-
-    def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters; the rank that has one sends it to the others."""
-        here = self._inner.whole(buffers)
-        for parameter in self._spec.parameters:
-            if self._group_of[parameter.name] not in buffers:
-                continue
-            owner = self._owner[parameter.name]
-            value = next(here)[1] if parameter.name in self._names else None
-            if value is None or owner != self._index:
-                value = torch.empty(parameter.shape, device=self._device)
-            dist.broadcast(value, self._rank(owner), self._pipeline)
-            yield parameter.name, value
+def pipeline_plan(spec: ModelSpec, devices: Sequence[Sequence[Stage]]) -> ParallelPlan:
+    """Return which rank of a pipeline has which parameter: those that its stages need."""
+    holders: dict[str, tuple[int, ...]] = {}
+    for index, stages in enumerate(devices):
+        for row in parameters_of(spec, stages):
+            holders[row.name] = (*holders.get(row.name, ()), index)
+    return ParallelPlan(dict.fromkeys(holders, Style.WHOLE), holders)

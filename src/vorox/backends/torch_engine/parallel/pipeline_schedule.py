@@ -10,7 +10,6 @@ Shape legend: A micro-batches, B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine.network import EnterMicroBatch
 from vorox.core.batch import Batch
-from vorox.core.config.pipeline_checks import SIZE, micro_batches_fault
+from vorox.core.config.parallel_checks import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.pipeline_stages import Stage
@@ -30,9 +30,6 @@ from vorox.models.pipeline_stages import Stage
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
-
-EnterMicroBatch = Callable[[int], AbstractContextManager[None]]
-"""Opens the context in which a micro-batch runs: its randomness and its statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,4 +209,4 @@ def check(config: RunConfig, ranks: Ranks) -> None:
         ConfigError: They do not.
     """
     if config.parallel.pipeline_parallel_size > 1 and (fault := micro_batches_fault(config, ranks.shard.count)):
-        raise ConfigError(fault, where=SIZE)
+        raise ConfigError(fault, where=PIPELINE_SIZE)

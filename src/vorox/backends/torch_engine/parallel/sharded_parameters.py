@@ -81,7 +81,7 @@ class ShardedParameters:
         self._sharded: list[_Sharded] = []
         self.modules: dict[str, nn.Parameter] = {}
         counts = dict.fromkeys(in_order(groups.values()), 0)
-        index, size = ranks.fsdp_index, ranks.fsdp_size
+        index, size = ranks.fsdp_index, ranks.num_fsdp_shards
         for name, parts in fused_parts(spec, table).items():
             group = fused_group(parts, groups)
             shape = fused_shape(parts)
@@ -130,7 +130,7 @@ class ShardedParameters:
         paths = {id(parameter): path for path, parameter in model.named_parameters()}
         sharded = {name: value for name, value in self.modules.items() if name not in self._constants}
         paths = {name: paths[id(parameter)] for name, parameter in sharded.items()}
-        mesh = self._ranks.mesh["data", "fsdp"] if self._ranks.data_parallel_size > 1 else self._ranks.mesh["fsdp"]
+        mesh = self._ranks.mesh["data", "fsdp"] if self._ranks.num_replicas > 1 else self._ranks.mesh["fsdp"]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -238,12 +238,12 @@ class ShardedParameters:
             yield parameter.name, gathered.pop(parameter.name)
 
     def _gather(self, one: _Sharded, local: Tensor) -> Tensor:
-        if self._ranks.fsdp_size == 1:
+        if self._ranks.num_fsdp_shards == 1:
             return local
         assert self._ranks.mesh is not None
         padded = local.new_zeros((one.rows_per_rank, *local.shape[1:]))
         padded[: one.num_rows] = local
-        pieces = [torch.empty_like(padded) for _ in range(self._ranks.fsdp_size)]
+        pieces = [torch.empty_like(padded) for _ in range(self._ranks.num_fsdp_shards)]
         dist.all_gather(pieces, padded, group=self._ranks.mesh.get_group("fsdp"))
         return torch.cat(pieces)
 

@@ -26,9 +26,9 @@ from vorox.backends.torch_engine.host_copy import host_copy
 from vorox.backends.torch_engine.parallel.deepspeed_config import deepspeed_config, has_output
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parameters import Buffers
-from vorox.core.distributed_context import LOCAL_RANK, LOCAL_WORLD_SIZE
 from vorox.core.errors import ConfigError
-from vorox.core.installation import install_command
+from vorox.core.platform.installation import install_command
+from vorox.core.ranks.distributed_context import LOCAL_RANK, LOCAL_WORLD_SIZE
 from vorox.core.schema import RunConfig
 from vorox.models.optimizer_groups import Group
 from vorox.models.spec import ModelSpec
@@ -197,7 +197,7 @@ class ZeroParameters(ShardedParameters):
     def _partition(self, parameter: Any, whole: Tensor) -> Tensor:
         """Return the range of a tensor that is this rank's partition under stage 3."""
         size, index = parameter.ds_tensor.numel(), self._ranks.fsdp_index
-        padded = whole.new_zeros(size * self._ranks.fsdp_size)
+        padded = whole.new_zeros(size * self._ranks.num_fsdp_shards)
         padded[: whole.numel()] = whole.flatten()
         return padded[size * index : size * (index + 1)]
 

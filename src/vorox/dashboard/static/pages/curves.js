@@ -25,17 +25,18 @@ const MARK_COLORS = {
 };
 const SHORT_MARKS = ["save", "validation", "end"];
 export const X_AXES = { steps: whole, tokens: count, seconds: duration, flops: count };
+export const SMOOTHINGS = [["auto", "Auto"], ["0", "Off"], ["600", "0.6"], ["900", "0.9"], ["980", "0.98"]];
 const HOVER_MILLISECONDS = 150;
 
 // Lines of one metric: raw (faint) and smoothed, or the values alone.
 export function metricLines(curve, xName, label, color) {
   const x = curve[xName];
   if (!curve.smooth) return [{ label, color, x, y: curve.values, points: x.length < 40 }];
-  return [{ label: `${label}, raw`, color, x, y: curve.values, faint: true }, { label, color, x, y: curve.smooth }];
+  return [{ label, color, x, y: curve.values, faint: true }, { label: `${label}, smoothed`, color, x, y: curve.smooth }];
 }
 
 export async function curvesPage(root, { run }) {
-  const state = { x: "steps", smoothing: "900", isLog: false, from: null, to: null, curves: {}, marks: [] };
+  const state = { x: "steps", smoothing: "auto", isLog: false, from: null, to: null, curves: {}, marks: [] };
   const charts = [], others = h("div", { class: "charts" }), more = h("details", { class: "more" });
   const reset = h("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "Reset zoom");
   const marks = h("div", { class: "marks" });
@@ -43,7 +44,7 @@ export async function curvesPage(root, { run }) {
   let retry = null;
   const controls = h("div", { class: "bar controls" },
     choice("X axis", [["steps", "Step"], ["tokens", "Tokens"], ["seconds", "Time"], ["flops", "FLOPs"]], "steps", (x) => { state.x = x; show(); }),
-    !isExport && choice("Smoothing", [["0", "Off"], ["600", "0.6"], ["900", "0.9"], ["980", "0.98"]], "900", (value) => { state.smoothing = value; refresh(); }),
+    !isExport && choice("Smoothing", SMOOTHINGS, "auto", (value) => { state.smoothing = value; refresh(); }),
     choice("Y axis", [[false, "Linear"], [true, "Log"]], false, (isLog) => { state.isLog = isLog; show(); }), reset, sampleNote);
   const wide = h("div");
   replace(root, controls, wide, documents.root, others, more);

@@ -65,6 +65,14 @@ export async function dataPage(root, { run, query }) {
   return { refresh, close: () => charts.forEach((chart) => chart.destroy()) };
 }
 
+const STATES = {
+  skipped: "The update of this step was not applied.",
+  rolled_back: "The attempt that executed this step lost its later steps; no weights hold it.",
+  open: "This step is in no checkpoint yet.",
+  planned: "This step has not been executed.",
+  beyond: "This step is after the end of the run and was never executed.",
+};
+
 function documentBrowser(run) {
   const step = h("input", { type: "number", min: 1, "aria-label": "Step" }), list = h("div"), steps = h("div");
   const uri = h("input", { type: "text", placeholder: "file name or end of it", "aria-label": "File" });
@@ -80,6 +88,7 @@ function documentBrowser(run) {
     try {
       const found = await ask("documents", { id: run, step: number });
       replace(list, h("p", { class: "muted" }, `${whole(found.num_documents)} documents in ${whole(found.rows)} rows; ${whole(found.tokens)} tokens, ${whole(found.padding_tokens)} padding.`),
+        found.state === "kept" ? null : h("p", { class: "muted" }, STATES[found.state]),
         found.documents.map((one) => h("button", { type: "button", class: "document", title: one.uri, onclick: () => showSteps(one.uri, String(one.ordinal)) },
           h("span", { class: "muted" }, `${one.source} · slot ${one.slot} · ${whole(one.num_tokens)} of ${whole(one.document_tokens)} tokens`), h("b", null, `${baseName(one.uri)} #${whole(one.ordinal)}`),
           h("span", { class: "excerpt" }, one.excerpt))));

@@ -4,16 +4,34 @@ import { ask, isExport } from "../api.js";
 import { h, pill, replace, sparkline } from "../dom.js";
 import { DASH, ago, count, duration, fixed, whole } from "../format.js";
 
+// Columns: [key, title, is a number, the best is the lowest].
 const RUN_COLUMNS = [
-  ["id", "Run"], ["state", "State"], ["step", "Step", true], ["loss", "Loss", true], ["eval_loss", "Validation", true],
-  [null, "Loss curve"], ["tokens_per_second", "Tokens/s", true], ["eta_seconds", "ETA", true], ["hardware", "Hardware"],
-  ["commit", "Git"], ["changed_at", "Changed", true],
+  ["id", "Run"], ["state", "State"], ["step", "Step", true], ["loss", "Loss", true, true], ["eval_loss", "Validation", true, true],
+  [null, "Loss curve"], ["settings", "Settings"], ["tokens_per_second", "Tokens/s", true], ["eta_seconds", "ETA", true],
+  ["hardware", "Hardware"], ["commit", "Git"], ["changed_at", "Changed", true],
 ];
+const SAME_IS_HIDDEN = ["settings", "hardware", "commit"];
+const MAX_SETTINGS = 4;
+
+// The settings on the command lines of some runs that are not the same in all of them, as those of a sweep.
+function variedSettings(runs) {
+  const keys = new Set(runs.flatMap((run) => Object.keys(run.settings)));
+  return [...keys].filter((key) => new Set(runs.map((run) => run.settings[key])).size > 1).slice(0, MAX_SETTINGS);
+}
+
+function differ(runs, key) {
+  return new Set(runs.map((run) => run[key])).size > 1;
+}
+
+// Numbers sort as numbers.
+function sortable(text) {
+  return text && Number.isFinite(Number(text)) ? Number(text) : text;
+}
 
 export async function runsPage(root) {
   document.title = "Runs · Vorox";
   const chosen = new Set(), shownRows = new Map();
-  const state = { filter: "", key: "created_at", isDescending: true, runs: [] };
+  const state = { filter: "", key: "created_at", isDescending: true, runs: [], varied: [] };
   const filter = h("input", { type: "search", placeholder: "Filter: name, state, hardware, branch", "aria-label": "Filter runs",
     oninput: () => { state.filter = filter.value.toLowerCase(); show(); } });
   const compareLink = h("a", { class: "button", hidden: true }, "Compare");
@@ -29,7 +47,8 @@ export async function runsPage(root) {
       h("thead", null, h("tr", null, h("th", { scope: "col" }, h("span", { class: "hidden" }, "Compare")), heads)), body)), empty);
 
   function sortBy(key) {
-    state.isDescending = state.key === key ? !state.isDescending : key !== "id";
+    const isLowBest = RUN_COLUMNS.find(([one]) => one === key)[3];
+    state.isDescending = state.key === key ? !state.isDescending : key !== "id" && key !== "settings" && !isLowBest;
     state.key = key;
     show();
   }
@@ -42,6 +61,7 @@ export async function runsPage(root) {
       pill(run.state),
       [h("span", { class: "nowrap" }, whole(run.step), h("span", { class: "muted" }, ` / ${run.total_steps ? whole(run.total_steps) : DASH}`)), bar],
       fixed(run.loss), fixed(run.eval_loss, 4), sparkline(run.sparkline, `Loss of ${run.id}`),
+      state.varied.filter((key) => key in run.settings).map((key) => h("small", null, `${key.split(".").at(-1)} ${run.settings[key]}`)),
       run.tokens_per_second >= 1e6 ? count(run.tokens_per_second) : whole(run.tokens_per_second),
       run.state === "running" ? duration(run.eta_seconds) : DASH,
       [h("span", null, run.hardware || DASH), run.engine && h("small", null, run.engine)],
@@ -64,7 +84,7 @@ export async function runsPage(root) {
       known = { row: h("tr", null, h("td", { class: "box" }, box), h("td", { class: "name" }, link, failure), rest), rest, failure };
       shownRows.set(run.id, known);
     }
-    const text = JSON.stringify(run);
+    const text = JSON.stringify([run, state.varied]);
     if (known.text !== text || run.state === "running") {
       known.text = text;
       cells(run).forEach((cell, index) => replace(known.rest[index], [cell].flat()));
@@ -81,15 +101,23 @@ export async function runsPage(root) {
 
   function show() {
     const words = state.filter.split(/\s+/).filter(Boolean);
-    const text = (run) => [run.id, run.state, run.hardware, run.engine, run.commit, run.branch].join(" ").toLowerCase();
+    const text = (run) => [run.id, run.state, run.hardware, run.engine, run.commit, run.branch, Object.entries(run.settings).map(([key, value]) => `${key}=${value}`).join(" ")].join(" ").toLowerCase();
     const found = state.runs.filter((run) => words.every((word) => text(run).includes(word)));
-    const value = (run) => run[state.key] ?? (typeof run[state.key] === "string" ? "" : -Infinity);
+    const missing = state.isDescending ? -Infinity : Infinity;  // at the end
+    const value = (run) => (state.key === "settings" ? sortable(run.settings[state.varied[0]]) : run[state.key]) ?? missing;
+    state.varied = variedSettings(found);
     found.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (state.isDescending ? -1 : 1));
     const rows = found.map(rowOf);
     if (rows.length !== body.children.length || rows.some((row, index) => row !== body.children[index])) replace(body, rows);
     total.textContent = found.length === state.runs.length ? String(found.length) : `${found.length} of ${state.runs.length}`;
     empty.hidden = found.length > 0;
     empty.textContent = state.runs.length ? "No run matches the filter." : "No runs yet. Start one with: vorox train quickstart";
+    const isVaried = { settings: state.varied.length > 0, hardware: differ(found, "hardware"), commit: differ(found, "commit") };
+    for (const [index, [key]] of RUN_COLUMNS.entries()) {
+      const isHidden = SAME_IS_HIDDEN.includes(key) && !isVaried[key];
+      heads[index].hidden = isHidden;
+      if (index > 0) for (const run of found) shownRows.get(run.id).rest[index - 1].hidden = isHidden;
+    }
     RUN_COLUMNS.forEach(([key], index) => heads[index].setAttribute("aria-sort",
       key !== null && key === state.key ? (state.isDescending ? "descending" : "ascending") : "none"));
   }

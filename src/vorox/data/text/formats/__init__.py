@@ -8,23 +8,34 @@ with its position, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
+from vorox.core.schema.source_formats import COMPRESSIONS, FORMATS, source_format
+from vorox.data.chat.conversations import lone_surrogate
 from vorox.data.documents import BadRecord, Record, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile
-from vorox.data.text.conversations import lone_surrogate
+from vorox.data.text.decompression import UTF_8
 from vorox.data.text.file_content import (
-    COMPRESSED_SUFFIXES,
-    compression_by_suffix,
     detect_damage,
+    is_stored_as_read,
     length_bytes,
     limits_of,
 )
-from vorox.data.text.formats import arrow, custom, delimited, json_lines, mds, parquet, plain_text, token_shards
+from vorox.data.text.formats import (
+    arrow,
+    custom,
+    delimited,
+    json_array,
+    json_lines,
+    mds,
+    parquet,
+    plain_text,
+    token_shards,
+)
 from vorox.data.text.formats.json_lines import parse_line
 from vorox.data.text.formats.plain_text import text_boundary_before
 from vorox.data.text.formats.record_blocks import RecordBlock, line_end_after, line_end_before
@@ -33,9 +44,12 @@ __all__ = [
     "RecordBlock",
     "UnreadableRecord",
     "count_records",
+    "field_check",
     "first_block",
+    "has_fields",
     "has_many_records",
     "has_row_groups",
+    "is_built_in",
     "line_end_after",
     "line_end_before",
     "lone_surrogate",
@@ -54,80 +68,95 @@ Accept = Callable[[int], bool]
 """Whether a record belongs to the split, by its first byte, or by its ordinal in formats with row groups."""
 ReadRecords = Callable[[SourceConfig, StoredFile, UnitSpan, Accept], Iterator[Record]]
 """Yields the records that begin in a span and that ``Accept`` selects."""
+FirstRows = Callable[[SourceConfig, StoredFile, UnitSpan], Generator[Mapping[str, object] | BadRecord]]
+"""Yields the records from the start of a file with the values of all fields, lazily; the span is that of the file."""
+
+
+_UNKNOWN_END = 1 << 62
+"""End of compressed content, whose length is not known before it is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Format:
+class _Reader:
     """The functions of a format.
 
     Attributes:
-        suffixes: File suffixes to search folders for.
         split_blocks: Blocks of a range; the end is ``None`` for the end of the content.
         count: Records in a block; ``None`` where a block is one record.
         read: Records of a span.
         measure: Bytes of text before an offset, where that is not the offset itself.
-        has_row_groups: Whether records have no byte range of their own, only that of their row group or file.
+        first_rows: The first records with all of their fields, for detection, of a format that ``has_fields``.
+        check_fields: Refuses a file that lacks a column which the source names, where all records have the same ones.
     """
 
-    suffixes: tuple[str, ...]
     split_blocks: Callable[[SourceConfig, StoredFile, int, int | None, int, int], Iterator[RecordBlock]]
     count: Callable[[SourceConfig, StoredFile, int, int], int] | None
     read: ReadRecords
     measure: Callable[[SourceConfig, StoredFile, int | None], int] | None = None
-    has_row_groups: bool = False
+    first_rows: FirstRows | None = None
+    check_fields: Callable[[SourceConfig, StoredFile], None] | None = None
 
 
-_FORMATS: dict[str, _Format] = {
-    "python_stdlib": _Format((".py",), plain_text.split_text, None, plain_text.read_records),
-    "txt": _Format((".txt",), plain_text.split_text, None, plain_text.read_records),
-    "jsonl": _Format((".jsonl", ".ndjson"), json_lines.split_blocks, json_lines.count, json_lines.read_records),
-    "csv": _Format(
-        (".csv", ".tsv"), delimited.split_blocks, delimited.count, delimited.read_records, delimited.measure
+_READERS: dict[str, _Reader] = {
+    "python_stdlib": _Reader(plain_text.split_text, None, plain_text.read_records),
+    "txt": _Reader(plain_text.split_text, None, plain_text.read_records),
+    "jsonl": _Reader(json_lines.split_blocks, json_lines.count, json_lines.read_records, None, json_lines.first_rows),
+    "json": _Reader(json_array.split_blocks, json_array.count, json_array.read_records, None, json_array.first_rows),
+    "csv": _Reader(
+        delimited.split_blocks, delimited.count, delimited.read_records, delimited.measure, delimited.first_rows,
+        delimited.check_fields,
     ),
-    "parquet": _Format(
-        (".parquet",), parquet.split_blocks, parquet.count, parquet.read_records, parquet.measure, has_row_groups=True
+    "parquet": _Reader(
+        parquet.split_blocks, parquet.count, parquet.read_records, parquet.measure, parquet.first_rows,
+        parquet.check_fields,
     ),
-    "arrow": _Format(
-        (".arrow",), arrow.split_blocks, arrow.count, arrow.read_records, arrow.measure, has_row_groups=True
+    "arrow": _Reader(
+        arrow.split_blocks, arrow.count, arrow.read_records, arrow.measure, arrow.first_rows, arrow.check_fields
     ),
-    "mds": _Format((".mds",), mds.split_blocks, mds.count, mds.read_records, mds.measure),
-    "bin": _Format(
-        (".bin",), token_shards.split_blocks, token_shards.count, token_shards.read_records, token_shards.measure
+    "mds": _Reader(mds.split_blocks, mds.count, mds.read_records, mds.measure, mds.first_rows, mds.check_fields),
+    "bin": _Reader(
+        token_shards.split_blocks, token_shards.count, token_shards.read_records, token_shards.measure
     ),
-}
-_CUSTOM = _Format((), custom.split_blocks, custom.count, custom.read_records, has_row_groups=True)
-"""The format of a user's function, for every name that is not in ``_FORMATS``."""
+}  # fmt: skip
+"""The readers of ``core/schema/source_formats.py: FORMATS``."""
+_CUSTOM = _Reader(custom.split_blocks, custom.count, custom.read_records)
+"""The reader of a user's function, for every other name."""
 
 
-def _format(source: SourceConfig) -> _Format:
-    return _FORMATS.get(source.format, _CUSTOM)
+def _reader(source: SourceConfig) -> _Reader:
+    return _READERS.get(source.format, _CUSTOM)
 
 
 def has_row_groups(format_name: str) -> bool:
     """Whether records have no byte range of their own, only that of their row group or file."""
-    return _FORMATS.get(format_name, _CUSTOM).has_row_groups
+    return source_format(format_name).has_row_groups
+
+
+def is_built_in(source: SourceConfig) -> bool:
+    """Whether the format is one of this module, not a user's function."""
+    return source.format in FORMATS
 
 
 def records_are_lines(source: SourceConfig) -> bool:
-    return source.format == "jsonl"
+    return source_format(source.format).record == "line"
 
 
 def suffixes(source: SourceConfig) -> tuple[str, ...]:
     """Return the file suffixes, in lower case, to search folders for."""
-    plain = custom.suffixes(source) if _format(source) is _CUSTOM else _format(source).suffixes
-    if source.format in {"python_stdlib", "bin"}:
+    plain = source_format(source.format).endings if is_built_in(source) else custom.suffixes(source)
+    if not source_format(source.format).is_compressible:
         return plain
-    return (*plain, *(name + ending for name in plain for ending in COMPRESSED_SUFFIXES))
+    return (*plain, *(name + ending for name in plain for ending in COMPRESSIONS))
 
 
 def has_many_records(source: SourceConfig) -> bool:
     """Whether a block holds many records, not one."""
-    return _format(source).count is not None
+    return _reader(source).count is not None
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None = None) -> int:
     """Return the approximate bytes of text before ``end``; a compressed file is read once."""
-    own = _format(source).measure
+    own = _reader(source).measure
     if own is not None:
         return own(source, file, end)
     return length_bytes(file, limits_of(source)) if end is None else end
@@ -149,12 +178,12 @@ def split_blocks(
     Raises:
         DataError: The file cannot be read or is not in the source's format.
     """
-    return _format(source).split_blocks(source, file, start, end, block_bytes, first_ordinal)
+    return _reader(source).split_blocks(source, file, start, end, block_bytes, first_ordinal)
 
 
 def first_block(source: SourceConfig, file: StoredFile, end: int | None, block_bytes: int) -> RecordBlock | None:
     """Return the first block with any text, from the last bytes of its range alone where the format allows."""
-    if not records_are_lines(source) or compression_by_suffix(file.uri) is not None:
+    if not records_are_lines(source) or not is_stored_as_read(file, limits_of(source)):
         return next((block for block in split_blocks(source, file, 0, end, block_bytes) if block.text_bytes), None)
     stop = high = file.size_bytes if end is None else end
     if high > block_bytes:
@@ -165,13 +194,15 @@ def first_block(source: SourceConfig, file: StoredFile, end: int | None, block_b
 
 def count_records(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Return the number of ordinals in a block."""
-    count = _format(source).count
+    count = _reader(source).count
     return 1 if count is None else count(source, file, start, end)
 
 
 def records_reader(source: SourceConfig) -> ReadRecords:
     """Return the ``read_records`` of a source's format, to be looked up once for many spans."""
-    read = _format(source).read
+    read = _reader(source).read
+    if limits_of(source).encoding != UTF_8:
+        read = partial(_read_transcoded, read)
     return partial(_read_damaged, read) if source.damaged_files == "keep_readable" else read
 
 
@@ -182,6 +213,16 @@ def read_records(source: SourceConfig, file: StoredFile, span: UnitSpan, accept:
         DataError: The file cannot be read or is not in the source's format.
     """
     return records_reader(source)(source, file, span, accept)
+
+
+def _read_transcoded(
+    read: ReadRecords, source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Accept
+) -> Iterator[Record]:
+    """Read text of another encoding, which is named where it is invalid."""
+    for record in read(source, file, span, accept):
+        if isinstance(record, BadRecord):
+            record = replace(record, reason=record.reason.replace("invalid UTF-8", f"invalid {source.encoding}"))
+        yield record
 
 
 def _read_damaged(
@@ -206,6 +247,35 @@ def _unreadable_rest(source: SourceConfig, file: StoredFile, span: UnitSpan) -> 
     )
     size = max(0, damage.end_byte - span.start_byte)
     return BadRecord(span.file_index, span.first_ordinal, span.start_byte, size, None, reason, is_rest_of_file=True)
+
+
+def first_rows(
+    source: SourceConfig, file: StoredFile, most_bytes: int | None = None
+) -> Generator[Mapping[str, object] | BadRecord]:
+    """Yield the first records of a file with all of their fields, read as ``read_records`` reads them.
+
+    Args:
+        source: The source, which names the format.
+        file: The file.
+        most_bytes: Bytes of JSON to read, of which the last record may be cut; ``None`` for as many as are consumed.
+
+    Raises:
+        DataError: The file cannot be read or is not in the source's format.
+    """
+    rows = _reader(source).first_rows
+    assert rows is not None, "the format has fields"
+    end = file.size_bytes if is_stored_as_read(file, limits_of(source)) else _UNKNOWN_END
+    return rows(source, file, UnitSpan(0, 0, end if most_bytes is None else min(end, most_bytes), 0))
+
+
+def has_fields(source: SourceConfig) -> bool:
+    """Whether the records of a format have named fields."""
+    return source_format(source.format).has_fields
+
+
+def field_check(source: SourceConfig) -> Callable[[SourceConfig, StoredFile], None] | None:
+    """Return what refuses a file without the columns of a source; ``None`` where each record has its own fields."""
+    return _reader(source).check_fields
 
 
 def read_record(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterator
+import io
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, BinaryIO
 
@@ -25,16 +26,21 @@ from vorox.data.text.file_content import length_bytes, limits_of, open_content
 from vorox.data.text.formats.columnar import (
     RowGroup,
     check_columns,
-    check_present,
-    image_columns,
+    damaged_batch,
     read_batch,
+    reject_bomb,
     row_group_blocks,
-    text_buffers,
+    rows_of,
+    schema_of_bytes,
+    text_columns,
+    text_size,
 )
 from vorox.data.text.formats.record_blocks import RecordBlock
 
 _FILE_MAGIC = b"ARROW1"
 _STREAM_MAGIC = b"\xff" * 4
+_PIECE_BYTES = 1 << 26
+_END_OF_STREAM = _STREAM_MAGIC + bytes(4)
 
 
 class _Messages:
@@ -52,12 +58,19 @@ class _Messages:
         self._is_at_end = False
         self._reader = import_module("pyarrow").PythonFile(self, mode="r")
 
-    def read(self, size: int = -1) -> bytes:
-        """Read bytes for Arrow, which reads no further than the current message."""
-        data = self._content.read(size)
-        self.offset += len(data)
-        self._is_at_end = self._is_at_end or len(data) < size
-        return data
+    def read(self, size: int) -> bytes:
+        """Read bytes for Arrow, which reads no further than the current message.
+
+        In pieces: a damaged message may claim any length, for which no memory may be reserved in advance.
+        """
+        parts: list[bytes] = []
+        left = size
+        while left > 0 and (part := self._content.read(min(left, _PIECE_BYTES))):
+            parts.append(part)
+            left -= len(part)
+        self.offset += size - left
+        self._is_at_end = self._is_at_end or left > 0
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def next(self) -> Any:
         """Return the next message; ``None`` at the end-of-stream marker.
@@ -92,7 +105,7 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
     """Return the schema of a stream.
 
     Raises:
-        DataError: The file is not an Arrow stream, or has a dictionary-encoded column.
+        DataError: The file is not an Arrow stream.
     """
     with open_content(file, 0, len(_FILE_MAGIC), limits) as content:
         start = content.read(len(_FILE_MAGIC))
@@ -107,42 +120,103 @@ def schema_of(file: StoredFile, limits: Limits) -> Any:
         first = messages.next()
         if first is None:
             raise EOFError
-        schema = import_module("pyarrow.ipc").read_schema(first)
-    types = import_module("pyarrow.types")
-    encoded = [field.name for field in schema if types.is_dictionary(field.type)]
-    if encoded:
-        raise DataError(
-            f"Column {encoded[0]!r} is dictionary-encoded, which Arrow streams do not support here", where=file.uri,
-            hint="write the table as Parquet and set format: parquet",
-        )  # fmt: skip
-    return schema
+        return import_module("pyarrow.ipc").read_schema(first)
 
 
-def _batches(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
-    for row in _scan_batches(file, source.text_field, source.chat_fields, limits_of(source)).tolist():
+class _Batches:
+    """Reads the record batches of a stream, and checks each in full before it is used.
+
+    Args:
+        file: The file, for messages.
+        schema: Its schema.
+        dictionaries: The messages with the values of dictionary-encoded columns, in the order of the stream.
+    """
+
+    def __init__(self, file: StoredFile, schema: Any, dictionaries: Sequence[Any] = ()) -> None:
+        self._file, self._schema, self._bytes = file, schema, schema_of_bytes(schema)
+        self.dictionaries = list(dictionaries)
+
+    def next(self, messages: _Messages) -> Any:
+        """Return the next record batch; ``None`` at the end. Dictionaries on the way are kept.
+
+        Raises:
+            DataError: A batch contradicts itself.
+        """
+        while (message := messages.next()) is not None:
+            if message.type == "dictionary":
+                self.dictionaries.append(message)
+                continue
+            return self.decode(message)
+        return None
+
+    def decode(self, message: Any) -> Any:
+        """Return the record batch of a message.
+
+        Raises:
+            DataError: It contradicts itself.
+        """
+        arrow = import_module("pyarrow")
+        try:
+            self._read(message, self._bytes).validate(full=True)
+            return self._read(message, self._schema)
+        except (arrow.ArrowException, OSError, SystemError) as error:
+            raise damaged_batch(self._file, error) from error
+
+    def _read(self, message: Any, schema: Any) -> Any:
+        ipc = import_module("pyarrow.ipc")
+        if not self.dictionaries:
+            return ipc.read_record_batch(message, schema)
+        stream = io.BytesIO()  # only a whole stream can be read with its dictionaries
+        stream.write(schema.serialize())
+        for part in (*self.dictionaries, message):
+            stream.write(part.serialize())
+        stream.write(_END_OF_STREAM)
+        stream.seek(0)
+        with ipc.open_stream(stream) as reader:
+            return reader.read_next_batch()
+
+
+def check_fields(source: SourceConfig, file: StoredFile) -> None:
+    """Refuse a file without a column that the source names."""
+    check_columns(file, schema_of(file, limits_of(source)), source)
+
+
+def _groups(source: SourceConfig, file: StoredFile) -> Iterator[RowGroup]:
+    limits = limits_of(source)
+    schema = schema_of(file, limits)
+    check_columns(file, schema, source)
+    columns = text_columns(source, schema.names)
+    for row in _scan_batches(file, columns, limits)[0].tolist():
         yield RowGroup(*row)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _scan_batches(
-    file: StoredFile, text_field: str, chat_fields: tuple[str, ...], limits: Limits
-) -> npt.NDArray[np.int64]:  # fmt: skip
-    """Return one ``RowGroup`` per row of an array, from one pass over the file."""
-    ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
-    check_columns(file, schema, text_field, chat_fields)
+    file: StoredFile, texts: tuple[str, ...], limits: Limits
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return one ``RowGroup`` per row of an array, and the ranges of dictionaries, from one pass over the file."""
+    schema = schema_of(file, limits)
+    batches = _Batches(file, schema)
+    columns = list(dict.fromkeys(name if name in schema.names else name.partition(".")[0] for name in texts))
     found: list[RowGroup] = []
+    dictionaries: list[tuple[int, int]] = []
+    total = 0
     with _open_messages(file, 0, None, limits) as messages:
         messages.next()
-        start, first_row = messages.offset, 0
-        for index, message in enumerate(iter(messages.next, None)):
-            batch = ipc.read_record_batch(message, schema)
+        start, first_row, index = messages.offset, 0, 0
+        for message in iter(messages.next, None):
+            if message.type == "dictionary":
+                batches.dictionaries.append(message)
+                dictionaries.append((start, messages.offset))
+                start = messages.offset
+                continue
+            batch = batches.decode(message)
             if batch.num_rows:
-                if chat_fields:
-                    text_bytes = sum(batch.column(schema.names.index(name)).nbytes for name in chat_fields)
-                else:
-                    text_bytes = sum(length or 0 for length in text_buffers(batch, text_field)[2])
+                text_bytes = sum(text_size(batch.column(schema.names.index(name))) for name in columns)
+                total += text_bytes
+                reject_bomb(file, total, messages.offset, limits)
                 found.append(RowGroup(index, first_row, batch.num_rows, start, messages.offset, text_bytes))
-            start, first_row = messages.offset, first_row + batch.num_rows
+            start, first_row, index = messages.offset, first_row + batch.num_rows, index + 1
         end = messages.offset
     trailing = length_bytes(file, limits) - end
     if trailing:
@@ -150,12 +224,22 @@ def _scan_batches(
             f"{trailing:,} bytes follow the end of the Arrow stream at byte {end:,}", where=file.uri,
             hint="the file is corrupt or holds several streams: write it again",
         )  # fmt: skip
-    return np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
+    groups = np.array([dataclasses.astuple(group) for group in found], np.int64).reshape(len(found), 6)
+    return groups, np.array(dictionaries, np.int64).reshape(len(dictionaries), 2)
+
+
+def _read_dictionaries(file: StoredFile, ranges_N2: npt.NDArray[np.int64], before: int, limits: Limits) -> list[Any]:
+    """Return the messages with the dictionaries that come before an offset."""
+    found: list[Any] = []
+    for start, end in ranges_N2[ranges_N2[:, 0] < before].tolist():
+        with _open_messages(file, start, end, limits) as messages:
+            found.append(messages.next())
+    return found
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
     """Return the approximate bytes of text before ``end``."""
-    return sum(group.text_bytes for group in _batches(source, file) if end is None or group.start_byte < end)
+    return sum(group.text_bytes for group in _groups(source, file) if end is None or group.start_byte < end)
 
 
 def split_blocks(
@@ -163,17 +247,17 @@ def split_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield blocks of whole record batches with about ``block_bytes`` of text."""
     del first_ordinal  # known from the pass over the file
-    yield from row_group_blocks(_batches(source, file), start, end, block_bytes)
+    yield from row_group_blocks(_groups(source, file), start, end, block_bytes)
 
 
 def count(source: SourceConfig, file: StoredFile, start: int, end: int) -> int:
     """Count the rows of the record batches in a range."""
-    return sum(group.num_rows for group in _batches(source, file) if start <= group.start_byte < end)
+    return sum(group.num_rows for group in _groups(source, file) if start <= group.start_byte < end)
 
 
 def first_row(source: SourceConfig, file: StoredFile, start: int) -> int:
     """Return the ordinal of the first row of the record batch at an offset; 0 if none starts there."""
-    return next((group.first_row for group in _batches(source, file) if group.start_byte == start), 0)
+    return next((group.first_row for group in _groups(source, file) if group.start_byte == start), 0)
 
 
 def read_records(
@@ -181,15 +265,31 @@ def read_records(
 ) -> Iterator[Document | BadRecord]:
     """Yield the rows of the record batches in a span for whose ordinal ``accept`` is true."""
     limits = limits_of(source)
-    ipc, schema = import_module("pyarrow.ipc"), schema_of(file, limits)
-    check_columns(file, schema, source.text_field, source.chat_fields)
-    check_present(file, schema.names, source.metadata_fields, "metadata_fields")
-    check_present(file, schema.names, image_columns(source), "images_field")
+    schema = schema_of(file, limits)
+    check_columns(file, schema, source)
+    dictionaries: list[Any] = []
+    if any(import_module("pyarrow.types").is_dictionary(field.type) for field in schema):
+        ranges_N2 = _scan_batches(file, text_columns(source, schema.names), limits)[1]
+        dictionaries = _read_dictionaries(file, ranges_N2, span.start_byte, limits)
+    batches = _Batches(file, schema, dictionaries)
     ordinal = span.first_ordinal
     with _open_messages(file, span.start_byte, span.end_byte, limits) as messages:
         start = messages.offset
         while start < span.end_byte:
-            batch = ipc.read_record_batch(messages.next(), schema)
+            batch = batches.next(messages)
+            if batch is None:
+                return
             group = RowGroup(0, ordinal, batch.num_rows, start, messages.offset, 0)
             yield from read_batch(source, batch, group, span.file_index, ordinal, accept)
             start, ordinal = messages.offset, ordinal + batch.num_rows
+
+
+def first_rows(source: SourceConfig, file: StoredFile, span: UnitSpan) -> Generator[Mapping[str, object]]:
+    """Yield the first rows with the values of all columns."""
+    del span
+    limits = limits_of(source)
+    batches = _Batches(file, schema_of(file, limits))
+    with _open_messages(file, 0, None, limits) as messages:
+        messages.next()
+        while (batch := batches.next(messages)) is not None:
+            yield from rows_of(batch)

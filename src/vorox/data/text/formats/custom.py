@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vorox.core.errors import DataError, VoroxError
-from vorox.core.extensions import load_function
 from vorox.core.schema.data import SourceConfig
+from vorox.core.user_code.extensions import load_function
 from vorox.data.documents import BadRecord, Document, Record, UnitSpan
 from vorox.data.storage import StoredFile
 from vorox.data.text.file_content import length_bytes, limits_of, open_content

@@ -6,18 +6,18 @@ its ordinal, and a line larger than the source allows is quarantined without bei
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic_core import from_json
 
 from vorox.core.schema.data import SourceConfig
+from vorox.data.chat.column_meaning import ReadColumns
+from vorox.data.chat.conversations import json_type, lone_surrogate, plain_text, read_messages
 from vorox.data.documents import BadRecord, Document, PlacedImage, UnitSpan, UnreadableRecord
-from vorox.data.images import read_images
+from vorox.data.images.reading import read_images
 from vorox.data.storage import StoredFile
-from vorox.data.text.conversations import json_type, lone_surrogate, plain_text, read_messages
 from vorox.data.text.file_content import limits_of, open_content, reject_binary
 from vorox.data.text.formats.record_blocks import (
     BYTE_ORDER_MARK,
@@ -55,6 +55,7 @@ def read_records(
     source: SourceConfig, file: StoredFile, span: UnitSpan, accept: Callable[[int], bool]
 ) -> Iterator[Document | BadRecord]:
     """Yield the records of the lines in a span for whose first byte ``accept`` is true."""
+    columns = ReadColumns.of(source)
     for ordinal, offset, length, line in _read_lines(source, file, span):
         position = (span.file_index, ordinal, offset, length)
         if line is None:
@@ -66,16 +67,49 @@ def read_records(
             line = line.removeprefix(BYTE_ORDER_MARK)
         if not accept(offset) or not line or line.isspace():
             continue  # a blank line keeps its ordinal
+        found = read_object(line, columns, position, ordinal + 1)
+        if found is not None:
+            yield found
+
+
+def read_object(
+    line: bytes, columns: ReadColumns, position: tuple[int, int, int, int], number: int | None
+) -> Document | BadRecord | None:
+    """Return the document of a JSON object; ``None`` if it is left out (``conversations.read_messages``).
+
+    Args:
+        line: The object.
+        columns: The columns of the source.
+        position: Index of the file, ordinal, byte offset and length.
+        number: Its line, for a bad record.
+    """
+    source = columns.source
+    try:
+        if columns.only_text is None and source.chat_fields:
+            return _conversation(line, columns, position)
+        text, metadata = _parse_text(line, columns)
+        images = None if source.images_field is None else _images(parse_object(line), source.images_field)
+    except UnreadableRecord as error:
+        return BadRecord(*position, number, str(error))
+    return Document(*position, text, metadata, images=images)
+
+
+def first_rows(
+    source: SourceConfig, file: StoredFile, span: UnitSpan
+) -> Generator[Mapping[str, object] | BadRecord]:  # fmt: skip
+    """Yield the first records with the values of all fields."""
+    for ordinal, offset, length, line in _read_lines(source, file, span):
+        position = (span.file_index, ordinal, offset, length)
         try:
-            if source.chat_fields:
-                yield _conversation(line, source, position)
-                continue
-            text, metadata = parse_record(line, source.text_field, source.metadata_fields)
-            images = None if source.images_field is None else _images(_parse_object(line), source.images_field)
+            if line is None:
+                raise UnreadableRecord(too_large(length, source.max_record_bytes))
+            if offset == 0:
+                reject_binary(file, line)
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line and not line.isspace():
+                yield parse_object(line)
         except UnreadableRecord as error:
             yield BadRecord(*position, ordinal + 1, str(error))
-        else:
-            yield Document(*position, text, metadata, images=images)
 
 
 def _read_lines(
@@ -103,25 +137,28 @@ def parse_line(line: bytes, text_field: str) -> str:
     Raises:
         UnreadableRecord: The line is not UTF-8, not JSON, not an object, or has no text in that field.
     """
-    return parse_record(line, text_field)[0]
+    return _parse_text(line, ReadColumns.of(SourceConfig(name="line", format="jsonl", text_field=text_field)))[0]
 
 
-def parse_record(
-    line: bytes, text_field: str, metadata_fields: Sequence[str] = ()
-) -> tuple[str, Mapping[str, str] | None]:
-    """Return the text of one record and the requested metadata fields; absent ones are omitted.
+def _parse_text(line: bytes, columns: ReadColumns) -> tuple[str, Mapping[str, str] | None]:
+    """Return the text of one record and its metadata fields; absent ones are omitted.
 
     Raises:
-        UnreadableRecord: The line is not UTF-8, not JSON, not an object, or has no text in that field.
+        UnreadableRecord: The line is not UTF-8, not JSON, not an object, or has no text in the text field; or a column
+            that no setting reads may change what the record means.
     """
-    if not metadata_fields:
-        with contextlib.suppress(ValueError):  # what pydantic rejects, the standard library decides below
-            fields = from_json(line, cache_strings="keys")
-            if isinstance(fields, dict):
-                found = cast("dict[str, object]", fields).get(text_field)
-                if isinstance(found, str):
+    if columns.only_text is not None:
+        try:
+            record = from_json(line, cache_strings="keys")
+            if isinstance(record, dict):
+                fields = cast("dict[str, object]", record)
+                found = fields.get(columns.only_text)
+                if isinstance(found, str) and columns.guarded.isdisjoint(fields):
                     return found, None  # pydantic rejects lone surrogates itself
-    fields = _parse_object(line)
+        except ValueError:  # what pydantic rejects, the standard library decides below
+            pass
+    text_field, metadata_fields = columns.source.text_field, columns.source.metadata_fields
+    fields = parse_object(line)
     text = _field(fields, text_field)
     if text is _ABSENT:
         present = ", ".join(repr(key) for key in list(fields)[:8])
@@ -133,17 +170,21 @@ def parse_record(
     surrogate = lone_surrogate(text)
     if surrogate is not None:
         raise UnreadableRecord(f"field {text_field!r} has half a surrogate pair at character {surrogate}")
+    columns.check_guarded(fields)
     return text, _metadata(fields, metadata_fields)
 
 
-def _conversation(line: bytes, source: SourceConfig, position: tuple[int, int, int, int]) -> Document:
-    fields = _parse_object(line)
-    found = {name: _field(fields, name) for name in source.chat_fields}
+def _conversation(line: bytes, columns: ReadColumns, position: tuple[int, int, int, int]) -> Document | None:
+    fields, source = parse_object(line), columns.source
+    found = {name: _field(fields, name) for name in columns.among(fields)}
     present = {name: value for name, value in found.items() if value is not _ABSENT}
-    messages = read_messages(source, present, tuple(fields))
+    chat = read_messages(columns, present, tuple(fields))
+    if chat is None:
+        return None
     images = None if source.images_field is None else _images(fields, source.images_field)
     metadata = _metadata(fields, source.metadata_fields)
-    return Document(*position, plain_text(messages), metadata, messages=messages, images=images)
+    text = plain_text(chat.messages)
+    return Document(*position, text, metadata, messages=chat.messages, tools=chat.tools, images=images)
 
 
 def _images(fields: Mapping[str, object], name: str) -> tuple[PlacedImage, ...]:
@@ -160,7 +201,12 @@ def _metadata(fields: Mapping[str, object], names: Sequence[str]) -> Mapping[str
     return {name: as_text(value) for name, value in found.items() if value is not _ABSENT and value is not None}
 
 
-def _parse_object(line: bytes) -> dict[str, object]:
+def parse_object(line: bytes) -> dict[str, object]:
+    """Return the JSON object of a record.
+
+    Raises:
+        UnreadableRecord: It is not UTF-8, not JSON, or not an object.
+    """
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -168,12 +214,25 @@ def _parse_object(line: bytes) -> dict[str, object]:
     except RecursionError as error:
         raise UnreadableRecord("invalid JSON: nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise UnreadableRecord(f"invalid JSON at column {error.colno}: {error.msg}") from error
+        raise UnreadableRecord(f"invalid JSON at column {error.colno}: {_json_problem(error)}") from error
     except ValueError as error:  # a number with more digits than Python converts
         raise UnreadableRecord(f"invalid JSON: {error}") from error
     if not isinstance(record, dict):
         raise UnreadableRecord(f"the record is not an object but {json_type(record)}")
     return cast("dict[str, object]", record)
+
+
+def _json_problem(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a JSON text, in the words of its usual causes."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].strip()
+    if error.msg == "Extra data" and after == ",":
+        return "a comma follows the record; JSON Lines has no commas between records: remove the commas"
+    closing = after.lstrip(",").lstrip()[:1]
+    if closing in {"}", "]"} and (before.endswith(",") or after.startswith(",")):
+        return f"a comma before the closing {closing}: remove it"
+    if error.doc.lstrip().startswith("{'"):
+        return "a Python dictionary, not JSON: write it with json.dumps"
+    return error.msg
 
 
 def _field(fields: Mapping[str, Any], name: str) -> object:

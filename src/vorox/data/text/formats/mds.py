@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,10 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
+from vorox.core.files.json_reader import parse_json
 from vorox.core.schema.data import SourceConfig
+from vorox.data.chat.column_meaning import ReadColumns, missing_in_file, named_columns
+from vorox.data.chat.conversations import plain_text, read_messages
 from vorox.data.documents import BadRecord, Document, Record, TokenDocument, UnitSpan, UnreadableRecord
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.decompression import Limits
@@ -73,7 +75,7 @@ def read_header(file: StoredFile, limits: Limits) -> MdsHeader:
             raise _corrupt_shard(file, "the offsets of its samples contradict its length")
         described = content.read(int(offsets[0]) - head)
     try:
-        columns = json.loads(described)
+        columns = parse_json(described, file.uri, dict)
         encodings = dict(zip(columns["column_names"], columns["column_encodings"], strict=True))
         sizes = tuple(size or None for size in columns["column_sizes"])
         is_known = (columns["format"], columns["version"]) == ("mds", 2) and len(sizes) == len(encodings)
@@ -114,15 +116,15 @@ def _check_hashes(file: StoredFile) -> None:
 def _open_shard(source: SourceConfig, file: StoredFile) -> MdsHeader:
     """Return the header of a shard that has the columns of the source."""
     found = read_header(file, limits_of(source))
-    name, key = (
-        (source.text_field, "text_field") if source.tokens_field is None else (source.tokens_field, "tokens_field")
-    )
-    for column, setting in ((name, key), *((other, "metadata_fields") for other in source.metadata_fields)):
+    name = source.text_field if source.tokens_field is None else source.tokens_field
+    for column, setting in named_columns(source):
         if column not in found.encodings:
             raise DataError(
                 f"The shard has no column {column!r}; it has {', '.join(map(repr, found.encodings)) or 'none'}",
-                where=file.uri, hint=f"set the source's {setting} to one of them",
+                where=file.uri, hint=missing_in_file(source, column, setting, tuple(found.encodings)),
             )  # fmt: skip
+    if source.chat_fields:
+        return found
     encoding = found.encodings[name]
     if source.tokens_field is None and encoding not in {"str", "bytes"}:
         raise DataError(
@@ -138,6 +140,11 @@ def _open_shard(source: SourceConfig, file: StoredFile) -> MdsHeader:
             else "set the source's tokens_field to a column of integers",
         )
     return found
+
+
+def check_fields(source: SourceConfig, file: StoredFile) -> None:
+    """Refuse a shard without a column that the source names."""
+    _open_shard(source, file)
 
 
 def measure(source: SourceConfig, file: StoredFile, end: int | None) -> int:
@@ -168,6 +175,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the samples in a span for whose first byte ``accept`` is true."""
     header, limits = _open_shard(source, file), limits_of(source)
+    columns = ReadColumns.of(source)
+    read = columns.among(header.encodings)
     first, last = np.searchsorted(header.offsets, (span.start_byte, span.end_byte)).tolist()
     offsets = header.offsets[first : last + 1].tolist()
     if len(offsets) < 2:
@@ -186,7 +195,7 @@ def read_records(
             if not accept(offset):
                 continue
             try:
-                record = _record(source, header, sample, position)
+                record = _record(columns, read, header, sample, position)
             except UnreadableRecord as error:
                 yield BadRecord(*position, None, str(error))
             else:
@@ -200,13 +209,28 @@ def _skip(content: Any, size_bytes: int) -> None:
 
 
 def _record(
-    source: SourceConfig, header: MdsHeader, sample: bytes, position: tuple[int, int, int, int]
+    columns: ReadColumns,
+    read: Sequence[str],
+    header: MdsHeader,
+    sample: bytes,
+    position: tuple[int, int, int, int],
 ) -> Record | None:
     """Return the document of a sample; ``None`` if it has no tokens, in which case it keeps its ordinal."""
+    source = columns.source
     values = _split_columns(header.encodings, header.sizes, sample)
+    if source.chat_fields:
+        found = {name: _value(name, header.encodings[name], values[name]) for name in read}
+        chat = read_messages(columns, found, tuple(header.encodings))
+        if chat is None:
+            return None
+        further = {name: _as_text(name, header.encodings[name], values[name]) for name in source.metadata_fields}
+        text = plain_text(chat.messages)
+        return Document(*position, text, further or None, messages=chat.messages, tools=chat.tools)
     if source.tokens_field is None:
+        text = _decode_text(source.text_field, values[source.text_field])
+        columns.check_guarded({name: _value(name, header.encodings[name], values[name]) for name in read[1:]}, text)
         metadata = {name: _as_text(name, header.encodings[name], values[name]) for name in source.metadata_fields}
-        return Document(*position, _decode_text(source.text_field, values[source.text_field]), metadata or None)
+        return Document(*position, text, metadata or None)
     name = source.tokens_field
     tokens = _decode_ids(name, header.encodings[name], values[name], source.ids_dtype)
     if len(tokens) and tokens[-1] == end_of_text(source):
@@ -214,11 +238,41 @@ def _record(
     return TokenDocument(*position, tokens) if len(tokens) else None
 
 
-def columns_of(file: StoredFile) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of the text columns, and of the columns that can hold token ids."""
+def token_columns(file: StoredFile) -> Sequence[str]:
+    """Return the names of the columns that can hold token ids."""
     encodings = read_header(file, Limits()).encodings
-    texts = [name for name, encoding in encodings.items() if encoding == "str"]
-    return texts, [name for name, encoding in encodings.items() if _ids_dtype(encoding, None) in {*_ID_DTYPES, ""}]
+    return [name for name, encoding in encodings.items() if _ids_dtype(encoding, None) in {*_ID_DTYPES, ""}]
+
+
+def first_rows(
+    source: SourceConfig, file: StoredFile, span: UnitSpan
+) -> Generator[Mapping[str, object] | BadRecord]:  # fmt: skip
+    """Yield the first samples with the values of all columns; arrays and other binary values are bytes."""
+    limits = limits_of(source)
+    header = read_header(file, limits)
+    with open_content(file, int(header.offsets[0]), None, limits) as content:
+        for ordinal, (offset, end) in enumerate(itertools.pairwise(header.offsets.tolist())):
+            position = (span.file_index, ordinal, offset, end - offset)
+            try:
+                if end - offset > source.max_record_bytes:
+                    raise UnreadableRecord(too_large(end - offset, source.max_record_bytes))
+                values = _split_columns(header.encodings, header.sizes, content.read(end - offset))
+                yield {name: _value(name, header.encodings[name], value) for name, value in values.items()}
+            except UnreadableRecord as error:
+                yield BadRecord(*position, None, str(error))
+
+
+def _value(name: str, encoding: str, value: bytes) -> object:
+    """Return a value as JSON would hold it: a text, a number, or what its JSON text says; others stay bytes."""
+    if encoding == "str":
+        return _decode_text(name, value)
+    if encoding == "json":
+        try:
+            return parse_json(value, name)
+        except ValueError as error:
+            raise UnreadableRecord(f"column {name!r} is not JSON") from error
+    kind = "int64" if encoding == "int" else encoding
+    return np.frombuffer(value, kind)[0].item() if kind in _NUMBER_ENCODINGS else value
 
 
 def _ids_dtype(encoding: str, ids_dtype: str | None) -> str:

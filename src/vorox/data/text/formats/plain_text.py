@@ -17,8 +17,8 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.decompression import Limits
 from vorox.data.text.file_content import (
     DEFAULT_LIMITS,
-    compression_by_suffix,
     detect_damage,
+    is_stored_as_read,
     length_bytes,
     limits_of,
     open_content,
@@ -73,7 +73,7 @@ def split_text(
     if damage is not None:  # the last bytes may be part of a truncated character or line
         end = max(start, damage.end_byte - _MAX_CHARACTER_BYTES)
         end = text_boundary_before(file, end, start, limits) or start
-    if compression_by_suffix(file.uri) is not None:
+    if not is_stored_as_read(file, limits):
         key = ("text", file, start, end, block_bytes, first_ordinal, limits)
         blocks = memoize_blocks(key, lambda: _split_forward(file, start, end, block_bytes, first_ordinal, limits))
     else:

@@ -19,8 +19,8 @@ from vorox.data.storage import StoredFile
 from vorox.data.text.decompression import Limits
 from vorox.data.text.file_content import (
     DEFAULT_LIMITS,
-    compression_by_suffix,
     detect_damage,
+    is_stored_as_read,
     open_content,
 )
 
@@ -146,7 +146,7 @@ def split_content(
     find_ends: FindEnds,
 ) -> Iterator[RecordBlock]:
     """Split a range of a file's content into blocks in one pass."""
-    if end == file.size_bytes and compression_by_suffix(file.uri) is None:
+    if end == file.size_bytes and is_stored_as_read(file, limits):
         end = None  # an open end limits the read-ahead, in case the caller wants only the first blocks
     with open_content(file, start, end, limits) as reader:
         is_damaged = end is None and detect_damage(file, limits) is not None

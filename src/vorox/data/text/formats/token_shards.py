@@ -15,7 +15,6 @@ import numpy as np
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import SourceConfig
 from vorox.data.documents import BadRecord, TokenDocument, UnitSpan
-from vorox.data.shard_format import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 from vorox.data.storage import StoredFile, open_range
 from vorox.data.text.file_content import open_content
 from vorox.data.text.formats.record_blocks import (
@@ -26,6 +25,7 @@ from vorox.data.text.formats.record_blocks import (
     memoize_blocks,
     too_large,
 )
+from vorox.data.text.shard_format import SHORT_HEADER_BYTES, ShardHeader, headerless, parse_header
 
 _CHUNK_BYTES = 1 << 20
 

@@ -1,0 +1,50 @@
+"""The options and the help of ``vorox eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vorox.cli.commands.lazy import implemented_in
+from vorox.cli.commands.options import (
+    DEFAULT_ROOT,
+    AsJson,
+    DeviceOption,
+    ModelName,
+    Root,
+    TrustCode,
+    WeightsOption,
+)
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command("eval")
+@implemented_in("vorox.cli.evaluate")
+def evaluate(
+    run: ModelName,
+    tasks: Annotated[str, typer.Option("--tasks", "-t", help="Tasks, groups, tags or YAML files, by commas.")],
+    task_path: Annotated[
+        Path | None, typer.Option("--task-path", help="Directory of YAML tasks, besides those of the harness.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Documents per task. Default: all.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0, help="Time budget; unfinished tasks have no result.")
+    ] = None,
+    weights: WeightsOption = "model",
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences per batch.")] = 16,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Checkpoint to evaluate. Default: the newest valid one.")
+    ] = None,
+    device: DeviceOption = None,
+    root: Root = DEFAULT_ROOT,
+    _: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a model on lm-evaluation-harness tasks; the results of a checkpoint are recorded in its run.
+
+    A base against its fine-tuned model: the same command for the directory or
+    hf://OWNER/NAME that a run started from, and for the run.
+    """

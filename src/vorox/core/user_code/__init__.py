@@ -1,0 +1,1 @@
+"""Functions that users name: which may be imported, and their identity."""

@@ -1,0 +1,1 @@
+"""A dataset for other training loops, over streams (``RemoteIterableDataset``)."""

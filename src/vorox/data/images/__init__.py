@@ -1,0 +1,1 @@
+"""Images in documents: decoded, laid out as patches, and their place among the tokens."""

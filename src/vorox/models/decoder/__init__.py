@@ -1,0 +1,1 @@
+"""The native decoder: its spec, positions, layers and how documents are separated."""

@@ -1,0 +1,1 @@
+"""Resume: the checkpoint, the settings that may change, and the restored state."""
