@@ -3,7 +3,7 @@
 ``vorox train`` streams from a web server on this machine that answers as a bad store does: each response is delayed by
 up to 1.25 times the time limit of the watchdog, one connection in ten is closed instead, and one response in forty
 begins an outage of three times the limit, in which every request gets status 503. The model is small, so the run waits
-for data most of the time. After the given time, Ctrl-C ends the run.
+for data most of the time. The given time after its first request, Ctrl-C ends the run.
 
 A stall that the watchdog reports is a false alarm. The result is its number (0 or 1, because it ends the run), with
 what the run met: steps, the longest time between two of them, times without data as the run reports them, responses.
@@ -54,12 +54,14 @@ class SlowStore:
 
     Attributes:
         counts: Responses by what happened to them.
+        is_asked: Set once a request has come.
     """
 
     server: WebServer
     timeout_seconds: float
     random: random.Random
     counts: Counter[str] = field(default_factory=Counter[str])
+    is_asked: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _outage_ends_at: float = 0.0
 
@@ -73,6 +75,7 @@ class SlowStore:
             is_broken = chance > 1 - BROKEN_FRACTION
             delay_seconds = self.random.uniform(0, MAX_DELAY * self.timeout_seconds)
             self.counts["refused" if is_out else "broken" if is_broken else "sent"] += 1
+        self.is_asked.set()
         if is_out:
             handler.send(request, 503, {"Retry-After": "1"}, b"")
             return
@@ -119,18 +122,27 @@ def write_config(folder: Path, url: str, timeout_seconds: float) -> Path:
     return file
 
 
-def train(words: Sequence[str], seconds: float) -> tuple[int, str, float]:
-    """Run a command, interrupt it after some time; return exit code, output and seconds."""
+def train(words: Sequence[str], is_asked: threading.Event, seconds: float) -> tuple[int, str, float]:
+    """Run a command, interrupt it some time after its first request; return exit code, output and seconds.
+
+    The start of the command is not counted: on a busy machine it may take longer than the time to measure.
+    """
     started = time.monotonic()
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
-    timer = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
-    timer.start()
+
+    def interrupt() -> None:
+        if is_asked.wait(_END_SECONDS) and not has_ended.wait(seconds):
+            process.send_signal(signal.SIGINT)
+
+    has_ended = threading.Event()
+    interrupter = threading.Thread(target=interrupt, daemon=True)
+    interrupter.start()
     try:
-        output, _ = process.communicate(timeout=seconds + _END_SECONDS)
+        output, _ = process.communicate(timeout=seconds + 2 * _END_SECONDS)
     finally:
-        timer.cancel()
+        has_ended.set()
         process.kill()
     return process.returncode, output, time.monotonic() - started
 
@@ -155,7 +167,7 @@ def main() -> None:
         store = SlowStore(WebServer(folder / "texts"), given.timeout, random.Random(given.seed))
         with serving(store.respond) as (url, _):
             words = [sys.executable, "-m", "vorox", "train", str(write_config(folder, url, given.timeout))]
-            code, output, seconds = train(words, 60 * given.minutes)
+            code, output, seconds = train(words, store.is_asked, 60 * given.minutes)
         times = step_times(folder / "runs")
     gaps = [after - before for before, after in itertools.pairwise(times)]
     outages = [float(text) for text in re.findall(r"data flows again after ([\d.]+) s", output)]
