@@ -201,7 +201,7 @@ CLASSES = {
     "data": ("DataConfig",),
     "sources": ("SourceConfig", "CorpusSource", "SourceCache", "Source"),
     "transforms": ("TransformConfig",),
-    "pipeline": ("PipelineConfig",),
+    "pipeline": ("BuildPipelineConfig",),
     "validation": ("ValidationConfig",),
     "cache": ("CacheConfig",),
     "loader": ("LoaderConfig",),

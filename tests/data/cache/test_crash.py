@@ -22,7 +22,7 @@ from vorox.core.errors import DataError
 from vorox.core.files import atomic
 from vorox.core.files.atomic import FileOperation, make_directory
 from vorox.core.files.file_holder import this_process
-from vorox.core.schema.data import PipelineConfig
+from vorox.core.schema.data import BuildPipelineConfig
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.commit import commit_unit
 from vorox.data.cache.manifest import Manifest, chunk_path, planned_entry
@@ -31,7 +31,7 @@ from vorox.data.recipe import RECIPE_NAME
 
 CORPUS = small_corpus(num_files=1, lines_per_file=21, lines_per_unit=7)
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
-IN_ONE_THREAD = PipelineConfig(staged=False)
+IN_ONE_THREAD = BuildPipelineConfig(staged=False)
 """Serial, because starting pipeline threads would dominate hundreds of builds of three units."""
 
 

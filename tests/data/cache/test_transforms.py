@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from cache_corpus import ByteTokenizer, Corpus, corpus_of, recipe_for
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import DataConfig, PipelineConfig, SourceConfig, TransformConfig
+from vorox.core.schema.data import BuildPipelineConfig, DataConfig, SourceConfig, TransformConfig
 from vorox.data.cache.build import BuildOptions, build
 from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.pipeline.duplicates import duplicates_path, read_unit_duplicates
@@ -84,7 +84,7 @@ def work_of(corpus: Corpus, transforms: Sequence[TransformConfig], seed: int = 0
     recipe = recipe_for(TOKENIZER, row_tokens=129, transforms=recipe_of(resolved, seed))
     return UnitBuilder(
         corpus.files, corpus.read_unit, TOKENIZER, recipe, transforms=resolved, transform_seed=seed,
-        pipeline=PipelineConfig(**pipeline),
+        pipeline=BuildPipelineConfig(**pipeline),
     )  # fmt: skip
 
 

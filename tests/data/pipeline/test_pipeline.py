@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
 from vorox.data.cache.pipeline import pipeline as pipeline_module
-from vorox.data.cache.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
+from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, Flow, run_serial
 
 PATIENCE_SECONDS = 20.0
 
@@ -76,8 +76,13 @@ def test_the_output_equals_that_of_one_thread(count, threads, queue_bytes, seed)
         time.sleep(waits[item.value % 64])
         return Number(item.value + 1, delays.randrange(50))
 
-    stages = [Flow("repeat", repeated), Stage("slow", slow, threads), Stage("double", doubled, 2), Flow("sum", summed)]
-    found = [item.value for item in Pipeline(numbers(count), stages, queue_bytes=queue_bytes)]
+    stages = [
+        Flow("repeat", repeated),
+        BuildStage("slow", slow, threads),
+        BuildStage("double", doubled, 2),
+        Flow("sum", summed),
+    ]
+    found = [item.value for item in BuildPipeline(numbers(count), stages, queue_bytes=queue_bytes)]
     flat = [2 * (value + 1) for value in range(count) for _ in range(value % 3)]
     assert found == [sum(flat[first : first + 3]) for first in range(0, len(flat), 3)]
     assert our_threads() == []
@@ -100,10 +105,10 @@ def test_a_failure_follows_all_earlier_items_and_names_stage_and_place(threads, 
         for value in range(9):
             yield breaks(Number(value)) if failing == "input" else Number(value)
 
-    stages = [Stage("work", breaks if failing == "stage" else doubled, threads), Flow("collect", flow_breaks)]
+    stages = [BuildStage("work", breaks if failing == "stage" else doubled, threads), Flow("collect", flow_breaks)]
     if failing == "flow":
         stages = stages[1:]
-    pipeline = Pipeline(source(), stages, queue_bytes=1000)
+    pipeline = BuildPipeline(source(), stages, queue_bytes=1000)
     found = []
     with pytest.raises(DataError, match="bad 5") as caught:
         found.extend(item.value for item in pipeline)
@@ -133,11 +138,11 @@ def test_a_failed_estimate_of_the_size_is_the_failure_of_its_item(threads):
             raise DataError(f"bad {item.value}", where="file, record 5")
         return 8
 
-    stage = Stage("work", doubled, threads, reserve_bytes)
+    stage = BuildStage("work", doubled, threads, reserve_bytes)
     found = []
     with pytest.raises(DataError, match="bad 5") as caught:
         found.extend(
-            item.value for item in Pipeline(numbers(9), [stage], queue_bytes=1000, poll=fail_after_patience())
+            item.value for item in BuildPipeline(numbers(9), [stage], queue_bytes=1000, poll=fail_after_patience())
         )  # fmt: skip
     assert found == [0, 2, 4, 6, 8]
     assert caught.value.__notes__ == ["in stage 'work' of the data pipeline, at number 5"]
@@ -157,7 +162,7 @@ def test_a_flow_that_fails_when_it_is_called(failing):
         if failing == "input":
             raise DataError("bad input", where="file")
 
-    pipeline = Pipeline(source(), [Flow("order", ordered)], queue_bytes=1000, poll=fail_after_patience())
+    pipeline = BuildPipeline(source(), [Flow("order", ordered)], queue_bytes=1000, poll=fail_after_patience())
     with pytest.raises(DataError, match="bad 3" if failing == "flow" else "bad input") as caught:
         list(pipeline)
     note = "'order' of the data pipeline, at number 2" if failing == "flow" else "'input' of the data pipeline"
@@ -166,8 +171,8 @@ def test_a_flow_that_fails_when_it_is_called(failing):
 
 
 def test_an_item_without_a_size_is_an_error_and_not_the_end():
-    pipeline = Pipeline(numbers(3), [Flow("values", lambda items: (item.value for item in items))], queue_bytes=1000,
-                        poll=fail_after_patience())  # fmt: skip
+    values = Flow("values", lambda items: (item.value for item in items))
+    pipeline = BuildPipeline(numbers(3), [values], queue_bytes=1000, poll=fail_after_patience())
     with pytest.raises(AttributeError, match="size_bytes") as caught:
         list(pipeline)
     assert caught.value.__notes__ == ["in stage 'values' of the data pipeline"]
@@ -183,10 +188,10 @@ def test_results_and_failure_equal_those_of_the_serial_run(count, threads, faili
         return item
 
     stages = [
-        Stage("double", doubled, threads),
-        Stage("break", breaks, threads),
+        BuildStage("double", doubled, threads),
+        BuildStage("break", breaks, threads),
         Flow("sum", summed),
-        Stage("x", doubled),
+        BuildStage("x", doubled),
     ]
 
     def outcome(items) -> list[int | str]:
@@ -198,14 +203,14 @@ def test_results_and_failure_equal_those_of_the_serial_run(count, threads, faili
         return found
 
     expected = outcome(run_serial(numbers(count), stages))
-    assert outcome(Pipeline(numbers(count), stages, queue_bytes=queue_bytes)) == expected
+    assert outcome(BuildPipeline(numbers(count), stages, queue_bytes=queue_bytes)) == expected
     assert our_threads() == []
 
 
 def test_no_thread_remains_when_the_consumer_stops():
     taken = []
     source = (taken.append(value) or Number(value) for value in itertools.count())
-    pipeline = Pipeline(source, [Stage("double", doubled, 2), Flow("sum", summed)], queue_bytes=40)
+    pipeline = BuildPipeline(source, [BuildStage("double", doubled, 2), Flow("sum", summed)], queue_bytes=40)
     results = iter(pipeline)
     assert next(results).value == 0 + 2 + 4
     results.close()
@@ -216,7 +221,7 @@ def test_no_thread_remains_when_the_consumer_stops():
 def test_a_stop_finishes_items_in_flight_and_starts_no_others():
     taken = []
     source = (taken.append(value) or Number(value) for value in itertools.count())
-    pipeline = Pipeline(source, [Stage("double", doubled, 2)], queue_bytes=64, stop=lambda: len(taken) >= 10)
+    pipeline = BuildPipeline(source, [BuildStage("double", doubled, 2)], queue_bytes=64, stop=lambda: len(taken) >= 10)
     assert [item.value for item in pipeline] == [2 * value for value in range(10)]
     assert taken == list(range(10))
 
@@ -224,15 +229,15 @@ def test_a_stop_finishes_items_in_flight_and_starts_no_others():
 def test_no_more_items_are_in_flight_than_allowed():
     taken, most = [], 3
     source = (taken.append(value) or Number(value) for value in range(50))
-    pipeline = Pipeline(source, [Stage("double", doubled, 2), Stage("again", doubled)], queue_bytes=10**6,
-                        most_in_flight=most)  # fmt: skip
+    stages = [BuildStage("double", doubled, 2), BuildStage("again", doubled)]
+    pipeline = BuildPipeline(source, stages, queue_bytes=10**6, most_in_flight=most)
     for count, item in enumerate(pipeline):
         assert item.value == 4 * count
         time.sleep(0.001)
         assert len(taken) <= count + most
     assert len(taken) == 50
-    endless = Pipeline((Number(value) for value in itertools.count()), [Stage("double", doubled)], queue_bytes=10**6,
-                       most_in_flight=1)  # fmt: skip
+    numbers_without_end = (Number(value) for value in itertools.count())
+    endless = BuildPipeline(numbers_without_end, [BuildStage("double", doubled)], queue_bytes=10**6, most_in_flight=1)
     results = iter(endless)
     assert [next(results).value, next(results).value] == [0, 2]
     results.close()
@@ -247,8 +252,8 @@ def test_memory_is_bounded_by_credits_when_the_consumer_is_slow():
         held_bytes.append(pipeline.statistics().queues[0].held_bytes)
         return Number(item.value, 1000)
 
-    stage = Stage("make", make, 3, reserve_bytes=lambda item: 1000)
-    pipeline = Pipeline(numbers(200), [stage], queue_bytes=5000)
+    stage = BuildStage("make", make, 3, reserve_bytes=lambda item: 1000)
+    pipeline = BuildPipeline(numbers(200), [stage], queue_bytes=5000)
     for index, _ in enumerate(pipeline):
         if index == 20:
             time.sleep(0.05)
@@ -282,8 +287,8 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(slow, monkeypatch)
         pause("work")
         return item
 
-    stages = [Flow("read", read), Stage("work", work, 2), Flow("pack", lambda items: items)]
-    pipeline = Pipeline(numbers(30), stages, queue_bytes=16)
+    stages = [Flow("read", read), BuildStage("work", work, 2), Flow("pack", lambda items: items)]
+    pipeline = BuildPipeline(numbers(30), stages, queue_bytes=16)
     for _ in pipeline:
         pause("write")
     statistics = pipeline.statistics()
@@ -305,14 +310,14 @@ def test_threads_inherit_the_context_of_the_caller():
     holds = contextvars.ContextVar("holds", default=0)
     token = holds.set(7)
     try:
-        stage = Stage("add", lambda item: Number(item.value + holds.get()), 2)
-        assert [item.value for item in Pipeline(numbers(5), [stage], queue_bytes=100)] == [7, 8, 9, 10, 11]
+        stage = BuildStage("add", lambda item: Number(item.value + holds.get()), 2)
+        assert [item.value for item in BuildPipeline(numbers(5), [stage], queue_bytes=100)] == [7, 8, 9, 10, 11]
     finally:
         holds.reset(token)
 
 
 def test_an_idle_pipeline_has_no_bottleneck():
-    pipeline = Pipeline([], [Stage("work", doubled)], queue_bytes=10)
+    pipeline = BuildPipeline([], [BuildStage("work", doubled)], queue_bytes=10)
     assert pipeline.statistics().bottleneck == ""
     assert list(pipeline) == []
     assert pipeline.statistics().bottleneck == ""

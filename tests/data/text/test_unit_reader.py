@@ -12,7 +12,7 @@ import pytest
 from cache_corpus import ByteTokenizer, recipe_for
 from servers import http_server
 from transport import received
-from vorox.core.schema.data import PipelineConfig, SourceConfig, ValidationConfig
+from vorox.core.schema.data import BuildPipelineConfig, SourceConfig, ValidationConfig
 from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.storage import PrefetchedRanges, open_range
 from vorox.data.text.sources import list_source
@@ -37,7 +37,7 @@ def reader_of(location: str, **changes: Any) -> UnitReader:
 def built(reader: UnitReader, **pipeline: Any) -> tuple[list[BuiltUnit], list[str]]:
     units = split_into_units(reader.source, "train", RULE, 4000)
     work = UnitBuilder(
-        reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=PipelineConfig(**pipeline)
+        reader.source.files, reader, TOKENIZER, recipe_for(TOKENIZER), pipeline=BuildPipelineConfig(**pipeline)
     )  # fmt: skip
     told = []
     found = list(work.run(units, on_statistics=told.append))

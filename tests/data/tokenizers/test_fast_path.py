@@ -21,7 +21,7 @@ from tokenizer_patterns import ANY_TEXT, DEEPSEEK, FROM_THE_RIGHT, LLAMA3
 from tokenizer_patterns import PATTERNS as KNOWN_PATTERNS
 from transport import received
 from vorox.core.errors import DataError
-from vorox.core.schema.data import PipelineConfig
+from vorox.core.schema.data import BuildPipelineConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.storage import local_path
@@ -355,7 +355,7 @@ class TestDifference:
 
         def built(tokenizer: Tokenizer) -> list[Any]:
             recipe = recipe_for(tokenizer)  # type: ignore[arg-type]
-            pipeline = PipelineConfig(staged=staged)
+            pipeline = BuildPipelineConfig(staged=staged)
             work = UnitBuilder(corpus.files, corpus.read_unit, tokenizer, recipe, pipeline=pipeline)
             return [[record.content for _, record in unit.chunks] for unit in work.run(corpus.units)]
 

@@ -322,7 +322,7 @@ class CacheConfig(Section):
     )
 
 
-class PipelineConfig(Section):
+class BuildPipelineConfig(Section):
     """The stages of a cache build. Nothing here changes a row."""
 
     staged: bool = setting(
@@ -498,8 +498,8 @@ class DataConfig(Section):
         ge=0,
         description="Seed of the transforms, separate from run.seed, so that runs with other seeds share a cache.",
     )
-    pipeline: PipelineConfig = setting(
-        default_factory=PipelineConfig, description="Stages of a cache build.", digest="none", resume="allowed"
+    pipeline: BuildPipelineConfig = setting(
+        default_factory=BuildPipelineConfig, description="Stages of a cache build.", digest="none", resume="allowed"
     )
     cache: CacheConfig = setting(default_factory=CacheConfig, description="The token cache.")
     streaming: StreamingConfig = setting(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
 from vorox.data.cache.manifest import LOG_NAME, Manifest
-from vorox.data.cache.pipeline.statistics import PipelineStatistics
+from vorox.data.cache.pipeline.statistics import BuildStatistics
 from vorox.data.documents import Unit
 from vorox.data.transforms.apply import Counts, TransformCount
 
@@ -93,7 +93,7 @@ class BuildProgress(_SizeRatios):
     padding_tokens: int = 0
     compressed_bytes: int = 0
     compared_bytes: int = 0
-    stages: PipelineStatistics | None = None
+    stages: BuildStatistics | None = None
 
 
 OnProgress = Callable[[BuildProgress], None]
@@ -143,7 +143,7 @@ class BuildReport(_SizeRatios):
     seconds: float
     chunks: int
     units_missing: int
-    stages: PipelineStatistics | None = None
+    stages: BuildStatistics | None = None
     transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
 
     @property
@@ -183,7 +183,7 @@ class ProgressTracker:
         if self._on_progress is not None:
             self._on_progress(self.progress)
 
-    def set_stages(self, statistics: PipelineStatistics) -> None:
+    def set_stages(self, statistics: BuildStatistics) -> None:
         """Set the counters of the pipeline, which the next report includes."""
         self.progress = replace(self.progress, stages=statistics)
 
@@ -299,7 +299,7 @@ def build_report(
     units_adopted: int = 0,
     built_text_bytes: int = 0,
     seconds: float = 0.0,
-    stages: PipelineStatistics | None = None,
+    stages: BuildStatistics | None = None,
     transforms: Mapping[str, TransformCount] | None = None,
 ) -> BuildReport:
     """Return the report of a cache at the state of ``manifest``, and of the units that this build contributed."""

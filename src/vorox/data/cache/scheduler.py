@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vorox.core.errors import VoroxError
-from vorox.core.schema.data import PipelineConfig
+from vorox.core.schema.data import BuildPipelineConfig
 from vorox.data.cache.build_queue import BuildQueue, Permanent, Residency, never
 from vorox.data.cache.commit import adopt_unit, cache_write_error, commit_unit, link_unit
 from vorox.data.cache.disk_budget import is_evictable
@@ -40,7 +40,7 @@ _LONGEST_WAIT_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 """How long to hold back before leasing more units than the threads need, so that other builders find some."""
 
-_SERIAL = PipelineConfig(staged=False)
+_SERIAL = BuildPipelineConfig(staged=False)
 
 
 class BuildScheduler:

@@ -22,14 +22,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.schema.data import PipelineConfig
+from vorox.core.schema.data import BuildPipelineConfig
 from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode, finish_documents, unit_statistics
 from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk, source_set_digest, unit_key
 from vorox.data.cache.manifest import UnitStatistics
 from vorox.data.cache.packing import chunk_contents
 from vorox.data.cache.pipeline.duplicates import duplicate_check, removed_digest
-from vorox.data.cache.pipeline.pipeline import Flow, Pipeline, Stage, run_serial
-from vorox.data.cache.pipeline.statistics import PipelineStatistics
+from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, Flow, run_serial
+from vorox.data.cache.pipeline.statistics import BuildStatistics
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images.reading import ImageStore
 from vorox.data.images.tokens import find_images
@@ -121,7 +121,7 @@ class UnitBuilder:
     block_rows: int | None = None
     transforms: tuple[Transform, ...] = ()
     transform_seed: int = 0
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    pipeline: BuildPipelineConfig = field(default_factory=BuildPipelineConfig)
     bad_record_fraction: float = 0.001
     directory: Path | None = None
 
@@ -140,7 +140,7 @@ class UnitBuilder:
         units: Iterable[Unit],
         *,
         on_documents: OnDocuments | None = None,
-        on_statistics: Callable[[PipelineStatistics], None] | None = None,
+        on_statistics: Callable[[BuildStatistics], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Generator[BuiltUnit]:
         """Build units in the given order, with read-ahead.
@@ -189,7 +189,7 @@ class UnitBuilder:
         self,
         units: Iterable[Unit],
         on_documents: OnDocuments | None,
-        on_statistics: Callable[[PipelineStatistics], None] | None,
+        on_statistics: Callable[[BuildStatistics], None] | None,
         stop: Callable[[], bool] | None,
     ) -> Generator[BuiltUnit]:
         progress = _Progress()
@@ -205,8 +205,8 @@ class UnitBuilder:
 
         stages = self.stages(progress.add)
         # Units are leased when they are consumed: only enough to keep every thread busy, so other builders find some.
-        most_in_flight = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, Stage))
-        pipeline = Pipeline(
+        most_in_flight = _UNITS_AHEAD + sum(stage.threads for stage in stages if isinstance(stage, BuildStage))
+        pipeline = BuildPipeline(
             units, stages, queue_bytes=self.pipeline.queue_bytes, stop=stop, most_in_flight=most_in_flight, poll=poll
         )  # fmt: skip
         with contextlib.closing(iter(pipeline)) as built:
@@ -214,32 +214,35 @@ class UnitBuilder:
         if on_statistics is not None:
             on_statistics(pipeline.statistics())
 
-    def stages(self, on_documents: OnDocuments | None = None) -> tuple[Stage | Flow, ...]:
+    def stages(self, on_documents: OnDocuments | None = None) -> tuple[BuildStage | Flow, ...]:
         """Return the stages in order, omitting those that would do nothing.
 
         Args:
             on_documents: Called by ``gather`` for every batch, in its thread.
         """
         config = self.pipeline
-        stages = [*self.sources(), *self.filters(), Stage("tokenize", self.tokenize, config.tokenize_threads)]
+        stages = [*self.sources(), *self.filters(), BuildStage("tokenize", self.tokenize, config.tokenize_threads)]
         if self._transforms_tokens:
-            stages.append(Stage("augment", self.augment, config.augment_threads))
+            stages.append(BuildStage("augment", self.augment, config.augment_threads))
         gather = partial(self.gather, on_documents=on_documents)
-        return (*stages, Flow("gather", gather), Stage("pack", self.pack, config.pack_threads))
+        return (*stages, Flow("gather", gather), BuildStage("pack", self.pack, config.pack_threads))
 
-    def sources(self) -> list[Stage | Flow]:
+    def sources(self) -> list[BuildStage | Flow]:
         """Return the stages up to the records; fetching is a stage of its own if the source supports it."""
         read, decode = self.read_unit, Flow("decode", self.decode)
         if isinstance(read, FetchingReader) and read.fetches:
-            return [Stage("fetch", self.fetch, self.pipeline.fetch_threads, reserve_bytes=read.fetched_bytes), decode]
+            return [
+                BuildStage("fetch", self.fetch, self.pipeline.fetch_threads, reserve_bytes=read.fetched_bytes),
+                decode,
+            ]
         return [decode]
 
-    def filters(self) -> list[Stage | Flow]:
+    def filters(self) -> list[BuildStage | Flow]:
         """Return the stage that applies transforms of text, if there are any."""
         if any(transform.kind == "duplicates" and transform.scope == "unit" for transform in self.transforms):
             return [Flow("filter", partial(map, self.filter))]  # depends on the earlier texts of the unit
         if any(transform.kind != "tokens" for transform in self.transforms):
-            return [Stage("filter", self.filter, self.pipeline.filter_threads)]
+            return [BuildStage("filter", self.filter, self.pipeline.filter_threads)]
         return []
 
     @property

@@ -22,7 +22,7 @@ from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.pipeline.statistics import PipelineStatistics
+from vorox.data.cache.pipeline.statistics import BuildStatistics
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.scheduler import BuildScheduler
 from vorox.data.cache.unit_builder import UnitBuilder
@@ -104,7 +104,7 @@ class Stream:
         return self._scheduler.units_built - self.units_rebuilt
 
     @property
-    def stages(self) -> PipelineStatistics | None:
+    def stages(self) -> BuildStatistics | None:
         """Statistics of the build pipeline, once it has run."""
         return self._scheduler.tracker.progress.stages
 

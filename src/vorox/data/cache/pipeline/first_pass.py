@@ -29,7 +29,7 @@ from vorox.data.cache.pipeline.duplicates import (
     read_unit_duplicates,
     unusable,
 )
-from vorox.data.cache.pipeline.pipeline import Pipeline, Stage, run_serial
+from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, run_serial
 from vorox.data.cache.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.text.unit_reader import DocumentBatch
@@ -96,11 +96,11 @@ class FirstPass:
         while self.known_units < len(units) and self._path(units[self.known_units]).exists():
             self._load(units[self.known_units])
         builder, config = self._builder, self._builder.pipeline
-        stages = (*builder.sources(), *builder.filters(), Stage("sign", self._sign, config.filter_threads))
+        stages = (*builder.sources(), *builder.filters(), BuildStage("sign", self._sign, config.filter_threads))
         remaining = units[self.known_units :]
         signed: Iterator[Any]
         if config.staged:
-            pipeline = Pipeline(remaining, stages, queue_bytes=config.queue_bytes, consumer="compare", stop=stop)
+            pipeline = BuildPipeline(remaining, stages, queue_bytes=config.queue_bytes, consumer="compare", stop=stop)
             signed = iter(pipeline)
         else:
             signed = run_serial((unit for unit in remaining if stop is None or not stop()), stages)

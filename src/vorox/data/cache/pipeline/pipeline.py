@@ -1,9 +1,9 @@
 """Run stages in threads with bounded queues between them, or serially.
 
-Each stage takes items from the queue before it and puts results into the queue after it. A ``Stage`` maps one item to
-one item and may have several threads; a ``Flow`` sees all items in order, in one thread, and yields any number of
+Each stage takes items from the queue before it and puts results into the queue after it. A ``BuildStage`` maps one item
+to one item and may have several threads; a ``Flow`` sees all items in order, in one thread, and yields any number of
 them. A thread takes an item and reserves the place of its result in one step, so that results have the order of the
-items whichever is ready first. ``Pipeline.statistics`` reports the counters of stages and queues at any time.
+items whichever is ready first. ``BuildPipeline.statistics`` reports the counters of stages and queues at any time.
 
 Invariants: output, and the place of a failure, equal those of ``run_serial``; no thread is left running however a
 pipeline ends; a queue holds at most its limit, or one larger result, plus the excess of results over their
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol
 
-from vorox.data.cache.pipeline.statistics import PipelineStatistics, QueueStatistics, StageStatistics
+from vorox.data.cache.pipeline.statistics import BuildStageStatistics, BuildStatistics, QueueStatistics
 
 _JOIN_SECONDS = 10.0
 """How long an ending pipeline waits for a busy thread, such as one in a hanging read."""
@@ -40,7 +40,7 @@ class Item(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BuildStage:
     """A pure function of one item.
 
     Attributes:
@@ -204,15 +204,15 @@ class _Input:
 _Source = ResultQueue | _Input
 
 
-def run_serial(items: Iterable[Any], stages: Sequence[Stage | Flow]) -> Generator[Any]:
-    """Run the stages in the calling thread; yields the same items as a ``Pipeline`` of them."""
+def run_serial(items: Iterable[Any], stages: Sequence[BuildStage | Flow]) -> Generator[Any]:
+    """Run the stages in the calling thread; yields the same items as a ``BuildPipeline`` of them."""
     flow = iter(items)
     for stage in stages:
         flow = stage.work(flow) if isinstance(stage, Flow) else map(stage.work, flow)
     yield from flow
 
 
-class Pipeline:
+class BuildPipeline:
     """Stages that run concurrently. Iterate over it once.
 
     Args:
@@ -228,7 +228,7 @@ class Pipeline:
     def __init__(
         self,
         items: Iterable[Any],
-        stages: Sequence[Stage | Flow],
+        stages: Sequence[BuildStage | Flow],
         *,
         queue_bytes: int,
         consumer: str = "write",
@@ -240,8 +240,8 @@ class Pipeline:
         self._poll = poll
         self._input = _Input(items, stop or (lambda: False), most_in_flight)
         self._counters = [
-            *(StageStatistics(stage.name, stage.threads) for stage in stages),
-            StageStatistics(consumer, 1),
+            *(BuildStageStatistics(stage.name, stage.threads) for stage in stages),
+            BuildStageStatistics(consumer, 1),
         ]
         names = [counters.name for counters in self._counters]
         self._queues = [ResultQueue(f"{before}>{after}", queue_bytes) for before, after in itertools.pairwise(names)]
@@ -286,7 +286,7 @@ class Pipeline:
             self._poll()
         return self._queues[-1].get()
 
-    def statistics(self) -> PipelineStatistics:
+    def statistics(self) -> BuildStatistics:
         """Return a snapshot of the counters."""
         now = self._ended_seconds or time.perf_counter()
         seconds = now - self._started_seconds if self._started_seconds else 0.0
@@ -296,7 +296,7 @@ class Pipeline:
             replace(counters, wait_seconds=max(counters.threads * seconds - counters.busy_seconds, 0.0))
             for counters in self._counters
         )
-        return PipelineStatistics(seconds, stages, queues)
+        return BuildStatistics(seconds, stages, queues)
 
     def _close(self) -> None:
         self._input.end()
@@ -320,7 +320,7 @@ class Pipeline:
         stage, target = self._stages[index], self._queues[index]
         source = self._queues[index - 1] if index else self._input
         try:
-            if isinstance(stage, Stage):
+            if isinstance(stage, BuildStage):
                 self._run_stage(index, stage, source, target)
             else:
                 self._run_flow(index, stage, source, target)
@@ -330,7 +330,7 @@ class Pipeline:
         finally:
             target.finish()
 
-    def _run_stage(self, index: int, stage: Stage, source: _Source, target: ResultQueue) -> None:
+    def _run_stage(self, index: int, stage: BuildStage, source: _Source, target: ResultQueue) -> None:
         item: Any = None
         while not isinstance(item, _Failure):
             with self._orders[index]:

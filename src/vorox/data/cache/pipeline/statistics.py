@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class StageStatistics:
+class BuildStageStatistics:
     """Counters of a stage.
 
     Attributes:
@@ -47,7 +47,7 @@ class QueueStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineStatistics:
+class BuildStatistics:
     """Counters of a pipeline at one moment.
 
     Attributes:
@@ -57,7 +57,7 @@ class PipelineStatistics:
     """
 
     seconds: float
-    stages: tuple[StageStatistics, ...]
+    stages: tuple[BuildStageStatistics, ...]
     queues: tuple[QueueStatistics, ...]
 
     @property
