@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-TRAINING = ("vorox.cli.train", "vorox.cli.training_run", "vorox.run", "vorox.training.replay")
+TRAINING = ("vorox.cli.training.train", "vorox.cli.training.run", "vorox.run", "vorox.training.replay")
 ENGINES = {"torch": "vorox.backends.torch_engine.engine", "jax": "vorox.backends.jax_engine.engine"}
 _LONGEST_REQUEST_BYTES = 1 << 16
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.cli import main
-from vorox.cli.build_display import RunScreen
+from vorox.cli.terminal.build_display import RunScreen
 from vorox.experiments.tracking import Tracker
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training.loop.observer import SpeedMeter

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from vorox.cli.build_display import BuildDisplay
+from vorox.cli.terminal.build_display import BuildDisplay
 
 RATES = {
     "text_mb_per_second": 3.21,

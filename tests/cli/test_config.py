@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vorox.cli.arguments import parse_arguments
 from vorox.cli.commands.config import app
+from vorox.cli.settings.arguments import parse_arguments
 from vorox.core.config import config_values, load_config
 from vorox.core.errors import ConfigError
 from vorox.records.run_context import RunContext

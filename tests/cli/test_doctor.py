@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vorox.backends.installation_probe import InstallationProbe
-from vorox.cli import doctor, main
+from vorox.cli import main
+from vorox.cli.checks import doctor
 from vorox.core.platform.windows_variables import set_windows_variables
 from vorox.runtime import machine_checks
 

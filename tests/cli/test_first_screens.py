@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vorox.cli.data.provenance import chosen_steps
-from vorox.cli.summary import _check_option
-from vorox.cli.training_settings import training_settings
+from vorox.cli.settings.training_settings import training_settings
+from vorox.cli.training.summary import _check_option
 from vorox.core.config import load_config, resolve_config
 from vorox.core.errors import ConfigError
 
@@ -60,7 +60,7 @@ def test_step_and_steps_name_the_same_steps_everywhere() -> None:
 
 
 def test_replay_refuses_two_ways_to_name_steps() -> None:
-    from vorox.cli.replay import replay
+    from vorox.cli.checks.replay import replay
 
     arguments: dict[str, Any] = {
         "run": "x",

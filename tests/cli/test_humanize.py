@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vorox.cli import humanize as q
+from vorox.cli.terminal import humanize as q
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.cli import humanize, main, train
-from vorox.cli.menu import checkpoint_list, machine
-from vorox.cli.menu import start_menu as menu
-from vorox.cli.menu.machine import settings_for_machine
-from vorox.cli.menu.new_run import next_run_number, suggest_names
+from vorox.cli import main
+from vorox.cli.terminal import humanize
+from vorox.cli.training import train
+from vorox.cli.training.menu import checkpoint_list, machine
+from vorox.cli.training.menu import start_menu as menu
+from vorox.cli.training.menu.machine import settings_for_machine
+from vorox.cli.training.menu.new_run import next_run_number, suggest_names
 from vorox.core.config import load_config
 from vorox.core.files.file_holder import FileLock
 from vorox.core.run_layout import step_directories

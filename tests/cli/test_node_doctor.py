@@ -23,7 +23,8 @@ import pytest
 from eventually import PATIENCE_SECONDS
 from rank_threads import Store
 from vorox.backends import node_collectives
-from vorox.cli import main, node_doctor
+from vorox.cli import main
+from vorox.cli.checks import node_doctor
 from vorox.core.errors import StalledError, VoroxError
 from vorox.core.ranks.distributed_context import DistributedContext, Membership
 from vorox.runtime import node_checks, node_exchange

@@ -18,8 +18,8 @@ import pytest
 from dataset_folders import write_mds, write_saved_dataset
 from servers import http_server
 from vorox.cli import main
-from vorox.cli.arguments import parse_arguments
-from vorox.cli.config import source_and_overrides
+from vorox.cli.settings.arguments import parse_arguments
+from vorox.cli.settings.config import source_and_overrides
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig

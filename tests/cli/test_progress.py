@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from processor_cost import cost
-from vorox.cli.progress import LineDisplay, LiveDisplay, headline, loss_trend, open_display, sample_lines
+from vorox.cli.terminal.progress import LineDisplay, LiveDisplay, headline, loss_trend, open_display, sample_lines
 from vorox.training.loop.display import Display, StepView
 
 VIEW = StepView(

@@ -11,8 +11,10 @@ import pytest
 
 from eventually import wait_until
 from tiny_runs import configuration, write_text
-from vorox.cli import main, rank_launcher, training_run
+from vorox.cli import main
 from vorox.cli.failure import _four_lines
+from vorox.cli.launch import rank_launcher
+from vorox.cli.training import run as training_run
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.ranks.distributed_context import Membership, Node, membership, node_membership
 
@@ -130,7 +132,7 @@ LAUNCHER = """
 import signal
 import subprocess
 import sys
-from vorox.cli import rank_launcher
+from vorox.cli.launch import rank_launcher
 sys.executable = sys.argv[1]
 rank_launcher.launch_ranks(2, ["train"])
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli import rank_launcher
-from vorox.cli.restarts import Restarts
+from vorox.cli.launch import rank_launcher
+from vorox.cli.launch.restarts import Restarts
 from vorox.core.errors import StalledError
 from vorox.records.attempts import AttemptRecord
 

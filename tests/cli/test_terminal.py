@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vorox.cli import main
-from vorox.cli.humanize import printable_line
-from vorox.cli.standard_streams import ResilientStream, raw_stream
+from vorox.cli.terminal.humanize import printable_line
+from vorox.cli.terminal.standard_streams import ResilientStream, raw_stream
 
 TITLE, CLEAR, CLIPBOARD = "\x1b]0;title\x07", "\x1b[2J\x1b[H", "\x1b]52;c;ZXZpbA==\x07"
 HOSTILE = {

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import tiny_runs
-from vorox.cli import humanize, main
+from vorox.cli import main
+from vorox.cli.terminal import humanize
 from vorox.core.run_layout import step_directories
 from vorox.experiments.tracking import read_metrics
 from vorox.records.run_lookup import run_attempts, run_directories
@@ -310,7 +311,7 @@ def test_no_configuration_is_the_quickstart(vorox: Run, monkeypatch: pytest.Monk
         seen.append((config, arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vorox.cli.training_run.train_run", fake)
+    monkeypatch.setattr("vorox.cli.training.run.train_run", fake)
     code, out, _ = vorox("train", "model.num_layers=2")
     assert code == 130
     assert "Preset: quickstart" in out

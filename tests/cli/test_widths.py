@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from vorox.cli import main, output, run_comparison
+from vorox.cli import main
 from vorox.cli.failure import report_failure
+from vorox.cli.runs import comparison
+from vorox.cli.terminal import output
 from vorox.core.errors import ConfigError
 
 TITLES = [
@@ -90,6 +92,6 @@ def test_a_plan_is_no_wider_than_the_terminal(
 
 
 def test_compared_values_have_the_units_of_the_other_screens() -> None:
-    assert run_comparison._last("memory/host_peak_bytes", (1, 332.8e6)) == "317 MiB"
-    assert run_comparison._last("tokens_per_second", (1, 69510.0)) == "69.5k"
-    assert run_comparison._best("loss", (710, 0.5528)) == "0.5528 @710"
+    assert comparison._last("memory/host_peak_bytes", (1, 332.8e6)) == "317 MiB"
+    assert comparison._last("tokens_per_second", (1, 69510.0)) == "69.5k"
+    assert comparison._best("loss", (710, 0.5528)) == "0.5528 @710"

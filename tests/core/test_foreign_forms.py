@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vorox.cli.run_choice import _default_preset
+from vorox.cli.training.run_choice import _default_preset
 from vorox.core import redaction
 from vorox.core.config import dump_yaml, load_config, resolve_config
 from vorox.core.config.schema_fields import synonyms

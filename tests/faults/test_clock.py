@@ -14,7 +14,7 @@ import pytest
 
 from cache_corpus import build_corpus, small_corpus, work_of
 from tiny_runs import configuration, run, use_numpy_engine
-from vorox.cli.progress import LiveDisplay
+from vorox.cli.terminal.progress import LiveDisplay
 from vorox.core.files import atomic
 from vorox.core.run_layout import step_directories
 from vorox.data.cache import retention

@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox import backends
 from vorox.cli import main
-from vorox.cli.dry_run import RunPreview
+from vorox.cli.planning.dry_run import RunPreview
 from vorox.core.config import load_config
 from vorox.core.errors import DoesNotFitError
 from vorox.core.files.staged_directory import StagedDirectory

@@ -8,8 +8,9 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from vorox.cli import app, humanize, main
-from vorox.cli.plan import memory_lines
+from vorox.cli import app, main
+from vorox.cli.planning.plan import memory_lines
+from vorox.cli.terminal import humanize
 from vorox.core.config import load_config
 from vorox.models.decoder.spec import decoder_spec
 from vorox.models.spec import ModelSpec

@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from eventually import wait_until
 from small_configurations import SMOOTH_EPS
 from tiny_runs import configuration
-from vorox.cli.rank_launcher import environments_of
+from vorox.cli.launch.rank_launcher import environments_of
 from vorox.core.files.staged_directory import read_manifest
 from vorox.core.ranks.distributed_context import Node
 from vorox.models.stored.engine_state import read_weights

@@ -12,7 +12,7 @@ import pytest
 
 from ranks.processes import FIXED, PATIENCE_SECONDS
 from tiny_runs import configuration
-from vorox.cli.rank_launcher import _free_port, environments_of
+from vorox.cli.launch.rank_launcher import _free_port, environments_of
 from vorox.core.ranks.distributed_context import Node
 
 PROGRAM = """

@@ -60,7 +60,7 @@ def answers(model: Model, lines: list[str], seed: int) -> list[str]:
 
 
 def printed(text: str) -> str:
-    from vorox.cli.humanize import printable
+    from vorox.cli.terminal.humanize import printable
 
     return printable(text) + "\n"
 

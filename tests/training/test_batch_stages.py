@@ -15,7 +15,7 @@ import tiny_runs
 import vorox
 import vorox.run
 from tiny_runs import configuration, result, run
-from vorox.cli.dry_run import RunPreview
+from vorox.cli.planning.dry_run import RunPreview
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig

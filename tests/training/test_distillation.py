@@ -11,7 +11,7 @@ import pytest
 import tiny_runs
 import vorox
 from vorox.cli import main
-from vorox.cli.dry_run import RunPreview
+from vorox.cli.planning.dry_run import RunPreview
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import read_chain

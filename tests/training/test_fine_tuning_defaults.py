@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import vorox.run
-from vorox.cli.arguments import parse_arguments
-from vorox.cli.config import load_with_origins, source_and_overrides
+from vorox.cli.settings.arguments import parse_arguments
+from vorox.cli.settings.config import load_with_origins, source_and_overrides
 from vorox.core.config import ResolvedConfig
 from vorox.experiments.tracking import read_metrics
 
@@ -177,7 +177,7 @@ def test_rows_hold_the_conversations_within_the_positions(data: str, row_tokens:
 
 
 def test_conversations_that_are_cut_are_reported_before_the_run(place: Path) -> None:
-    from vorox.cli.dry_run import RunPreview
+    from vorox.cli.planning.dry_run import RunPreview
 
     config = resolved(place, "long.jsonl", *native(place)).config
     text = "\n".join(RunPreview(config, "never").lines())
@@ -187,7 +187,7 @@ def test_conversations_that_are_cut_are_reported_before_the_run(place: Path) -> 
 
 
 def test_the_first_screen_names_rate_schedule_and_length_with_their_places(place: Path) -> None:
-    from vorox.cli.dry_run import RunPreview
+    from vorox.cli.planning.dry_run import RunPreview
 
     found = resolved(place, "short.jsonl", *foreign(place), "adapter.kind=lora", "train.num_epochs=1")
     lines = list(RunPreview(found.config, "never", (), found.origin).lines())

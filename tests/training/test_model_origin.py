@@ -18,9 +18,9 @@ from pretrained_models import VOCAB, reference, write_pretrained
 from servers.hub import model_hub
 from tiny_runs import configuration, use_numpy_engine, write_text
 from vorox.cli import main
-from vorox.cli.arguments import parse_arguments
 from vorox.cli.data.loading import load as load_for_data
-from vorox.cli.run_choice import choose_run
+from vorox.cli.settings.arguments import parse_arguments
+from vorox.cli.training.run_choice import choose_run
 from vorox.core.config import flat_values, load_config
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError, ConfigError

@@ -26,7 +26,7 @@ from eventually import PATIENCE_SECONDS, wait_until
 from numpy_engine import NumpyEngine
 from postgres_server import Postgres, running_postgres
 from tiny_runs import at_step, configuration, run, use_numpy_engine
-from vorox.cli import run_removal
+from vorox.cli.runs import removal
 from vorox.core.engine import StepValues
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.json_lines import read_lines
@@ -286,7 +286,7 @@ def check_documented_queries(directory: Path, *targets: Path | str) -> None:
 def test_removing_a_run_removes_its_rows_from_a_shared_database(
     tmp_path: Path, dsn: str, postgres: Postgres, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remove = functools.partial(run_removal.remove, failed=False, root="runs", keep_metadata=False, mirror=False)
+    remove = functools.partial(removal.remove, failed=False, root="runs", keep_metadata=False, mirror=False)
 
     def known() -> dict[str, set[str]]:
         rows = {name: MetadataCache.query(dsn, f"SELECT run_id FROM {name}").rows for name in RUN_TABLES}

@@ -19,7 +19,7 @@ import xxhash
 import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.cli.replay import _difference_error
+from vorox.cli.checks.replay import _difference_error
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.files.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.files.chained_log import HashChainedLog

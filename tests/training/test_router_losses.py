@@ -11,7 +11,7 @@ import pytest
 
 from pretrained_models import VOCAB, reference, write_pretrained
 from tiny_runs import configuration
-from vorox.cli.training_settings import training_settings
+from vorox.cli.settings.training_settings import training_settings
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.planned_run import resolve_model

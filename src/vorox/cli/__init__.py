@@ -1,6 +1,6 @@
 """The command line ``vorox``: parsing and printing only.
 
-Arguments go in, an exit code comes out. ``commands`` declares what can be typed; the modules beside it do the work.
+Arguments go in, an exit code comes out. ``commands`` declares what can be typed; the rooms beside it do the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 
 from vorox.cli.commands import app
 from vorox.cli.environment_variables import unknown_variables
-from vorox.cli.standard_streams import resilient_streams
+from vorox.cli.terminal.standard_streams import resilient_streams
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.platform.windows_variables import set_windows_variables
 from vorox.core.user_code.trusted_code import take_flag

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vorox.cli import humanize
-from vorox.cli.rank_launcher import nproc_option
+from vorox.cli.launch.rank_launcher import nproc_option
+from vorox.cli.terminal import humanize
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,

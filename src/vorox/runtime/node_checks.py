@@ -1,6 +1,6 @@
 """Judge what the ranks of a job report about themselves and their network, for vorox doctor --nodes.
 
-Reports of all ranks go in, findings come out. ``cli/node_doctor.py`` collects the reports.
+Reports of all ranks go in, findings come out. ``cli/checks/node_doctor.py`` collects the reports.
 """
 
 from __future__ import annotations

@@ -60,6 +60,6 @@ if "RANK" in os.environ:
     if os.environ["TESTS_BACKEND"] == "torch":
         import phases_of_a_save  # noqa: F401
 else:
-    from vorox.cli import rank_launcher
+    from vorox.cli.launch import rank_launcher
 
     rank_launcher.GRACE_SECONDS = 2.0

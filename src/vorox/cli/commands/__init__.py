@@ -1,6 +1,6 @@
 """What can be typed: one module per noun declares its commands, their options and their help, and imports only typer.
 
-The modules beside this folder do the work, and are imported when a command runs.
+The rooms beside this folder do the work; a module of theirs is imported when its command runs.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.chat")
+@implemented_in("vorox.cli.models.chat")
 def chat(
     run: ModelName,
     system: Annotated[str | None, typer.Option("--system", help="System message.", show_default=False)] = None,

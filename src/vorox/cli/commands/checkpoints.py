@@ -19,13 +19,13 @@ app = typer.Typer(
 
 
 @app.command("list")
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def list_(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
     """List the checkpoints of a run and of its mirror, by their manifests."""
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def verify(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", help="Only the checkpoint of this step.")] = None,
@@ -43,7 +43,7 @@ def verify(
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def sign(
     run: RunName,
     key: Annotated[Path, typer.Option("--key", metavar="FILE", help="Private key (PEM): Ed25519 or ECDSA P-256.")],
@@ -55,7 +55,7 @@ def sign(
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def restore(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run id, name, path or 'latest', or the URI of a mirrored run.")
@@ -69,7 +69,7 @@ def restore(
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def remove(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, name or path, in full, or 'latest'.")],
     names: Annotated[list[str], typer.Argument(metavar="STEP ...", help="Steps, or directory names.")],
@@ -81,7 +81,7 @@ def remove(
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def average(
     run: RunName,
     to: Annotated[Path, typer.Option("--to", help="New directory.")],
@@ -96,7 +96,7 @@ def average(
 
 
 @app.command()
-@implemented_in("vorox.cli.checkpoints")
+@implemented_in("vorox.cli.runs.checkpoints")
 def save(
     run: RunName,
     wait_seconds: Annotated[

@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.compress")
+@implemented_in("vorox.cli.models.compress")
 def compress(
     run: RunName,
     to: Annotated[Path, typer.Option("--to", help="New directory.")],

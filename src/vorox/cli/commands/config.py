@@ -17,7 +17,7 @@ ConfigArguments = Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.config")
+@implemented_in("vorox.cli.settings.config")
 def show(
     arguments: ConfigArguments = None,
     origins: Annotated[bool, typer.Option("--origins", help="Print the origin of every value.")] = False,
@@ -27,7 +27,7 @@ def show(
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.setting_pages")
+@implemented_in("vorox.cli.settings.pages")
 def explain(
     key: Annotated[
         str | None,
@@ -40,25 +40,25 @@ def explain(
 
 
 @app.command()
-@implemented_in("vorox.cli.setting_pages")
+@implemented_in("vorox.cli.settings.pages")
 def reference() -> None:
     """Print a page of all settings, as Markdown."""
 
 
 @app.command()
-@implemented_in("vorox.cli.setting_pages")
+@implemented_in("vorox.cli.settings.pages")
 def support() -> None:
     """Print a page of the features that exclude each other, as Markdown."""
 
 
 @app.command()
-@implemented_in("vorox.cli.setting_pages")
+@implemented_in("vorox.cli.settings.pages")
 def schema() -> None:
     """Print the JSON schema of configuration files, for editors."""
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.config")
+@implemented_in("vorox.cli.settings.config")
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A preset, file or run.")],
     after: Annotated[str, typer.Argument(metavar="B", help="Another preset, file or run; overrides apply to it.")],

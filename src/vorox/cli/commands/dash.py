@@ -15,7 +15,7 @@ DEFAULT_PORT = 7860
 
 
 @app.command()
-@implemented_in("vorox.cli.dash")
+@implemented_in("vorox.cli.runs.dash")
 def dash(
     target: Annotated[
         str, typer.Argument(metavar="[DIR|RUN]", help="Folder of runs, or one run: id, name, prefix, path or 'latest'.")

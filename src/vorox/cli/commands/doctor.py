@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 @app.command()
-@implemented_in("vorox.cli.doctor")
+@implemented_in("vorox.cli.checks.doctor")
 def doctor(
     network: Annotated[bool, typer.Option("--network", help="Also check the network (huggingface.co).")] = False,
     nodes: Annotated[

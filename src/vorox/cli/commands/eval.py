@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command("eval")
-@implemented_in("vorox.cli.evaluate")
+@implemented_in("vorox.cli.models.evaluate")
 def evaluate(
     run: ModelName,
     tasks: Annotated[str, typer.Option("--tasks", "-t", help="Tasks, groups, tags or YAML files, by commas.")],

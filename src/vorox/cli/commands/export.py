@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.export")
+@implemented_in("vorox.cli.models.export")
 def export(
     run: ModelName,
     to: Annotated[

@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.generate")
+@implemented_in("vorox.cli.models.generate")
 def generate(
     run: ModelName,
     texts: Annotated[

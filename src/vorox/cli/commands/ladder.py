@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.ladder")
+@implemented_in("vorox.cli.sweeps.ladder")
 def ladder(
     arguments: Annotated[
         list[str],

@@ -51,7 +51,7 @@ _SHARED_MOUNT = "/shared"
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.launch")
+@implemented_in("vorox.cli.launch.launch")
 def slurm(
     arguments: Arguments,
     nodes: Nodes = 1,
@@ -71,7 +71,7 @@ def slurm(
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.launch")
+@implemented_in("vorox.cli.launch.launch")
 def kubernetes(
     arguments: Arguments,
     image: Annotated[str, typer.Option("--image", help="Container image with Vorox and its engine.")],
@@ -92,7 +92,7 @@ def kubernetes(
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.launch")
+@implemented_in("vorox.cli.launch.launch")
 def ray(
     arguments: Arguments,
     nodes: Nodes = 1,
@@ -108,7 +108,7 @@ def ray(
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.launch")
+@implemented_in("vorox.cli.launch.launch")
 def skypilot(
     arguments: Arguments,
     volume: Volume,

@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.parity")
+@implemented_in("vorox.cli.checks.parity")
 def parity(
     arguments: Annotated[
         list[str],

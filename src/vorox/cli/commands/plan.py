@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.plan")
+@implemented_in("vorox.cli.planning.plan")
 def plan(
     arguments: ConfigArguments,
     hardware: Annotated[

@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.replay")
+@implemented_in("vorox.cli.checks.replay")
 def replay(
     run: RunName,
     first_step: Annotated[

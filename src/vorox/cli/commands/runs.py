@@ -16,19 +16,19 @@ app = typer.Typer(
 
 
 @app.command("list")
-@implemented_in("vorox.cli.runs")
+@implemented_in("vorox.cli.runs.runs")
 def list_(root: Root = DEFAULT_ROOT, as_json: AsJson = False) -> None:
     """List all runs, the most recently changed last."""
 
 
 @app.command()
-@implemented_in("vorox.cli.runs")
+@implemented_in("vorox.cli.runs.runs")
 def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False, _: TrustCode = False) -> None:
     """Show the state, attempts, loss curve and checkpoints of a run."""
 
 
 @app.command()
-@implemented_in("vorox.cli.run_comparison")
+@implemented_in("vorox.cli.runs.comparison")
 def compare(
     run: RunName,
     other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
@@ -49,7 +49,7 @@ Smoothing = Annotated[
 
 
 @app.command()
-@implemented_in("vorox.cli.run_report")
+@implemented_in("vorox.cli.runs.report")
 def plot(
     names: Annotated[
         list[str], typer.Argument(metavar="RUN ...", help="Run ids, names or prefixes, paths, or 'latest'.")
@@ -63,7 +63,7 @@ def plot(
 
 
 @app.command()
-@implemented_in("vorox.cli.run_report")
+@implemented_in("vorox.cli.runs.report")
 def report(
     run: RunName,
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="File to write: .html.")],
@@ -74,7 +74,7 @@ def report(
 
 
 @app.command()
-@implemented_in("vorox.cli.training_record")
+@implemented_in("vorox.cli.runs.training_record")
 def record(
     run: RunName,
     step: Annotated[
@@ -96,7 +96,7 @@ def record(
 
 
 @app.command()
-@implemented_in("vorox.cli.run_removal")
+@implemented_in("vorox.cli.runs.removal")
 def remove(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN ...]", help="Run ids, names or paths, in full, or 'latest'.")

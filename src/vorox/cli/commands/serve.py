@@ -23,7 +23,7 @@ DEFAULT_PORT = 8000
 
 
 @app.command()
-@implemented_in("vorox.cli.serve")
+@implemented_in("vorox.cli.models.serve")
 def serve(
     run: ModelName,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",

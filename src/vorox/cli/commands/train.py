@@ -68,7 +68,7 @@ Menu = Annotated[
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.train")
+@implemented_in("vorox.cli.training.train")
 def train(
     arguments: Configuration = None,
     resume: Resume = "auto",

@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
-@implemented_in("vorox.cli.tune")
+@implemented_in("vorox.cli.sweeps.tune")
 def tune(
     arguments: Annotated[
         list[str],

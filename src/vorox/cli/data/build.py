@@ -11,9 +11,9 @@ from typing import Literal
 
 import typer
 
-from vorox.cli import humanize
 from vorox.cli.data.loading import load_with_tokenizer, print_notes, progress_display, recorded_views, report_json
-from vorox.cli.output import print_json, print_table
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.data.cache.build import BuildOptions

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import typer
 
-from vorox.cli.output import print_json, print_table
+from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.data.provenance.contamination import MOSTLY_FRACTION, Contamination, SharedDocument, find_contamination

@@ -7,9 +7,9 @@ from typing import Literal
 
 import typer
 
-from vorox.cli import humanize
 from vorox.cli.data.loading import load_with_tokenizer, prepare_built, print_notes, progress_display, report_json
-from vorox.cli.output import print_json, print_table, print_text, print_wrapped
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
 from vorox.data.provenance import inspection
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import typer
 
-from vorox.cli.arguments import parse_arguments
-from vorox.cli.build_display import BuildDisplay
-from vorox.cli.config import configuration_source, source_and_overrides
-from vorox.cli.config import load as load_config
+from vorox.cli.settings.arguments import parse_arguments
+from vorox.cli.settings.config import configuration_source, source_and_overrides
+from vorox.cli.settings.config import load as load_config
+from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig

@@ -11,8 +11,8 @@ import typer
 from vorox.api.model import find_model
 from vorox.api.runs import open_run
 from vorox.cli.data.provenance import chosen_steps
-from vorox.cli.generate import report_skipped
-from vorox.cli.output import print_json, print_table
+from vorox.cli.models.generate import report_skipped
+from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.pluralize import pluralize
 from vorox.training.steps.document_losses import DocumentLoss
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from vorox.cli.output import print_json, print_text, print_wrapped
+from vorox.cli.terminal.output import print_json, print_text, print_wrapped
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.data.provenance import queries as provenance_queries

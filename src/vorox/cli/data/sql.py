@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from vorox.cli import humanize
 from vorox.cli.data.provenance import step_range
-from vorox.cli.output import print_json, print_table
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import print_json, print_table
 from vorox.experiments.metadata import MetadataCache
 from vorox.records.run_lookup import find_run
 from vorox.training.reports.metadata_database import existing_target, refresh_database

@@ -10,9 +10,9 @@ from typing import Literal
 import typer
 
 from vorox.api.teacher_logits import write_teacher_logits
-from vorox.cli import humanize
 from vorox.cli.data.loading import load, progress_display
-from vorox.cli.output import print_json
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import print_json
 from vorox.core.pluralize import pluralize
 
 _REPORT_SECONDS = 10.0

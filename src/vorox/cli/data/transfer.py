@@ -8,9 +8,9 @@ from typing import Literal
 
 import typer
 
-from vorox.cli import humanize
 from vorox.cli.data.loading import load_with_tokenizer, prepare_built, progress_display
-from vorox.cli.output import print_json, print_table
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.pluralize import pluralize
 from vorox.data.transfer.download import download as download_files
 from vorox.data.transfer.token_export import export_tokens

@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
-from vorox.cli import humanize
 from vorox.cli.data.loading import load, load_with_tokenizer, recorded_views
-from vorox.cli.output import confirm, print_json, print_table
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.output import confirm, print_json, print_table
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.data.cache import retention

@@ -11,9 +11,9 @@ from typing import Any
 import typer
 import xxhash
 
-from vorox.cli import humanize
-from vorox.cli.build_display import BuildDisplay
-from vorox.cli.output import print_json, print_table, print_wrapped
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.build_display import BuildDisplay
+from vorox.cli.terminal.output import print_json, print_table, print_wrapped
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.pluralize import pluralize
 from vorox.data.provenance import queries as provenance_queries

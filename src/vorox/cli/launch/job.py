@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vorox.cli import humanize
+from vorox.cli.terminal import humanize
 from vorox.core.config import model_label, slug
 from vorox.core.errors import ConfigError, DataError, DoesNotFitError, NumericalError, Preempted
 from vorox.core.redaction import redact_arguments

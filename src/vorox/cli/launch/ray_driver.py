@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE
-from vorox.cli.rank_launcher import GRACE_SECONDS
+from vorox.cli.launch.rank_launcher import GRACE_SECONDS
 from vorox.core.errors import ConfigError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize

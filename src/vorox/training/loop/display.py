@@ -1,8 +1,8 @@
 """The interface between the loop and a progress display.
 
 The loop fills a ``StepView`` per logged step and calls a ``Display``; it does not depend on terminals. The command line
-has two displays (``cli/progress.py``): a live block on a terminal, plain lines elsewhere. An unknown value is ``None``,
-never zero.
+has two displays (``cli/terminal/progress.py``): a live block on a terminal, plain lines elsewhere. An unknown value is
+``None``, never zero.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The work of commands on a trained model: generate, chat, serve, eval, export and compress."""

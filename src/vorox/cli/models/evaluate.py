@@ -1,0 +1,85 @@
+"""``vorox eval``: evaluate a checkpoint on lm-evaluation-harness tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from vorox.api.model import find_model
+from vorox.cli.models.generate import report_skipped
+from vorox.cli.terminal.output import print_json, print_table
+from vorox.core.errors import ConfigError
+from vorox.experiments.task_results import checkpoint_sha256, write_task_results
+from vorox.training.evaluation.task_evaluation import TaskResult, evaluate_tasks, records_of, time_budget
+from vorox.training.evaluation.task_loading import load_tasks
+
+
+def evaluate(
+    run: str,
+    tasks: str,
+    task_path: Path | None,
+    limit: int | None,
+    minutes: float | None,
+    weights: Literal["model", "ema"],
+    batch_size: int,
+    step: int | None,
+    device: str | None,
+    root: str,
+    as_json: bool,
+) -> None:
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("No task is named", where="--tasks", hint="for example --tasks hellaswag,lambada_openai")
+    loaded = load_tasks(names, task_path)  # a mistake is reported before the model is loaded
+    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    sha256 = None if model.path is None else checkpoint_sha256(model.path)
+    if not as_json:
+        typer.echo(model.title + ("" if sha256 is None else f", checkpoint manifest sha256:{sha256}"))
+
+    def report(result: TaskResult) -> None:
+        if not as_json:
+            typer.echo(f"Finished {result.task}: {result.num_samples:,} documents", err=True)
+
+    results, unfinished = evaluate_tasks(
+        model, loaded, limit=limit, batch_size=batch_size,
+        check=time_budget(None if minutes is None else minutes * 60), on_result=report,
+    )  # fmt: skip
+    found = records_of(results, limit, weights)
+    path, has_metrics = None, True
+    if sha256 is not None:
+        path, has_metrics = write_task_results(model.run_directory, model.step, sha256, found)
+    if as_json:
+        print_json({
+            "run": model.name if path is not None else None, "model": model.name, "step": model.step,
+            "checkpoint_sha256": sha256, "tasks": found, "unfinished": unfinished,
+            "file": None if path is None else str(path),
+        })  # fmt: skip
+        return
+    _print_results(results)
+    for name in unfinished:
+        typer.echo(f"No result for {name}: the time budget of {minutes:g} minutes ended")
+    typer.echo("Not recorded: the model belongs to no run" if path is None else f"Written to {path}")
+    if not has_metrics:
+        typer.echo("A live process writes this run, so metrics.jsonl was not changed")
+
+
+def _print_results(results: list[TaskResult]) -> None:
+    rows = [
+        [result.task, f"{result.num_samples:,}", str(result.num_fewshot), name, f"{value:.6g}", error]
+        for result in results
+        for name, value in result.metrics.items()
+        if "_stderr" not in name
+        for error in [_standard_error(result, name)]
+    ]
+    if rows:
+        print_table(
+            ["TASK", "DOCUMENTS", "SHOTS", "METRIC", "VALUE", "STDERR"], rows, right="DOCUMENTS SHOTS VALUE STDERR"
+        )
+
+
+def _standard_error(result: TaskResult, name: str) -> str:
+    metric, _, filter_name = name.partition(".")
+    value = result.metrics.get(f"{metric}_stderr.{filter_name}" if filter_name else f"{metric}_stderr")
+    return "" if value is None else f"{value:.2g}"

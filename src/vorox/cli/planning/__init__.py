@@ -1,0 +1,1 @@
+"""A run before it starts: ``vorox plan`` and ``vorox train --dry-run``."""

@@ -1,0 +1,1 @@
+"""The work of ``vorox runs``, ``vorox checkpoints`` and ``vorox dash``."""
