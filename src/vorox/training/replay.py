@@ -415,7 +415,7 @@ class _Comparison:
         self.difference = first_difference(self.recorded.entries[step], entry)
         chain, saved = self._states.get(step, ("", ""))
         if self.difference is None and chain == entry.chain:
-            self.difference = _state_difference(step, saved, workload.engine.fingerprint(saved))
+            self.difference = _state_difference(step, saved, workload.engine.fingerprint())
             self.num_states += self.difference is None
         if self.difference is not None and (then := self._environments.at(step)):
             now = resume.environment(workload.engine)
