@@ -1,78 +1,113 @@
-"""Fingerprints: the sum over elements is that of a slow computation in plain integers, however arrays are divided."""
+"""Fingerprints: those of a slow computation in plain integers, however ranks divide the rows."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import struct
+from math import prod
+
 import numpy as np
 import pytest
-import xxhash
 
-from vorox.models.arrays.fingerprint import ElementSum, array_fingerprint, element_fingerprint, is_elementwise
+from vorox.core.errors import CheckpointError
+from vorox.models.arrays.fingerprint import StateHash, fingerprint
 
-MASK = (1 << 64) - 1
-BLOCK = 8192
+SHAPES = [(), (5,), (40_000,), (40, 1025), (3, 9000), (130, 64), (2, 3, 5000), (0, 4), (7, 0), (2100, 1024)]
+"""Scalars and vectors; blocks of many rows, of one, of part of an array; rows above a block; more blocks than a thread
+takes at a time."""
+COUNTERS = {"updates": 3.0, "scale": 0.1}
 
 
 def random_array(seed: int, *shape: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed)).normal(size=shape).astype(np.float32)
 
 
-def summed(name: str, array: np.ndarray) -> ElementSum:
-    total = ElementSum()
-    total.add(name, array)
-    return total
+def random_state() -> dict[str, np.ndarray]:
+    return {f"weights.{index}": random_array(index, *shape) for index, shape in enumerate(SHAPES)}
 
 
-def factor(lane: int, place: int) -> int:
-    """Output ``lane * BLOCK + place`` of the SplitMix64 generator with seed 0, made odd."""
-    word = (0x9E3779B97F4A7C15 * (lane * BLOCK + place + 1)) & MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
-    return (word ^ (word >> 31)) | 1
+def text(given: str) -> bytes:
+    return struct.pack("<I", len(given)) + given.encode()
 
 
-def slowly(name: str, array: np.ndarray) -> tuple[int, int]:
-    """The definition in the module's docstring, element by element."""
-    sums = [0, 0]
-    for index, bits in enumerate(array.reshape(-1).view(np.uint32).tolist()):
-        product = (bits * 0x9E3779B97F4A7C15) & MASK
-        mixed = product ^ (product >> 32)
-        digest = xxhash.xxh3_128_intdigest(f"{name}|{index // BLOCK}".encode())
-        for lane, key in enumerate(((digest >> 64) | 1, (digest & MASK) | 1)):
-            sums[lane] += key * factor(lane, index % BLOCK) * mixed
-    return sums[0] & MASK, sums[1] & MASK
+def slowly(state: dict[str, np.ndarray], counters: dict[str, float]) -> str:
+    """The definition in docs/reliability.md."""
+    lanes = [0] * 1024
+    for name, array in state.items():
+        row_bytes = 4 * prod(array.shape[1:])
+        rows, block_rows = array.shape[0] if array.shape else 1, 1
+        while block_rows * row_bytes < 32768 and block_rows < 32768:
+            block_rows *= 2
+        for block in range(-(-rows // block_rows) if row_bytes else 0):
+            data = array.tobytes()[block * block_rows * row_bytes : (block + 1) * block_rows * row_bytes]
+            head = text(name) + text("float32") + struct.pack("<I", array.ndim)
+            head += b"".join(struct.pack("<Q", size) for size in (*array.shape, block))
+            expanded = hashlib.shake_256(b"vorox block/1" + head + hashlib.sha256(data).digest()).digest(2048)
+            for lane, value in enumerate(struct.unpack("<1024H", expanded)):
+                lanes[lane] = (lanes[lane] + value) % 65536
+    found = hashlib.blake2b(digest_size=32, person=b"vorox state/1")
+    for name in sorted(counters):
+        found.update(text(name) + struct.pack("<d", counters[name]))
+    return (found.update(struct.pack("<1024H", *lanes)), found.hexdigest())[1]
 
 
-def test_the_sum_is_the_definition() -> None:
-    array = random_array(1, 3, 5000)
-    total = summed("weights.x", array)
-    assert (total.first, total.second) == slowly("weights.x", array)
-    assert ElementSum.from_hex(total.hex()) == total
+def test_it_is_the_definition_in_any_order_of_arrays() -> None:
+    state = random_state()
+    expected = slowly(state, COUNTERS)
+    assert fingerprint(state.items(), COUNTERS) == expected
+    assert fingerprint(reversed(state.items()), dict(reversed(COUNTERS.items()))) == expected
 
 
-def test_any_division_in_any_order_gives_the_same_sum() -> None:
-    array = random_array(2, 40, 1025)
-    whole = summed("x", array)
-    bounds = np.sort(np.random.Generator(np.random.Philox(key=3)).integers(0, 41, 7)).tolist()
-    total = ElementSum()
-    for first, end in reversed(list(zip([0, *bounds], [*bounds, 40], strict=True))):
-        part = ElementSum()
-        part.add("x", array[first:end], first * 1025)
-        total.merge(part)
-    assert total == whole
+@pytest.mark.parametrize("seed", range(4))
+def test_any_division_among_ranks_gives_the_same(seed: int) -> None:
+    state, drawn = random_state(), np.random.Generator(np.random.Philox(key=seed))
+    ranks = [StateHash() for _ in range(3)]
+    for name, array in state.items():
+        if array.ndim == 0:
+            ranks[1].add(name, array)
+            continue
+        bounds = np.sort(drawn.integers(0, len(array) + 1, 6)).tolist()
+        parts = list(itertools.pairwise([0, *bounds, len(array)]))
+        for place in drawn.permutation(len(parts)):
+            first, end = parts[place]
+            ranks[drawn.integers(3)].add(name, array[first:end], first, array.shape)
+    total = StateHash()
+    for rank in drawn.permutation(3):
+        total.merge(StateHash.from_report(json.loads(json.dumps(ranks[rank].report()))))
+    assert total.fingerprint(COUNTERS) == fingerprint(state.items(), COUNTERS)
 
 
-@pytest.mark.parametrize("change", ["bit", "sign of zero", "exchange", "blocks", "rows", "name"])
+def test_rows_of_a_block_travel_only_if_ranks_divide_it() -> None:
+    array = random_array(8, 64, 4096)  # blocks of two rows
+    even, uneven = StateHash(), StateHash()
+    even.add("x", array[:32], 0, array.shape)
+    uneven.add("x", array[:33], 0, array.shape)
+    assert not even.report()["rows"]
+    ((*_, first_row, _),) = uneven.report()["rows"]
+    assert first_row == 32
+
+
+def test_rows_that_no_rank_holds_are_refused() -> None:
+    array, total = random_array(9, 50, 30), StateHash()
+    total.add("weights.x", array[:20], 0, array.shape)
+    with pytest.raises(CheckpointError, match=r"Rows of weights\.x are on no rank"):
+        total.fingerprint({})
+
+
+@pytest.mark.parametrize("change", ["bit", "sign of zero", "exchange", "blocks", "rows", "name", "shape", "counter"])
 def test_every_change_shows(change: str) -> None:
-    array, name = random_array(4, 4, BLOCK), "x"
+    array, name, counters = random_array(4, 4, 8192), "x", dict(COUNTERS)
     array[0, 7] = 0.0
-    before = summed(name, array)
+    before = fingerprint([(name, array)], counters)
     changed = array.copy()
     if change == "bit":
-        seen = {before.hex()}
+        seen = {before}
         for bit in range(32):
             flipped = array.copy()
             flipped.view(np.uint32)[2, 11] ^= np.uint32(1 << bit)
-            seen.add(summed(name, flipped).hex())
+            seen.add(fingerprint([(name, flipped)], counters))
         assert len(seen) == 33
         return
     if change == "sign of zero":
@@ -83,26 +118,16 @@ def test_every_change_shows(change: str) -> None:
         changed[[0, 3]] = array[[3, 0]]
     elif change == "rows":
         changed = np.roll(array, 1, axis=0)
+    elif change == "shape":
+        changed = array.reshape(4, 8, 1024)
+    elif change == "counter":
+        counters["updates"] += 1
     else:
         name = "y"
-    after = summed(name, changed)
-    assert after.first != before.first
-    assert after.second != before.second
+    assert fingerprint([(name, changed)], counters) != before
 
 
-def test_names_shapes_and_counters_are_part_of_it() -> None:
-    def found(shape: tuple[int, ...] = (2, 3), updates: float = 1.0, total: int = 5) -> str:
-        return element_fingerprint({"x": shape}, {"updates": updates}, ElementSum(total, 7))
-
-    assert len({found(), found((3, 2)), found(updates=2.0), found(total=6)}) == 4
-    assert is_elementwise(found())
-
-
-def test_fingerprints_over_arrays_are_those_of_earlier_versions() -> None:
-    """Recorded in checkpoints since the first version: hashes of name, dtype, shape and content, sorted."""
-    x, y = random_array(5, 3, 4), random_array(6, 9)
-    lines = [f"{name}|float32|{array.shape}|{xxhash.xxh3_128_hexdigest(array.data)}\n" for name, array in
-             (("b", x), ("exp_avg.b", y), ("updates", np.asarray(3, np.float32)))]  # fmt: skip
-    found = array_fingerprint([("exp_avg.b", y), ("b", x)], {"updates": 3})
-    assert found == xxhash.xxh3_128_hexdigest("".join(lines).encode())
-    assert not is_elementwise(found)
+def test_arrays_in_any_memory_order_are_alike() -> None:
+    array = random_array(6, 90, 70)
+    assert fingerprint([("x", np.asfortranarray(array))]) == fingerprint([("x", array)])
+    assert fingerprint([("x", array[::2])]) == fingerprint([("x", array[::2].copy())])

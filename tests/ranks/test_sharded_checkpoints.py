@@ -69,7 +69,7 @@ def test_a_state_is_the_same_in_every_layout(tmp_path: Path) -> None:
     for name, path in paths.items():
         verify_directory(path)
         assert len(list(path.glob("shard-*"))) == 2, f"{name}: replicas write nothing"
-        assert recorded(path) == recorded(paths["alone-fsdp"]), "independent of the layout"
+        assert recorded(path) == recorded(alone), "independent of the layout"
         found = stored_arrays(path)
         assert found.keys() == expected.keys()
         for key, array in expected.items():
@@ -77,7 +77,6 @@ def test_a_state_is_the_same_in_every_layout(tmp_path: Path) -> None:
         for other in (one_device("torch"), jax_engine):
             other.load(path)
             assert other.fingerprint() == recorded(alone)
-            assert other.fingerprint(like=recorded(path)) == recorded(path)
 
 
 def test_a_save_copies_only_the_rows_of_a_rank(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import tiny_runs
 from vorox.cli import main
-from vorox.core.errors import CheckpointError
+from vorox.core.errors import CheckpointError, DataError
 from vorox.core.files import atomic
 from vorox.core.files.staged_directory import hash_file
 from vorox.core.run_layout import RunLayout
@@ -81,7 +81,9 @@ def test_openssl_verifies_a_signature_and_its_digests(kind: str, place: Path, tm
     assert {one["name"]: one["digest"]["sha256"] for one in statement["subject"]} == expected
     chain = [json.loads(line) for line in layout.chain.read_text().splitlines()]
     head = next(entry["chain"] for entry in reversed(chain) if entry.get("step") == 12)
-    assert statement["predicate"] == {"run": run_of(place).name, "step": 12, "chain": head}
+    states = json.loads(layout.states.read_text().splitlines()[-1])
+    assert (states["step"], states["chain"]) == (12, head)
+    assert statement["predicate"] == {"run": run_of(place).name, "step": 12, "chain": head, "states": states["states"]}
 
 
 def forge_weights(run: Path) -> None:
@@ -202,6 +204,41 @@ def test_an_intact_chain_of_other_numbers_does_not_verify(signed: Path, tmp_path
     edit_chain(run, relink)
     with pytest.raises(CheckpointError, match="differs from the checkpoint at step 12"):
         verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+def other_states(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Another state after step 4, whose checkpoint need not exist, and links that follow from it."""
+    head, lines = "", [line | {"state": "0" * 64} if line["step"] == 4 else line for line in lines]
+    for line in lines:
+        content = atomic.canonical_json([head, line["step"], line["chain"], line["state"]])
+        line["states"] = head = hashlib.blake2b(content, digest_size=32).hexdigest()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("forge", "error", "said"),
+    [
+        (other_states, CheckpointError, "chain of states differs from the checkpoint at step 12"),
+        (lambda lines: lines[:-1], CheckpointError, "chain of states differs from the checkpoint at step 12"),
+        (lambda lines: lines[1:], DataError, "State of step 8 does not follow"),
+        (lambda _: [], CheckpointError, "chain of states differs from the checkpoint at step 12"),
+    ],
+    ids=["another state, linked", "without the last", "without the first", "nothing"],
+)
+def test_a_signature_covers_the_states_before_it(
+    forge: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], error: type[Exception], said: str,
+    signed: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    path, public = RunLayout(run).states, load_public_key(signed / "ed25519.pub")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    sign_checkpoint(run, 12, load_private_key(signed / "ed25519.pem"))
+    verify_signature(run, 12, public)
+    path.write_bytes(b"".join(atomic.canonical_json(line) + b"\n" for line in forge(lines)))
+    with pytest.raises(error, match=said):
+        verify_signature(run, 12, public)
 
 
 def test_a_signature_belongs_to_its_run(signed: Path, tmp_path: Path) -> None:

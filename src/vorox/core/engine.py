@@ -288,12 +288,8 @@ class Engine(Protocol):
         """
         ...
 
-    def fingerprint(self, like: str = "") -> str:
-        """Return a hash of parameters and optimizer state, equal iff the state is equal bit for bit. A collective.
-
-        Args:
-            like: A recorded fingerprint, in whose form it is computed; by default the form of this rank's layout.
-        """
+    def fingerprint(self) -> str:
+        """Return a hash of parameters and optimizer state, equal iff the state is equal bit for bit. A collective."""
         ...
 
     def device_stats(self) -> Mapping[str, float]:

@@ -45,7 +45,11 @@ def element(step: int, slot: int, digest: bytes) -> LaneArray:
         slot: Its place in the global batch, from 0.
         digest: Its ``row_digest``.
     """
-    seed = _ELEMENT + struct.pack("<QQ", step, slot) + digest
+    return expand(_ELEMENT + struct.pack("<QQ", step, slot) + digest)
+
+
+def expand(seed: bytes) -> LaneArray:
+    """Return the lanes of an element of any set, from the bytes that name it."""
     return np.frombuffer(hashlib.shake_256(seed).digest(2 * NUM_LANES), "<u2").astype(np.uint16, copy=False)
 
 

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vorox.core.batch import Progress
 from vorox.core.engine import StepValues
@@ -126,13 +126,27 @@ class StateChain:
         self._head = head
 
 
-def read_states(run_directory: Path) -> dict[int, tuple[str, str]]:
-    """Return the chain and the fingerprint of every recorded state, by step.
+class RecordedState(NamedTuple):
+    """The state after a step, as ``states.jsonl`` has it.
+
+    Attributes:
+        chain: Head of the replay chain at the step.
+        fingerprint: Of the state.
+        states: Head of the chain of states.
+    """
+
+    chain: str
+    fingerprint: str
+    states: str
+
+
+def read_states(run_directory: Path) -> dict[int, RecordedState]:
+    """Return every recorded state by step.
 
     Raises:
         DataError: A state does not follow from the previous one.
     """
-    path, head, found = RunLayout(run_directory).states, "", dict[int, tuple[str, str]]()
+    path, head, found = RunLayout(run_directory).states, "", dict[int, RecordedState]()
     for step, record in read_history(path, skip_damaged=True).items():
         chain, state = str(record.get("chain")), str(record.get("state"))
         if record.get("states") != _state_link(head, step, chain, state):
@@ -140,7 +154,8 @@ def read_states(run_directory: Path) -> dict[int, tuple[str, str]]:
                 f"State of step {step:,} does not follow from the previous one", where=str(path),
                 hint="the file was changed; restore it from a copy, or move it away to compare kept checkpoints only",
             )  # fmt: skip
-        head, found[step] = str(record["states"]), (chain, state)
+        head = str(record["states"])
+        found[step] = RecordedState(chain, state, head)
     return found
 
 

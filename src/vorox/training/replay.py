@@ -392,7 +392,7 @@ class _Comparison:
         self.num_states, self.difference = 0, None
         self.manifests = _manifests(run_directory)
         kept = {step: (str(found["chain"]), str(found["fingerprint"])) for step, found in self.manifests.items()}
-        self._states = read_states(run_directory) | kept
+        self._states = {step: found[:2] for step, found in read_states(run_directory).items()} | kept
         self._environments, self._environment = StepEnvironments.of_run(run_directory), dict[str, None]()
 
     def prepare(self, workload: Workload, start: int) -> None:
@@ -415,7 +415,7 @@ class _Comparison:
         self.difference = first_difference(self.recorded.entries[step], entry)
         chain, saved = self._states.get(step, ("", ""))
         if self.difference is None and chain == entry.chain:
-            self.difference = _state_difference(step, saved, workload.engine.fingerprint(saved))
+            self.difference = _state_difference(step, saved, workload.engine.fingerprint())
             self.num_states += self.difference is None
         if self.difference is not None and (then := self._environments.at(step)):
             now = resume.environment(workload.engine)

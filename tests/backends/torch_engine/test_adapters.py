@@ -33,7 +33,7 @@ from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files.staged_directory import StagedDirectory
-from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.arrays.weights_file import WeightsFile
 from vorox.models.huggingface.adapter_spec import AdapterSpec, base_fingerprint
 from vorox.models.stored.spec import spec_from_json
@@ -71,7 +71,7 @@ def frozen_fingerprint(engine: TorchEngine) -> str:
     kept = [(name, value) for name, value in engine.model.named_parameters() if id(value) not in trained]
     assert kept
     assert not any(value.requires_grad for _, value in kept)
-    return array_fingerprint(((name, value.detach().numpy()) for name, value in kept), {})
+    return fingerprint((name, value.detach().numpy()) for name, value in kept)
 
 
 def peft_model(directory: Path, engine: TorchEngine) -> Any:

@@ -359,9 +359,9 @@ class JaxEngine(Engine):
         params, average = self.state.params, self.state.weights_ema
         self.state = self.state._replace(params=params | average, weights_ema={leaf: params[leaf] for leaf in average})
 
-    def fingerprint(self, like: str = "") -> str:
+    def fingerprint(self) -> str:
         """Return a digest of parameters and optimizer state (``models/arrays/fingerprint.py``)."""
-        return engine_state.fingerprint(self._spec, self._engine_state(self.state), like)
+        return engine_state.state_fingerprint(self._engine_state(self.state))
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory and compile time by metric name. Never synchronises."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
-from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader, weight_entries
-from vorox.models.arrays.fingerprint import ELEMENTS, ElementSum, element_fingerprint, is_elementwise
+from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader
+from vorox.models.arrays.fingerprint import StateHash
 from vorox.models.optimizer_groups import Group
 from vorox.models.spec import ModelSpec
 from vorox.models.stored import engine_state
@@ -107,20 +106,19 @@ def snapshot(
     return ShardedSnapshot(spec, shard, rows, _moment_names(parameters, moments), _counters(optimizer))
 
 
-def fingerprint(spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks, like: str) -> str:
-    """Return ``Engine.fingerprint``: over elements if the state is sharded, unless ``like`` is over arrays."""
-    if ranks.num_shards == 1 or not is_elementwise(like or ELEMENTS):
-        return engine_state.fingerprint(spec, state(parameters, optimizer), like)
-    total, moments = ElementSum(), optimizer.buffers
+def fingerprint(spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, ranks: Ranks) -> str:
+    """Return ``Engine.fingerprint``; of a sharded state, from what each rank has hashed of its rows."""
+    if ranks.num_shards == 1:
+        return engine_state.state_fingerprint(state(parameters, optimizer))
+    here, moments = StateHash(), optimizer.buffers
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
     for kind, buffers in {WEIGHTS: parameters.values, **moments}.items():
         for piece in parameters.whole_rows(buffers):
-            total.add(f"{kind}.{piece.name}", _on_host(piece.view), piece.first_row * prod(piece.view.shape[1:]))
-    words = torch.from_numpy(np.array([total.first, total.second], np.uint64).view(np.int64))
-    ranks.sum_over_shards(words)  # int64 sums wrap, modulo 2^64
-    first, second = (int(word) for word in words.numpy().view(np.uint64))
-    entries = (*weight_entries(spec), *engine_state.moment_entries(spec, _moment_names(parameters, moments)))
-    shapes = {entry.name: entry.shape for entry in entries}
-    return element_fingerprint(shapes, _counters(optimizer), ElementSum(first, second))
+            here.add(f"{kind}.{piece.name}", _on_host(piece.view), piece.first_row, shapes[piece.name])
+    whole = StateHash()
+    for report in ranks.gather_from_shards(here.report()):
+        whole.merge(StateHash.from_report(report))
+    return whole.fingerprint(_counters(optimizer))
 
 
 def _on_host(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:

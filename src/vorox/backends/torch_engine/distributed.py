@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -282,6 +282,16 @@ class Ranks:
         if self.mesh is not None:
             with self.collective_time.measured():
                 dist.all_reduce(tensor, group=self.replica_group or self.mesh.get_group("fsdp"))
+
+    def gather_from_shards(self, report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return a report of each rank that shares one replica, on all of them."""
+        if self.mesh is None:
+            return [report]
+        group = self.replica_group or self.mesh.get_group("fsdp")
+        reports: list[Mapping[str, Any]] = [{}] * dist.get_world_size(group)
+        with self.collective_time.measured():
+            dist.all_gather_object(reports, report, group=group)
+        return reports
 
     def facts(self) -> dict[str, str | int | bool]:
         """Return what affects the bits of sums over ranks; nothing for a single process."""

@@ -331,9 +331,9 @@ class TorchEngine(Engine):
     def merged_weights(self) -> Iterator[NamedArray]:
         return self._network.merged_weights()
 
-    def fingerprint(self, like: str = "") -> str:
+    def fingerprint(self) -> str:
         """Return a digest of parameters and optimizer state (``models/arrays/fingerprint.py``)."""
-        return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks, like)
+        return checkpoint.fingerprint(self._spec, self.parameters, self.optimizer, self._ranks)
 
     def device_stats(self) -> Mapping[str, float]:
         """Return device memory, and its parts, by metric name. Never synchronises."""

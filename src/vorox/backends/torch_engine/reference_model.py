@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.network import Network
 from vorox.core.batch import Batch
-from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import fingerprint
 
 _PIECE_ELEMENTS = 1 << 22
 """Elements that are exchanged at a time, which bounds the memory."""
@@ -52,7 +52,7 @@ class ReferenceModel:
         if self._is_base:
             return ""
         whole = self._parameters.whole(self._values)
-        return array_fingerprint(((name, value.cpu().numpy()) for name, value in whole), {})
+        return fingerprint(((name, value.cpu().numpy()) for name, value in whole))
 
     @torch.no_grad()
     def answer_log_probs(self, batch: Batch) -> list[Tensor]:

@@ -22,7 +22,7 @@ from vorox.backends.torch_engine.parameters import FlatParameters
 from vorox.core.batch import Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.schema import OptimizerConfig, RunConfig
-from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.spec import ModelSpec
 
@@ -54,7 +54,7 @@ class Teacher:
             parameter.grad = None
         parameters.drop_gradients()
         arrays = ((name, value.cpu().numpy()) for name, value in parameters.whole(parameters.values))
-        self.fingerprint = array_fingerprint(arrays, {})
+        self.fingerprint = fingerprint(arrays)
 
     @torch.no_grad()
     def output(self, batch: Batch, index: int) -> TeacherOutput:

@@ -289,7 +289,7 @@ def print_checkpoints(found: list[CheckpointSummary]) -> None:
             humanize.number(entry.eval_loss, 4),
             humanize.size(entry.size_bytes),
             humanize.UNKNOWN if entry.saved_at is None else humanize.duration(time.time() - entry.saved_at),
-            str(entry.metadata.get("fingerprint", humanize.UNKNOWN)).rpartition(":")[2][:16],
+            str(entry.metadata.get("fingerprint", humanize.UNKNOWN))[:16],
             entry.problem,
         ]
         for entry in found

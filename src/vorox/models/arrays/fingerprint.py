@@ -1,124 +1,175 @@
-"""Fingerprints of a training state: a hash over arrays, or a sum over elements.
+"""The fingerprint of a training state: a homomorphic hash of the set of its blocks, equal for every layout and engine.
 
-Equal states have equal fingerprints on every engine. *Arrays*: xxh3-128 over the hash of every array, for states that
-one rank holds. *Elements* (prefix ``elements/1:``): a sum over all elements, for states that no rank holds: each rank
-adds up its elements, and the sums are added. It does not depend on how the arrays are divided. A recorded fingerprint
-shows its form, so either can be recomputed from any layout. Elements take about ten times as long as arrays, divided by
-the number of ranks.
+    block       = as many whole rows of an array as reach 32 KiB, a power of two, the last one shorter; a row is
+                  ``array[i]``
+    element     = 1,024 lanes of 16 bits: SHAKE-256(name | type | shape | number of the block | SHA-256 of its bytes)
+    fingerprint = BLAKE2b-256(counters | sum of all elements, modulo 2^16 in each lane)
 
-An element with the bits ``b`` (uint32) at the flat index ``i`` of the array ``name`` adds to two sums modulo 2^64:
-
-    K(name, i // 8192)[k] * T[k, i % 8192] * mix(b)        for k = 0, 1
-
-``mix(b)`` is ``x ^ (x >> 32)`` with ``x = b * 0x9E3779B97F4A7C15``; ``T`` are fixed random odd numbers, and ``K`` is a
-hash made odd. One changed element always changes the sums; several almost certainly do, also if values are exchanged or
-moved. Names, shapes and counters are hashed with the sums.
+Ranks add up the blocks of the rows that they hold, and their sums are added in any order (``core/row_set_hash.py``).
+Rows of a block that several ranks divide travel with the sum until the block is whole; rows of 32 KiB never do. Another
+state of the same fingerprint cannot be found, so a chain that records it commits to every bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import base64
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from vorox.core.engine import NamedArray
+from vorox.core.engine import NamedArray, PartReport
+from vorox.core.errors import CheckpointError
+from vorox.core.platform.environment import usable_cores
+from vorox.core.row_set_hash import LaneArray, decode_lanes, encode_lanes, expand, no_lanes
 
-ELEMENTS = "elements/1:"
-
-_BLOCK = 8192  # 64 KiB of 64-bit words, which stay in the second-level cache
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
-_ONE_LANE = 1 << 64
-
-
-def _factors() -> npt.NDArray[np.uint64]:
-    words = np.arange(1, 2 * _BLOCK + 1, dtype=np.uint64) * _MIX  # SplitMix64 with seed 0
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((words ^ (words >> np.uint64(31))) | np.uint64(1)).reshape(2, _BLOCK)
+BLOCK_BYTES = 1 << 15
+_BLOCK, _STATE = b"vorox block/1", b"vorox state/1"
+_BLOCKS_PER_TASK = 32
+_MAX_THREADS = 8
 
 
-_FACTORS = _factors()
+class _Array(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return 1 << max(-(-BLOCK_BYTES // max(self.row_bytes, 1)) - 1, 0).bit_length()
+
+    def end_of(self, block: int) -> int:
+        """Return the row after the last one of a block."""
+        return min((block + 1) * self.block_rows, self.num_rows)
+
+    def element(self, block: int, data: Any) -> LaneArray:
+        """Return the lanes of a whole block."""
+        shape = struct.pack(f"<I{len(self.shape)}Q", len(self.shape), *self.shape)
+        head = _text(self.name) + _text(self.dtype) + shape + struct.pack("<Q", block)
+        return expand(_BLOCK + head + hashlib.sha256(data).digest())
+
+
+_Block = tuple[_Array, int]
 
 
 @dataclass(slots=True)
-class ElementSum:
-    """The two sums over some elements. Sums of disjoint elements are added in any order."""
+class StateHash:
+    """The sum over the blocks of some rows. Sums of disjoint rows are merged in any order."""
 
-    first: int = 0
-    second: int = 0
+    _lanes: LaneArray = field(default_factory=no_lanes)
+    _open: dict[_Block, dict[int, bytes]] = field(default_factory=dict[_Block, dict[int, bytes]])
+    """Rows of blocks that are not whole yet: first row to bytes."""
 
-    def add(self, name: str, array: npt.NDArray[np.float32], first_element: int = 0) -> None:
-        """Add consecutive elements of an array.
+    def add(self, name: str, rows: npt.NDArray[Any], first_row: int = 0, shape: tuple[int, ...] | None = None) -> None:
+        """Add consecutive rows of an array.
 
         Args:
             name: Name of the array.
-            array: The elements, fp32, in C order.
-            first_element: Flat index of the first one in the whole array.
+            rows: The rows.
+            first_row: Index of the first one in the whole array.
+            shape: Shape of the whole array; by default these rows are all.
         """
-        bits = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
-        mixed, shifted = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
-        start = 0
-        while start < bits.size:
-            block, offset = divmod(first_element + start, _BLOCK)
-            count = min(_BLOCK - offset, bits.size - start)
-            x, y = mixed[:count], shifted[:count]
-            np.multiply(bits[start : start + count], _MIX, out=x, dtype=np.uint64)
-            np.right_shift(x, _HALF, out=y)
-            np.bitwise_xor(x, y, out=x)
-            keys = divmod(xxhash.xxh3_128_intdigest(f"{name}|{block}".encode()), _ONE_LANE)
-            first, second = (int(np.dot(x, factors[offset : offset + count])) for factors in _FACTORS)
-            self.first = (self.first + (keys[0] | 1) * first) % _ONE_LANE
-            self.second = (self.second + (keys[1] | 1) * second) % _ONE_LANE
-            start += count
+        shape = rows.shape if shape is None else shape
+        array = _Array(name, str(rows.dtype), shape, row_bytes := rows.dtype.itemsize * prod(shape[1:]))
+        flat = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        end_row = first_row + (flat.size // row_bytes if row_bytes else 0)
+        whole: list[tuple[int, npt.NDArray[np.uint8]]] = []
+        row = first_row
+        while row < end_row:
+            block = row // array.block_rows
+            end = min(array.end_of(block), end_row)
+            data = flat[(row - first_row) * row_bytes : (end - first_row) * row_bytes]
+            if row == block * array.block_rows and end == array.end_of(block):
+                whole.append((block, data))
+            else:
+                self._keep(array, block, {row: data.tobytes()})
+            row = end
+        self._add_whole(array, whole)
 
-    def merge(self, other: ElementSum) -> None:
-        """Add the sums over other elements."""
-        self.first = (self.first + other.first) % _ONE_LANE
-        self.second = (self.second + other.second) % _ONE_LANE
+    def _add_whole(self, array: _Array, blocks: Sequence[tuple[int, npt.NDArray[np.uint8]]]) -> None:
+        def lanes_of(first: int) -> LaneArray:
+            total = no_lanes()
+            for block, data in blocks[first : first + _BLOCKS_PER_TASK]:
+                total += array.element(block, data)
+            return total
 
-    def hex(self) -> str:
-        return f"{self.first:016x}{self.second:016x}"
+        tasks = range(0, len(blocks), _BLOCKS_PER_TASK)
+        if len(tasks) <= 1:
+            self._lanes = sum(map(lanes_of, tasks), self._lanes)
+            return
+        with ThreadPoolExecutor(min(len(tasks), usable_cores(), _MAX_THREADS)) as threads:
+            self._lanes = sum(threads.map(lanes_of, tasks), self._lanes)
+
+    def _keep(self, array: _Array, block: int, pieces: Mapping[int, bytes]) -> None:
+        """Add rows of a block, which is hashed once it is whole."""
+        kept = self._open.setdefault((array, block), {})
+        kept.update(pieces)
+        num_rows = array.end_of(block) - block * array.block_rows
+        if sum(map(len, kept.values())) == num_rows * array.row_bytes:
+            data = b"".join(data for _, data in sorted(self._open.pop((array, block)).items()))
+            self._lanes = self._lanes + array.element(block, data)
+
+    def merge(self, other: StateHash) -> None:
+        """Add the sum over other rows."""
+        self._lanes = self._lanes + other._lanes
+        for (array, block), pieces in other._open.items():
+            self._keep(array, block, pieces)
+
+    def report(self) -> PartReport:
+        """Return the sum for a message to another rank."""
+        pieces = [
+            [*array, block, first_row, base64.b64encode(data).decode()]
+            for (array, block), kept in self._open.items() for first_row, data in kept.items()
+        ]  # fmt: skip
+        return {"lanes": encode_lanes(self._lanes), "rows": pieces}
 
     @classmethod
-    def from_hex(cls, text: str) -> ElementSum:
-        return cls(int(text[:16], 16), int(text[16:], 16))
+    def from_report(cls, report: PartReport) -> StateHash:
+        """Return the sum of ``report``."""
+        found = cls(decode_lanes(report["lanes"]))
+        for name, dtype, shape, row_bytes, block, first_row, data in report["rows"]:
+            array = _Array(name, dtype, tuple(shape), row_bytes)
+            found._keep(array, block, {first_row: base64.b64decode(data)})
+        return found
+
+    def fingerprint(self, counters: Mapping[str, float]) -> str:
+        """Return the fingerprint, in hex, of a state whose arrays were added whole.
+
+        Args:
+            counters: Scalars of the optimizer.
+
+        Raises:
+            CheckpointError: Rows of an array were not added.
+        """
+        for array, _ in self._open:
+            raise CheckpointError(f"Rows of {array.name} are on no rank")
+        found = hashlib.blake2b(digest_size=32, person=_STATE)
+        for name, value in sorted(counters.items()):
+            found.update(_text(name) + struct.pack("<d", value))
+        found.update(self._lanes.astype("<u2").tobytes())
+        return found.hexdigest()
 
 
-def is_elementwise(fingerprint: str) -> bool:
-    """Whether a recorded fingerprint is a sum over elements."""
-    return fingerprint.startswith(ELEMENTS)
+def fingerprint(arrays: Iterable[NamedArray], counters: Mapping[str, float] | None = None) -> str:
+    """Return the fingerprint of whole arrays and of counters, in any order."""
+    total = StateHash()
+    for name, array in arrays:
+        total.add(name, array)
+    return total.fingerprint(counters or {})
 
 
-def array_fingerprint(arrays: Iterable[NamedArray], counters: Mapping[str, float]) -> str:
-    """Return an xxh3-128 digest over name, dtype, shape and hash of all arrays and counters, in name order."""
-    lines = [_line(name, array) for name, array in arrays]
-    return _digest([*lines, *_counter_lines(counters)])
-
-
-def element_fingerprint(shapes: Mapping[str, tuple[int, ...]], counters: Mapping[str, float], total: ElementSum) -> str:
-    """Return the fingerprint of a state whose elements were added up.
-
-    Args:
-        shapes: Shape of each array by name.
-        counters: Scalars of the optimizer.
-        total: The sum over all elements of all arrays.
-    """
-    lines = [f"{name}|float32|{shape}\n" for name, shape in shapes.items()]
-    return ELEMENTS + _digest([*lines, *_counter_lines(counters), f"|{total.hex()}\n"])
-
-
-def _counter_lines(counters: Mapping[str, float]) -> list[str]:
-    return [_line(name, np.asarray(value, np.float32)) for name, value in counters.items()]
-
-
-def _line(name: str, array: npt.NDArray[Any]) -> str:
-    return f"{name}|{array.dtype}|{array.shape}|{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
-
-
-def _digest(lines: list[str]) -> str:
-    return xxhash.xxh3_128_hexdigest("".join(sorted(lines)).encode())
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data

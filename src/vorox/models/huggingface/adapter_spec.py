@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vorox.core.pluralize import pluralize
-from vorox.models.arrays.fingerprint import array_fingerprint
+from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.arrays.weights_file import open_directory
 from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.spec import Init, ParameterSpec
@@ -153,7 +153,7 @@ def of_base(
 
 def base_fingerprint(directory: Path) -> str:
     """Return a fingerprint of all tensors of a directory of safetensors; how they are split over files is not part."""
-    return array_fingerprint((pair for file in open_directory(directory) for pair in file), {})
+    return fingerprint(pair for file in open_directory(directory) for pair in file)
 
 
 def _row(name: str, shape: tuple[int, ...], init: Init, std: float = 0.0) -> ParameterSpec:

@@ -27,14 +27,14 @@ from vorox.core.files.atomic import pretty_json
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import StagedDirectory, StagedPart
 from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader, read_weights_of, weight_entries
-from vorox.models.arrays.fingerprint import ElementSum, array_fingerprint, element_fingerprint, is_elementwise
+from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.arrays.orbax_arrays import OrbaxArrays
 from vorox.models.arrays.sharded_arrays import ShardedArrays
 from vorox.models.arrays.weights_file import WEIGHTS_INDEX_FILE, TensorEntry, WeightsFile, weights_index, write_weights
 from vorox.models.spec import ModelSpec
 from vorox.models.stored.weights import from_stored, stored_entries, to_stored
 
-FORMAT = "vorox-engine/1"
+FORMAT = "vorox-engine/2"
 _HINT = "it is damaged, or of another version: verify it with `vorox checkpoints verify RUN`, or take an earlier step"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 AVERAGE = "weights_ema"
@@ -105,27 +105,15 @@ class Snapshot:
         write_description(directory, spec, sorted(state.moments), state.counters, arrays="safetensors")
 
     def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
-        """Return the fingerprint over arrays."""
+        """Return ``state_fingerprint``."""
         del parts
-        return fingerprint(self.spec, self.state)
+        return state_fingerprint(self.state)
 
 
-def fingerprint(spec: ModelSpec, state: EngineState, like: str = "") -> str:
-    """Return the fingerprint of a state (``models/arrays/fingerprint.py``).
-
-    Args:
-        spec: The model.
-        state: The whole state.
-        like: A recorded fingerprint, in whose form it is computed; by default the form over arrays.
-    """
-    if not is_elementwise(like):
-        return array_fingerprint(itertools.chain(state.weights(), _moment_arrays(state)), state.counters)
-    total = ElementSum()
+def state_fingerprint(state: EngineState) -> str:
+    """Return the fingerprint of a whole state (``models/arrays/fingerprint.py``)."""
     weights = ((f"{WEIGHTS}.{name}", array) for name, array in state.weights())
-    for name, array in itertools.chain(weights, _moment_arrays(state)):
-        total.add(name, array)
-    entries = (*weight_entries(spec), *moment_entries(spec, state.moment_names))
-    return element_fingerprint({entry.name: entry.shape for entry in entries}, state.counters, total)
+    return fingerprint(itertools.chain(weights, _moment_arrays(state)), state.counters)
 
 
 def first_nonfinite(arrays: Iterable[NamedArray]) -> str:

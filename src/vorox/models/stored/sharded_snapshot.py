@@ -1,14 +1,13 @@
 """Snapshots of a state that is sharded over ranks: each rank writes its rows, rank 0 the index.
 
 In: the rows that this rank holds, in host memory or read from the device one at a time. Out: one file per shard
-(``models/arrays/sharded_arrays.py``), and the sums from which rank 0 computes the fingerprint. Nothing is gathered.
+(``models/arrays/sharded_arrays.py``), and the sums from which rank 0 computes the fingerprint. No array is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from vorox.core.engine import PartReport
 from vorox.core.files.staged_directory import StagedDirectory, StagedPart
 from vorox.models.arrays.array_reader import WEIGHTS, weight_entries
-from vorox.models.arrays.fingerprint import ElementSum, element_fingerprint
+from vorox.models.arrays.fingerprint import StateHash
 from vorox.models.arrays.sharded_arrays import INDEX_FILE, StoredArray, encode_index, shard_name
 from vorox.models.arrays.weights_file import TensorEntry, write_weights
 from vorox.models.spec import ModelSpec
@@ -72,22 +71,23 @@ class ShardedSnapshot:
         return engine_state.first_nonfinite(named)
 
     def write_part(self, directory: StagedPart) -> PartReport:
-        """Write the rows of this rank into one file; return its slices and the sum over its elements."""
+        """Write the rows of this rank into one file; return its slices and the sum over its blocks."""
         if not self.rows:
             return {}
-        total = ElementSum()
+        shapes = {entry.name: entry.shape for entry in self._entries()}
+        total = StateHash()
 
         def arrays() -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
             for rows in self.rows:
                 array = rows.read()
-                total.add(rows.name, array, rows.first_row * prod(rows.shape[1:]))
+                total.add(rows.name, array, rows.first_row, shapes[rows.name])
                 yield rows.name, array
 
         name = shard_name(*self.shard)
         with directory.open(name) as sink:
             write_weights(sink, [TensorEntry(rows.name, "F32", rows.shape) for rows in self.rows], arrays())
         slices = [[rows.name, rows.first_row, rows.first_row + rows.shape[0]] for rows in self.rows]
-        return {"file": name, "slices": slices, "sum": total.hex()}
+        return {"file": name, "slices": slices, "sum": total.report()}
 
     def write_metadata(self, directory: StagedDirectory, parts: Sequence[PartReport]) -> None:
         """Write the index of all shards, and ``engine.json``.
@@ -109,8 +109,8 @@ class ShardedSnapshot:
 
     def fingerprint(self, parts: Sequence[PartReport] = ()) -> str:
         """Return the fingerprint of the whole state, from the sums of all ranks."""
-        total = ElementSum()
+        total = StateHash()
         for part in parts:
             if part:
-                total.merge(ElementSum.from_hex(part["sum"]))
-        return element_fingerprint({entry.name: entry.shape for entry in self._entries()}, self.counters, total)
+                total.merge(StateHash.from_report(part["sum"]))
+        return total.fingerprint(self.counters)

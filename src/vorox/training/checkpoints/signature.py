@@ -1,8 +1,9 @@
 """Sign checkpoints, and verify their signatures: DSSE envelopes around in-toto statements.
 
 A statement lists the SHA-256 of every file of a checkpoint, because the xxh3 hashes of its manifest detect damage but
-not a forger, and binds them to run, step and the head of the replay chain. Keys are Ed25519 or ECDSA P-256 in PEM
-files. Formats: DSSE 1.0 (https://github.com/secure-systems-lab/dsse), in-toto Statement 1 (https://in-toto.io).
+not a forger, and binds them to run, step and the heads of the replay chain and of the chain of states. Keys are Ed25519
+or ECDSA P-256 in PEM files. Formats: DSSE 1.0 (https://github.com/secure-systems-lab/dsse), in-toto Statement 1
+(https://in-toto.io).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vorox.core.files.json_reader import MalformedJson, open_regular, parse_json
 from vorox.core.files.staged_directory import read_manifest, unreadable_error, verify_directory
 from vorox.core.platform.installation import install_command
 from vorox.core.run_layout import RunLayout
-from vorox.records.replay_chain import examine_chain
+from vorox.records.replay_chain import examine_chain, read_states
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -55,20 +56,24 @@ class Signature:
 
 
 def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signature:
-    """Verify a checkpoint against its manifest and the replay chain, and write its signature.
+    """Verify a checkpoint against its manifest and both chains, and write its signature.
 
     Raises:
-        CheckpointError: It is damaged, or the replay chain has another head at its step.
+        CheckpointError: It is damaged, or a chain has another head or state at its step.
+        DataError: A chain has a state that does not follow from the previous one.
     """
     checkpoint = RunLayout(run_directory).checkpoint(step)
     metadata = verify_directory(checkpoint, step=step)
     _check_chain(run_directory, step, metadata.get("chain"))
+    state = read_states(run_directory).get(step)
+    if state is None or state[:2] != (metadata.get("chain"), metadata.get("fingerprint")):
+        raise _other_states(run_directory, step)
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in _digests(checkpoint).items()]
     statement = {
         "_type": STATEMENT_TYPE,
         "subject": subjects,
         "predicateType": PREDICATE_TYPE,
-        "predicate": {"run": run_directory.resolve().name, "step": step, "chain": metadata.get("chain")},
+        "predicate": {"run": run_directory.resolve().name, "step": step, "chain": state.chain, "states": state.states},
     }
     payload = canonical_json(statement)
     key_id = _key_id(key.public_key())
@@ -81,10 +86,11 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
-    """Verify the signature of a checkpoint, every byte of its files, and the replay chain up to its step.
+    """Verify the signature of a checkpoint, every byte of its files, and both chains up to its step.
 
     Raises:
         CheckpointError: It is not signed, not by this key, or differs from what was signed.
+        DataError: A chain has a state that does not follow from the previous one.
     """
     layout = RunLayout(run_directory)
     path, checkpoint = layout.signature(step), layout.checkpoint(step)
@@ -115,6 +121,9 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
                 hint="restore the checkpoint from a copy; do not use it",
             )  # fmt: skip
     _check_chain(run_directory, step, predicate["chain"])
+    state = read_states(run_directory).get(step)
+    if state is None or state.states != predicate["states"]:
+        raise _other_states(run_directory, step)
     return Signature(step, path, key_id)
 
 
@@ -212,6 +221,13 @@ def _check_chain(run_directory: Path, step: int, head: str | None) -> None:
             f"The replay chain differs from the checkpoint at step {step:,}", where=str(chain.path),
             hint="restore the file from a copy",
         )  # fmt: skip
+
+
+def _other_states(run_directory: Path, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"The chain of states differs from the checkpoint at step {step:,}",
+        where=str(RunLayout(run_directory).states), hint="restore the file from a copy",
+    )  # fmt: skip
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:

@@ -172,7 +172,7 @@ def load(engine: Engine, checkpoint: Checkpoint, spec: Mapping[str, Any]) -> Non
         )
     engine.load(checkpoint.path)
     saved = checkpoint.metadata["fingerprint"]
-    fingerprint = engine.fingerprint(saved)
+    fingerprint = engine.fingerprint()
     if fingerprint != saved:
         raise CheckpointError(
             f"Loaded state has fingerprint {fingerprint}, the saved one {saved}",

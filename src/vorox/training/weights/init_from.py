@@ -115,7 +115,7 @@ def initialize_again(config: RunConfig, spec: ModelSpec, engine: Engine, run_dir
         recorded = next(map(str, attempt_notes(run_directory, "fingerprint")), None)
         if found is None or recorded is None:
             return
-        fingerprint = engine.fingerprint(recorded)
+        fingerprint = engine.fingerprint()
         if fingerprint != recorded:
             raise OtherWeightsError(
                 f"Initial weights have changed: the run started from {recorded[:16]}, those at "
