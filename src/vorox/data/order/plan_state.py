@@ -26,7 +26,6 @@ from vorox.core.files.atomic import canonical_json
 from vorox.data.order.mixture import NEVER, MixtureStages, Stage
 from vorox.data.order.plan_events import (
     CutEvent,
-    Extension,
     HorizonEvent,
     PlanEvent,
     PlanSource,
@@ -133,13 +132,8 @@ class PlanState:
             case CutEvent():
                 state = self._with_cut(event, where)
             case HorizonEvent(position, total_steps, warmup_steps):
-                _require(
-                    position >= 0 and total_steps > 0 and warmup_steps is not None and warmup_steps >= 0, event, where
-                )
+                _require(position >= 0 and total_steps > 0 and warmup_steps >= 0, event, where)
                 state, effective_from = self._with_horizon(event, where), position
-            case Extension(position, before, total):
-                first = self if self.horizons else self._with_horizon(HorizonEvent(0, before, None), where)
-                state, effective_from = first._with_horizon(HorizonEvent(position, total, None), where), position
             case SkipEvent(position):
                 _require(position >= 0 and self._sizes.is_start(position), event, where)
                 index = bisect.bisect_left(self.skips, position, key=_start_position)
