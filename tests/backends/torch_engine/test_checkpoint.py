@@ -77,7 +77,7 @@ def test_the_files_say_the_same_under_their_public_format(tmp_path: Path) -> Non
             assert np.array_equal(moments.pop(f"{kind}.{name}"), view.numpy())
     assert not moments
     state = json.loads((path / "engine.json").read_text())
-    assert state["format"] == "vorox-engine/1"
+    assert state["format"] == "vorox-engine/2"
     assert state["counters"] == {"updates": 2.0}
 
 
@@ -156,8 +156,8 @@ class TestRefusals:
         engine = make()
         path = save(engine, tmp_path / "state")
         state = json.loads((path / "engine.json").read_text())
-        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/0"}))
-        with pytest.raises(CheckpointError, match="has format vorox-engine/0; expected vorox-engine/1"):
+        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/1"}))
+        with pytest.raises(CheckpointError, match="format 'vorox-engine/1', but this version reads 'vorox-engine/2'"):
             engine.load(path)
 
     @pytest.mark.parametrize("name", ["engine.json", "model.safetensors", "optimizer.safetensors"])

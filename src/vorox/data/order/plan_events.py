@@ -7,8 +7,8 @@ was not applied, ``rollback`` steps that are skipped after a return to an earlie
 event.
 
 In JSON an event has every field of its class, by its name; a weight is ``"numerator/denominator"``. Invariant: reading
-an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused, because skipping them
-would silently change the order.
+an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused, because skipping
+them would silently change the order.
 """
 
 from __future__ import annotations

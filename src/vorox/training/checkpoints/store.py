@@ -179,7 +179,10 @@ def read_state(checkpoint: Path) -> RunState:
     with translate_read_errors(path):
         value = read_json(path, dict)
     if value.get("format") != STATE_FORMAT:
-        raise CheckpointError(f"State has format {value.get('format')}, expected {STATE_FORMAT}", where=str(path))
+        raise CheckpointError(
+            f"The state has format {value.get('format')!r}, but this version reads {STATE_FORMAT!r}", where=str(path),
+            hint=f"train the run again: {RunLayout(checkpoint.parent.parent).training_command}",
+        )  # fmt: skip
     try:
         return RunState.from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -168,7 +168,7 @@ def _source(
         if address.scheme in {"http", "https"} and address.hostname:
             hosts[address.hostname] += file.tokens
     counts = {int(key.split("/")[0]): asdict(count) for key, count in content.transforms.items()}
-    transforms: Any = content.recipe.get("transforms", ())
+    transforms: Any = content.recipe["transforms"]
     return {
         "name": content.name,
         **facts.model_dump(),
