@@ -335,7 +335,8 @@ def test_a_run_of_another_format_is_refused_with_the_command_that_trains_it_agai
     name, again = directory.name, f"vorox train runs/{directory.name}/config.yaml --resume never"
     for words in (
         ("train", "--resume", name), ("replay", name), ("checkpoints", "verify", name),
-        ("generate", name, "--prompt", "a"), ("export", name), ("data", "when", name, "--source", "a"), ("runs", "show", name),
+        ("generate", name, "--prompt", "a"), ("export", name), ("data", "when", name, "--source", "a"),
+        ("runs", "show", name),
     ):  # fmt: skip
         code, out, error = vorox(*words)
         said = " ".join(error.split())

@@ -60,7 +60,6 @@ class DataCursor:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "v": 1,
             "plan_digest": self.plan_digest,
             "plan_events": self.plan_events,
             "step": self.step,

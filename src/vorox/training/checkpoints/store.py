@@ -44,7 +44,7 @@ from vorox.records.run_lookup import refuse_links, run_argument
 from vorox.training.steps.schedule import Horizon
 
 STATE_NAME = "state.json"
-STATE_FORMAT = "vorox-state/1"
+STATE_FORMAT = "vorox-state/2"
 REASON_NAME = "REASON.txt"
 _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
 """Topics of the background threads of several ranks."""
