@@ -30,6 +30,8 @@ from vorox.data.order.plan_events import (
     Bucket,
     CutEvent,
     HorizonEvent,
+    MaskedDocument,
+    MaskEvent,
     PlanSource,
     PlanStart,
     Segment,
@@ -399,6 +401,10 @@ def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> No
         (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "continues from"),
         (CutEvent("other", 1), "does not have"),
         (SourceEvent(PlanSource("code", Fraction(1), "other", 9)), "has changed"),
+        (MaskEvent(10, ()), "Invalid mask event"),
+        (MaskEvent(5, (MaskedDocument("code", "ab", 0),)), "Invalid mask event"),
+        (MaskEvent(10, (MaskedDocument("other", "ab", 0),)), "Invalid mask event"),
+        (MaskEvent(10, (MaskedDocument("code", "ab", -1),)), "Invalid mask event"),
     ],
 )
 def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Path, event: Any, message: str) -> None:

@@ -16,6 +16,8 @@ from vorox.data.order.plan_events import (
     CutEvent,
     GrowthRule,
     HorizonEvent,
+    MaskedDocument,
+    MaskEvent,
     PlanEvent,
     PlanSource,
     PlanStart,
@@ -47,6 +49,7 @@ EVENTS: list[PlanEvent] = [
     SkipEvent(30, "loss_spike", 7.25, 4.5),
     SkipEvent(30, "withdrawn", 3.5, None),
     RollbackEvent(30, 50, 7.25, 4.5, 20),
+    MaskEvent(30, (MaskedDocument("code", "ab", 7), MaskedDocument("web", "cd", 0))),
 ]
 
 

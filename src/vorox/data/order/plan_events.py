@@ -3,8 +3,8 @@
 ``start`` records settings that never change during a run; ``segment`` gives a source more rows; ``source`` adds a
 source or changes its limits; ``stage`` changes the mixture from a position onwards; ``cut`` removes passes that no step
 has reached; ``horizon`` sets the length of the run from a position onwards; ``skip`` names a step whose update
-was not applied, ``rollback`` steps that are skipped after a return to an earlier state. ``PlanState.apply`` applies an
-event.
+was not applied, ``rollback`` steps that are skipped after a return to an earlier state; ``mask`` names documents whose
+tokens are a filler, and no targets, from a position onwards. ``PlanState.apply`` applies an event.
 
 In JSON an event has every field of its class, by its name; a weight is ``"numerator/denominator"``. Invariant: reading
 an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused, because skipping
@@ -67,6 +67,11 @@ class PlanSource:
     max_epochs: int | None = None
     on_exhausted: str = "error"
     bucket: Bucket | None = None
+
+    @property
+    def configured_name(self) -> str:
+        """The source of the configuration whose cache has these rows."""
+        return self.name if self.bucket is None else self.bucket.source
 
     @property
     def epoch_limit(self) -> int | None:
@@ -263,7 +268,38 @@ class RollbackEvent:
     kind: Literal["rollback"] = "rollback"
 
 
-PlanEvent = PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | SkipEvent | RollbackEvent
+@dataclass(frozen=True, slots=True)
+class MaskedDocument:
+    """A document of a run, by what stays when its cache is shared with other runs, grows or moves.
+
+    Attributes:
+        source: Name of its source in the configuration; of difficulty buckets, that of the source that is split.
+        file_version: Identifier of the content of its file (``SourceFile.version``).
+        ordinal: Index of its record in the file, from 0; all texts that transforms made of the record are meant.
+    """
+
+    source: str
+    file_version: str
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskEvent:
+    """Documents whose tokens are a filler, and no targets, from a position onwards; it moves no row.
+
+    Attributes:
+        start_position: First position; a multiple of the global batch.
+        documents: The documents.
+    """
+
+    start_position: int
+    documents: tuple[MaskedDocument, ...]
+    kind: Literal["mask"] = "mask"
+
+
+PlanEvent = (
+    PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | SkipEvent | RollbackEvent | MaskEvent
+)
 _EVENT: TypeAdapter[PlanEvent] = TypeAdapter(Annotated[PlanEvent, Field(discriminator="kind")])
 
 

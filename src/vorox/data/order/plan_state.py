@@ -27,6 +27,7 @@ from vorox.data.order.mixture import NEVER, MixtureStages, Stage
 from vorox.data.order.plan_events import (
     CutEvent,
     HorizonEvent,
+    MaskEvent,
     PlanEvent,
     PlanSource,
     PlanStart,
@@ -79,6 +80,7 @@ class PlanState:
         effective_from: First existing position whose row each event changes, or ``NEVER``.
         skips: Steps whose update was not applied, by first position.
         rollbacks: Steps that are skipped after a return to an earlier state, in the order of the returns.
+        masks: Events that mask documents, which ``document_masks.py`` applies to rows.
     """
 
     start: PlanStart
@@ -92,6 +94,7 @@ class PlanState:
     effective_from: tuple[int, ...]
     skips: tuple[SkipEvent, ...] = ()
     rollbacks: tuple[RollbackEvent, ...] = ()
+    masks: tuple[MaskEvent, ...] = ()
 
     @classmethod
     def initial(cls, start: PlanStart) -> PlanState:
@@ -144,8 +147,14 @@ class PlanState:
                 _require(0 <= event.state_position <= start < end, event, where)
                 _require(all(map(self._sizes.is_start, (event.state_position, start, end))), event, where)
                 state = replace(self, rollbacks=(*self.rollbacks, event))
+            case MaskEvent(position, documents):
+                known = {source.configured_name for source in self.sources}
+                are_known = all(one.source in known and one.ordinal >= 0 for one in documents)
+                _require(bool(documents) and are_known, event, where)
+                _require(position >= 0 and self._sizes.is_start(position), event, where)
+                state, effective_from = replace(self, masks=(*self.masks, event)), position
         digest = hashlib.sha256(self.digests[-1].encode() + canonical_json(self.encode(event))).hexdigest()
-        adds_no_rows = isinstance(event, SkipEvent | RollbackEvent)
+        adds_no_rows = isinstance(event, SkipEvent | RollbackEvent | MaskEvent)
         covered = self.num_positions if adds_no_rows else self._sizes.floor(state.first_missing()[0])
         return replace(
             state,

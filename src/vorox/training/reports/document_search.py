@@ -126,10 +126,10 @@ def finding_of(directory: Path, occurrences: Sequence[Occurrence]) -> Finding:
 
 
 def _applied(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
-    """Return the executions whose update was applied."""
+    """Return the executions whose update was applied and read the document, not a filler in its place."""
     skipped = {one.step for one in occurrences if one.state == "skipped"}
     executed = [one for one in occurrences if one.state in {"kept", "open", "rolled_back"}]
-    return [one for one in executed if one.step not in skipped]
+    return [one for one in executed if one.step not in skipped and not one.is_masked]
 
 
 class _Saved:
