@@ -25,10 +25,12 @@ from vorox.data.order.plan_events import MaskedDocument, MaskEvent
 from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.rows import RowBlock
+from vorox.experiments.metadata import MetadataCache
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import read_chain
 from vorox.training.replay import replay
 from vorox.training.reports.document_search import finding_of
+from vorox.training.reports.metadata_database import refresh_database
 
 END_OF_TEXT = 256
 KEPT = 4
@@ -245,6 +247,9 @@ def test_queries_tell_masked_documents(tmp_path: Path, capsys: pytest.CaptureFix
         parts = [part for row in where(run_data, steps[0]) for part in row.documents]
         assert {part.is_masked for part in parts if part.ordinal == ordinal} == {True}
         assert {part.is_masked for part in parts if part.ordinal != ordinal} <= {False}
+    refresh_database(first, sample_steps=(1, 12))
+    sql = "SELECT DISTINCT step, attempt FROM samples WHERE is_masked = 1 ORDER BY step"
+    assert [tuple(row) for row in MetadataCache.query(first / "metadata.sqlite", sql).rows] == [(s, 2) for s in steps]
     assert not finding_of(first, [one for one in found if one.attempt == 2]).checkpoints
     assert main(["data", "where", str(first), "--step", str(steps[0]), "--text"]) == 0
     assert "masked: the run trained on a filler" in " ".join(capsys.readouterr().out.split())
