@@ -79,7 +79,7 @@ def write_runs(folder: Path, num_runs: int, num_steps: int, num_files: int) -> N
         run.mkdir(parents=True)
         started = f"2026-01-01T{number // 60 % 24:02d}:{number % 60:02d}:00.000Z"
         record = {
-            "format": "vorox-run/1", "run_id": run.name, "config_digest": "0" * 64, "created_at": started,
+            "format": "vorox-run/2", "run_id": run.name, "config_digest": "0" * 64, "created_at": started,
             "attempts": [{"attempt": 1, "started_at": started, "ended_at": started, "outcome": "finished"}],
         }  # fmt: skip
         (run / "run.json").write_text(json.dumps(record), encoding="utf-8")

@@ -325,3 +325,27 @@ def test_compare_shows_what_people_compare(two_runs: Path, vorox: Run, monkeypat
     assert all(len(line) <= 80 for line in table)
     as_json = json.loads(vorox("runs", "compare", first, second, "--json")[1])
     assert len(as_json["metrics"]) > 20
+
+
+def test_a_run_of_another_format_is_refused_with_the_command_that_trains_it_again(vorox: Run) -> None:
+    directory = make_run("old", step=3)
+    record = json.loads((directory / "run.json").read_text())
+    (directory / "run.json").write_text(json.dumps(record | {"format": "vorox-run/1"}))
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "LOCK"}
+    name, again = directory.name, f"vorox train runs/{directory.name}/config.yaml --resume never"
+    for words in (
+        ("train", "--resume", name), ("replay", name), ("checkpoints", "verify", name),
+        ("generate", name, "--prompt", "a"), ("export", name), ("data", "when", name, "--source", "a"),
+        ("runs", "show", name),
+    ):  # fmt: skip
+        code, out, error = vorox(*words)
+        said = " ".join(error.split())
+        assert code == 4, (words, out, error)
+        assert "format 'vorox-run/1', but this version reads 'vorox-run/2'" in said, words
+        assert again in said, words
+    assert {path: path.read_bytes() for path in before} == before
+    code, out, _ = vorox("runs", "list")
+    assert code == 0
+    assert "unreadable" in out
+    assert vorox("runs", "remove", name, "--yes")[0] == 0
+    assert not directory.exists()

@@ -133,12 +133,3 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
             history.flush()
     history.flush()
     assert list(read_history(path)) == list(range(1, BUFFERED_LINES + 10))
-
-
-def test_the_form_of_an_earlier_version_is_refused_with_what_to_run(tmp_path: Path) -> None:
-    path = tmp_path / "a run" / "history.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(b'{"note":"a","step":1}\n{"note":"a","step":2}\n{"resume":1}\n')
-    with pytest.raises(DataError, match=r"earlier version.*history\.jsonl:3") as refused:
-        read_history(path, skip_damaged=True)
-    assert refused.value.hint == "train the run again: `vorox train` with its configuration and --resume never"

@@ -27,11 +27,11 @@ from vorox.dashboard.server import Answers
 DEEP = b"[" * 100_000 + b"]" * 100_000
 NESTED = b'{"a":' * 400 + b"1" + b"}" * 400
 """Deep enough for the stack of code that walks it, not for the parser's."""
-GOOD = {"format": "vorox-run/1", "attempts": [{"attempt": 1, "outcome": "finished", "started_at": "2026"}]}
+GOOD = {"format": "vorox-run/2", "attempts": [{"attempt": 1, "outcome": "finished", "started_at": "2026"}]}
 
 
 def record(attempts: object) -> Mapping[str, object]:
-    return {"run.json": {"format": "vorox-run/1", "attempts": attempts}}
+    return {"run.json": {"format": "vorox-run/2", "attempts": attempts}}
 
 
 def lines(*records: Mapping[str, object]) -> str:
@@ -50,7 +50,7 @@ SHAPES: dict[str, Mapping[str, object]] = {
     "attempts: integers": record([1, 2]),
     "attempts: null": record(None),
     "attempts: lists": record([[]]),
-    "attempts: absent": {"run.json": {"format": "vorox-run/1"}},
+    "attempts: absent": {"run.json": {"format": "vorox-run/2"}},
     "record: list": {"run.json": [1]},
     "record: torn": {"run.json": b'{"attempts": ['},
     "record: empty": {"run.json": b""},

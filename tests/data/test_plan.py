@@ -104,7 +104,7 @@ def test_frozen_order(tmp_path: Path) -> None:
 
 
 def test_frozen_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan without growth and stages is written as the first version wrote it: digests in checkpoints stay valid."""
+    """The digests of plans in checkpoints stay valid."""
     _, readers = two_sources()
     monkeypatch.setattr(DataPlan, "check", lambda plan, readers: None)
     limits = (("0.7", None), ("0.3", 40))
@@ -115,9 +115,9 @@ def test_frozen_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = DataPlan.create(tmp_path / "plan.jsonl", PlanStart(7, True, 10, sources), readers)
     plan.extend_to(40, readers)
     plan.extend_to(130, readers)
-    assert plan.digest == "38f782104bc149e9baeef4edb26a03a01cc1d7f36ce1bc288e129c3a283afdf4"
+    assert plan.digest == "61d85dcdd1924bb1af2b579b1b88a3134a07ae8858ee98bf6e783fb4d792e96c"
     written = hashlib.sha256(plan.path.read_bytes()).hexdigest()
-    assert written == "b573e31d07620e4432b26f067356d2f599478a6de18024bd11b1453ed4c42895"
+    assert written == "2486b0088fc8fc6d1f89301676f0d9df8210818df7fb88597b4c5f8f2b4499e1"
 
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_digest_at_tells_prefixes(tmp_path: Path) -> None:
 
 
 SEGMENT = {
-    "kind": "segment", "source": "code", "start_draw": 0, "epoch": 0, "num_epochs": 1, "units": [0, 4], "num_rows": 17,
-    "content": "c",
+    "kind": "segment", "source": "code", "start_draw": 0, "epoch": 0, "num_epochs": 1, "ranges": [[0, 4, 17]],
+    "content_digest": "c",
 }  # fmt: skip
 
 
@@ -295,11 +295,12 @@ SEGMENT = {
         ({**SEGMENT, "kind": "window"}, "kind 'window'"),
         ({**SEGMENT, "window": 64}, "unknown field 'window'"),
         ({key: value for key, value in SEGMENT.items() if key != "epoch"}, "no field 'epoch'"),
-        ({**SEGMENT, "num_rows": "17"}, "num_rows = '17'"),
-        ({**SEGMENT, "num_rows": True}, "num_rows = True"),
-        ({**SEGMENT, "num_rows": 0}, "Invalid segment event"),
+        ({**SEGMENT, "num_rows": 17}, "unknown field 'num_rows'"),
+        ({**SEGMENT, "num_epochs": "1"}, "num_epochs = '1'"),
+        ({**SEGMENT, "num_epochs": True}, "num_epochs = True"),
+        ({**SEGMENT, "ranges": [[0, 4, 0]]}, "Invalid segment event"),
         ({**SEGMENT, "source": "other"}, "Invalid segment event"),
-        ({**SEGMENT, "units": [4, 4]}, "Invalid segment event"),
+        ({**SEGMENT, "ranges": [[4, 4, 17]]}, "Invalid segment event"),
         ({**SEGMENT, "start_draw": 1}, "does not continue"),
         ({**SEGMENT, "epoch": 1}, "does not continue"),
     ],
@@ -323,7 +324,7 @@ def test_a_pass_that_grows_reads_no_unit_twice(tmp_path: Path, units: list[int],
     """Units 0 to 3 are read; more of the same pass may follow, but none of these again."""
     start, readers = two_sources()
     path = DataPlan.create(tmp_path / "plan.jsonl", start, readers).path
-    HashChainedLog(path).append([SEGMENT, {**SEGMENT, "start_draw": 17, "units": units, "num_rows": 5}])
+    HashChainedLog(path).append([SEGMENT, {**SEGMENT, "start_draw": 17, "ranges": [[*units, 5]]}])
     refused = pytest.raises(DataError, match="does not continue") if is_refused else nullcontext()
     with refused:
         assert DataPlan.open(path).num_events == 3
@@ -337,6 +338,13 @@ def test_another_version_is_refused(tmp_path: Path, field: str) -> None:
     HashChainedLog(tmp_path / "b.jsonl").append([{**body, field: "next/2"}])
     with pytest.raises(DataError, match="next/2"):
         DataPlan.open(tmp_path / "b.jsonl")
+
+
+def test_another_format_is_refused_with_the_command_that_trains_again(tmp_path: Path) -> None:
+    HashChainedLog(tmp_path / "plan.jsonl").append([{"kind": "start", "format": "plan/1", "seed": 7}])
+    with pytest.raises(DataError, match=r"format 'plan/1', but this version reads 'plan/2'") as caught:
+        DataPlan.open(tmp_path / "plan.jsonl")
+    assert caught.value.hint == f"train the run again: vorox train {tmp_path / 'config.yaml'} --resume never"
 
 
 def test_no_plan(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ from vorox.data.order.plan_changes import (
 from vorox.data.order.plan_events import (
     Bucket,
     CutEvent,
-    Extension,
     HorizonEvent,
+    MaskedDocument,
+    MaskEvent,
     PlanSource,
     PlanStart,
     Segment,
@@ -180,7 +181,7 @@ def test_random_event_sequences_against_the_interpreter(
             plan.add([CutEvent(plan.sources[index].name, epoch)])
             naive.cut(index, epoch)
         elif kind == "extend":
-            plan.add([Extension(0, 5, 6)])
+            plan.add([HorizonEvent(0, 6, 1)])
     expected = naive.addresses()
     assert addresses(plan) == expected
     assert addresses(DataPlan.open(plan.path)) == expected
@@ -315,7 +316,7 @@ def test_a_used_up_source_is_dropped_by_a_recorded_event(tmp_path: Path) -> None
     found = addresses(plan, 200)
     assert Counter(source for source, *_ in found[:100]) == {0: 70, 1: 30}
     assert {source for source, *_ in found[100:]} == {0}
-    assert "'text' is used up after 1 pass and no longer drawn from step 10 on; the 0 rows" in says(added)[0]
+    assert "'text' is used up after 1 pass and no longer drawn from step 11 on; the 0 rows" in says(added)[0]
     assert plan.positions_of(1, 7, readers[1]).size == 1
     web = source_of(FakeRows("web", [9]), "0")  # a new source that is not sampled leaves the mixture as it is
     events = mixture_update_events(plan.state, [*start.sources, web], wanted(code="7", text="3"), 150)
@@ -390,20 +391,6 @@ def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> No
     assert [DataPlan.open(plan.path).horizon_at(step * batch) for step in (0, 4, 5, 99)] == known
 
 
-def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    start, readers = two()
-    batch = start.global_batch_sequences
-    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
-    for position, before, total in [(4, 10, 20), (8, 20, 25), (6, 20, 30)]:
-        plan.add([Extension(position * batch, before, total)])
-    plan = DataPlan.open(plan.path)
-    assert [known and known.total_steps for known in map(plan.horizon_at, [0, 4 * batch, 6 * batch, 99 * batch])] == [
-        10, 20, 30, 30,
-    ]  # fmt: skip
-    plan.add(horizon_update_events(plan.state, 5 * batch, 20, 3))
-    assert plan.horizon_at(99 * batch) == HorizonEvent(5 * batch, 20, 3)
-
-
 @pytest.mark.parametrize(
     ("event", "message"),
     [
@@ -414,6 +401,10 @@ def test_lengths_of_earlier_versions_are_read(tmp_path: Path) -> None:
         (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "continues from"),
         (CutEvent("other", 1), "does not have"),
         (SourceEvent(PlanSource("code", Fraction(1), "other", 9)), "has changed"),
+        (MaskEvent(10, ()), "Invalid mask event"),
+        (MaskEvent(5, (MaskedDocument("code", "ab", 0),)), "Invalid mask event"),
+        (MaskEvent(10, (MaskedDocument("other", "ab", 0),)), "Invalid mask event"),
+        (MaskEvent(10, (MaskedDocument("code", "ab", -1),)), "Invalid mask event"),
     ],
 )
 def test_events_that_cannot_be_are_refused_before_they_are_written(tmp_path: Path, event: Any, message: str) -> None:
@@ -460,7 +451,7 @@ def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Pa
     start, readers = two()
     plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(30, readers)
-    plan.add([StageEvent(20, {"code": Fraction(1)}), Extension(40, 10, 20)])
+    plan.add([StageEvent(20, {"code": Fraction(1)}), HorizonEvent(40, 20, 2)])
     plan.extend_to(90, readers)
     covered, decided = plan.state.covered_positions, plan.state.effective_from
     numbers = range(1, len(covered) + 1)

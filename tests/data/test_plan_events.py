@@ -14,9 +14,10 @@ from vorox.core.errors import DataError
 from vorox.data.order.plan_events import (
     Bucket,
     CutEvent,
-    Extension,
     GrowthRule,
     HorizonEvent,
+    MaskedDocument,
+    MaskEvent,
     PlanEvent,
     PlanSource,
     PlanStart,
@@ -45,10 +46,10 @@ EVENTS: list[PlanEvent] = [
     StageEvent(20, {"code": Fraction(1, 8)}, 2, "changed", {"code": 14}, ("code: 70.0% -> 20.0%",)),
     CutEvent("code", 2),
     HorizonEvent(30, 100, 5),
-    Extension(30, 50, 100),
     SkipEvent(30, "loss_spike", 7.25, 4.5),
     SkipEvent(30, "withdrawn", 3.5, None),
     RollbackEvent(30, 50, 7.25, 4.5, 20),
+    MaskEvent(30, (MaskedDocument("code", "ab", 7), MaskedDocument("web", "cd", 0))),
 ]
 
 
@@ -60,7 +61,7 @@ def paths(body: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tup
     """Every field of an event and of the objects in it; shares and counts by source name are values."""
     for key, value in body.items():
         yield (*before, key)
-        if isinstance(value, Mapping) and key not in ("weights", "drawn"):
+        if isinstance(value, Mapping) and key not in ("weights", "draw_counts"):
             yield from paths(value, (*before, key))
 
 
@@ -82,16 +83,14 @@ def test_events_are_read_as_they_are_written(event: PlanEvent) -> None:
 @pytest.mark.parametrize("event", EVENTS, ids=name_of)
 def test_a_field_less_or_more_is_refused(event: PlanEvent) -> None:
     body = encode_event(event)
-    optional = {"growth", "on_exhausted", "part"}
     for path in paths(body):
         more = changed(body, path, lambda fields: fields.update(window=64))
         with pytest.raises(DataError, match="window"):
             decode_event(more, "here")
-        if path[-1] not in optional:
-            less = changed(body, path, lambda fields, name=path[-1]: fields.pop(name))
-            with pytest.raises(DataError) as caught:
-                decode_event(less, "plan.jsonl:3")
-            assert caught.value.where == "plan.jsonl:3"
+        less = changed(body, path, lambda fields, name=path[-1]: fields.pop(name))
+        with pytest.raises(DataError) as caught:
+            decode_event(less, "plan.jsonl:3")
+        assert caught.value.where == "plan.jsonl:3"
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=name_of)
@@ -116,12 +115,12 @@ def test_a_weight_that_is_not_written_so_is_refused(weight: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "units", [[], [0], [0, 1, 2], [[0, 1]], [[0, 1, 17, 3]], ["0", "4"], [0, "4"], [[0, 4, "17"]], "04"]
+    "ranges", [[0], [0, 4], [0, 1, 2], [[0, 1]], [[0, 1, 17, 3]], ["0", "4"], [0, "4"], [[0, 4, "17"]], "04"]
 )
-def test_units_that_are_no_ranges_are_refused(units: Any) -> None:
+def test_units_that_are_no_ranges_are_refused(ranges: Any) -> None:
     body = encode_event(EVENTS[2])
     with pytest.raises(DataError):
-        decode_event({**body, "units": units}, "here")
+        decode_event({**body, "ranges": ranges}, "here")
 
 
 def test_a_source_is_used_up_after_its_epochs_unless_it_repeats() -> None:
@@ -136,8 +135,8 @@ def test_segments_of_one_range_and_of_several() -> None:
     assert isinstance(several, Segment)
     assert (one.num_rows, one.end_draw, one.next_epoch) == (17, 5 + 3 * 17, 4)
     assert (several.num_rows, several.end_draw, several.next_epoch) == (10, 15, 2)
-    assert encode_event(one)["units"] == [0, 4]
-    assert encode_event(several)["units"] == [[0, 1, 2], [3, 5, 8]]
+    assert encode_event(one)["ranges"] == [[0, 4, 17]]
+    assert encode_event(several)["ranges"] == [[0, 1, 2], [3, 5, 8]]
 
 
 def test_the_digest_of_several_ranges_is_of_all_of_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import xxhash
@@ -147,3 +149,21 @@ def test_interleave_puts_every_row_into_its_slot() -> None:
             assert made.tokens_NC[slot].tolist() == reader.tokens(row)
             segments = made.segment_lengths[made.row_ptr[slot] : made.row_ptr[slot + 1]]
             assert segments.tolist() == reader.segments(row)
+
+
+@pytest.mark.parametrize("has_answers", [False, True])
+def test_masked_tokens_are_no_targets_and_the_number_of_targets_stays(has_answers: bool) -> None:
+    block = block_of([([5, 6, 7, 8, 9, 3, 4, 0], [2, 3, 2]), ([1, 2, 3, 4, 5, 6, 7, 8], [8])])
+    if has_answers:
+        block = replace(block, loss_mask_NC=np.array([[0, 1, 0, 0, 1, 0, 1, 0], [0, 0, 1, 1, 1, 0, 0, 0]], np.bool_))
+    masked_NC = np.zeros((2, 8), np.bool_)
+    masked_NC[0, 2:5] = True
+    plain, batch = (
+        assemble(block, document_mask=True),
+        assemble(replace(block, masked_NC=masked_NC), document_mask=True),
+    )
+    labels = plain.labels_ABT.copy()
+    labels[0, 0, 1:4] = IGNORED_LABEL
+    assert np.array_equal(batch.labels_ABT, labels)
+    assert np.count_nonzero(labels != plain.labels_ABT) == (1 if has_answers else 2)
+    assert batch.num_target_tokens == plain.num_target_tokens == np.count_nonzero(plain.labels_ABT != IGNORED_LABEL)

@@ -88,21 +88,6 @@ def test_descent_is_followed_to_where_the_runs_are_now(
         assert [run["unknown_weights"] for run in found.values()] == [None] * 6
 
 
-def test_a_record_of_before_is_followed_by_the_id_of_the_run(
-    house: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, early, late = house
-    for run in root.iterdir():
-        if run.name == "renamed" or run.name.startswith("early-"):
-            shutil.copytree(run, tmp_path / run.name)
-    (child,) = tmp_path.glob("early-*")
-    record = json.loads((child / "run.json").read_text())
-    del record["attempts"][0]["notes"]["weights_of"]
-    (child / "run.json").write_text(json.dumps(record))
-    assert search(tmp_path, early, capsys)[0]["early"]["inherited_from"]
-    assert search(tmp_path, late, capsys)[0]["early"]["inherited_from"] is None
-
-
 def test_an_answer_without_the_run_of_the_weights_is_incomplete(
     house: tuple[Path, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,7 +100,7 @@ def test_an_adapter_replays_generates_from_an_image_and_is_exported(
 def test_limits_of_pixels_are_the_users_and_build_another_cache(tmp_path: Path) -> None:
     found = [prepare(image_configuration(tmp_path, text)) for text in ([], ["model.image_processor.max_pixels=512"])]
     recipes = [corpus.sources[0].train.recipe for corpus in found]
-    assert [recipe.to_json()["images"]["max_pixels"] for recipe in recipes] == [1024, 512]
+    assert [recipe.to_json()["images"]["grid"]["max_pixels"] for recipe in recipes] == [1024, 512]
     assert recipes[0].digest != recipes[1].digest
     tokens = [corpus.sources[0].train_report.tokens for corpus in found]
     assert tokens[0] > tokens[1]

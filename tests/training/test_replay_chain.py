@@ -208,11 +208,3 @@ def test_damage_is_confined_to_the_damaged_steps(tmp_path: Path) -> None:
         (4, "is not recorded"), (8, "does not follow from the previous one"), None,
     ]  # fmt: skip
     assert found.first_damage(5, 5) == (5, "is not recorded")
-
-
-def test_a_chain_of_an_earlier_version_is_refused_with_what_to_run(tmp_path: Path) -> None:
-    entry = {"step": 1, "batch": "0" * 32, "loss": bits(1.0), "grad_norm": bits(1.0), "chain": "0" * 32}
-    RunLayout(tmp_path).chain.write_text(json.dumps(entry) + "\n")
-    with pytest.raises(DataError, match="earlier version") as refused:
-        examine_chain(tmp_path)
-    assert refused.value.hint == f"train the run again: vorox train {tmp_path / 'config.yaml'} --resume never"

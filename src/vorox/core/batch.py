@@ -60,7 +60,6 @@ class DataCursor:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "v": 1,
             "plan_digest": self.plan_digest,
             "plan_events": self.plan_events,
             "step": self.step,
@@ -169,7 +168,8 @@ class Batch:
             documents of a row may attend to each other.
         position_ids_ABT: Position within the document, int32. ``None`` when positions run through the whole row.
         row_digests_AB: 64-bit hash of each row's tokens and segments, uint64; 0 for a row that pads a shorter shard.
-        num_target_tokens: Labels of this rank that are trained on.
+        num_target_tokens: What the loss of this rank is divided by: the number of its labels, and of those that are
+            ignored because their document is masked.
         cursor_after: The data state after this batch.
         images_A: Images of each micro-batch; ``None`` for a model that reads text only.
         teacher: Stored logits of a teacher; ``None`` without ``train.distillation.logits``.

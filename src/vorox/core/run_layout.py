@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -101,6 +102,11 @@ class RunLayout:
     def save_request(self) -> Path:
         """The file that requests a checkpoint; removed when there is one."""
         return self.control / "save"
+
+    @property
+    def training_command(self) -> str:
+        """The command that trains the run again from its configuration, as a run of its own."""
+        return f"vorox train {shlex.quote(str(self.config))} --resume never"
 
     def of_rank(self, path: Path, rank: int) -> Path:
         """Return the file of one rank: ``log.txt`` of rank 3 is ``log-00003.txt``, of rank 0 ``log.txt``."""

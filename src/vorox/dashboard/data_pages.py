@@ -103,7 +103,9 @@ class DataPages:
                     "epoch": row.epoch,
                     "row": row.row,
                     **{key: value for key, value in asdict(document).items() if key not in {"text_xxh3", "version"}},
-                    "excerpt": _excerpt(tokenizer, index.readers[row.source_index], row, document),
+                    "excerpt": ""
+                    if document.is_masked
+                    else _excerpt(tokenizer, index.readers[row.source_index], row, document),
                 }
                 for row, document in _first_documents(rows)
             ]

@@ -30,7 +30,8 @@ PackingMethod = Literal["best_fit", "concat"]
 RECIPE_NAME = "RECIPE.json"
 FILES_NAME = "FILES.jsonl"
 UNITS_NAME = "UNITS.jsonl"
-FORMAT = "vorox-cache/3"
+FORMAT = "vorox-cache/4"
+_FORMATS = "vorox-cache/"
 DEFAULT_CHUNK_ROWS = 4096
 _LARGEST_VOCABULARY_OF_TWO_BYTES = 1 << 16
 _ENTRIES_PER_LINE = 1000
@@ -49,11 +50,11 @@ class Recipe:
         split: Which part of the source this is and how the split is defined, JSON values only.
         packing: How documents are packed into rows.
         chunk_rows: Rows of a full chunk: part of every row's address.
-        transforms: The transforms applied to documents before packing, JSON values only; absent if there are none.
-        images: How images are placed in rows; ``None``, and absent, for rows without images.
-        start_ids: Tokens before every document, which are no targets: what the tokenizer adds before a text. Absent if
-            there are none, as in conversations, whose template writes all their tokens, and in token shards.
-        end_ids: Tokens after every document; ``None``, and absent, for ``end_of_text_id`` alone.
+        transforms: The transforms applied to documents before packing, JSON values only.
+        images: How images are placed in rows; ``None`` for rows without images.
+        start_ids: Tokens before every document, which are no targets: what the tokenizer adds before a text. Empty in
+            conversations, whose template writes all their tokens, and in token shards.
+        end_ids: Tokens after every document; ``None`` for ``end_of_text_id`` alone.
     """
 
     tokenizer: str
@@ -109,20 +110,20 @@ class Recipe:
             "chunk_rows": self.chunk_rows,
             "source": dict(self.source),
             "split": dict(self.split),
-            **({"transforms": [dict(transform) for transform in self.transforms]} if self.transforms else {}),
-            **({} if self.images is None else self.images.to_json()),
-            **({"start_ids": list(self.start_ids)} if self.start_ids else {}),
-            **({} if self.end_ids is None else {"end_ids": list(self.end_ids)}),
+            "transforms": [dict(transform) for transform in self.transforms],
+            "images": None if self.images is None else self.images.to_json(),
+            "start_ids": list(self.start_ids),
+            "end_ids": None if self.end_ids is None else list(self.end_ids),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Recipe:
-        ends = value.get("end_ids")
+        images, ends = value["images"], value["end_ids"]
         value = {
             **value,
-            "transforms": tuple(value.get("transforms", ())),
-            "images": ImageLayout.from_json(value),
-            "start_ids": tuple(value.get("start_ids", ())),
+            "transforms": tuple(value["transforms"]),
+            "images": None if images is None else ImageLayout.from_json(images),
+            "start_ids": tuple(value["start_ids"]),
             "end_ids": None if ends is None else tuple(ends),
         }
         return cls(**{field.name: value[field.name] for field in fields(cls)})
@@ -149,18 +150,18 @@ def read_recipe(directory: Path) -> Recipe:
     try:
         body = parse_json(raw, path)
         stored_format = body["recipe"]["format"]
-        recipe = Recipe.from_json(body["recipe"])
-        intact = raw == pretty_json({"recipe": recipe.to_json(), "sha256": recipe.digest})
-    except (ValueError, KeyError, TypeError) as error:
+        if stored_format == FORMAT:
+            recipe = Recipe.from_json(body["recipe"])
+            if raw == pretty_json({"recipe": recipe.to_json(), "sha256": recipe.digest}):
+                return recipe
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path) from error
-    if stored_format != FORMAT:
+    if str(stored_format).startswith(_FORMATS) and stored_format != FORMAT:
         raise DataError(
             f"The cache has format {stored_format!r}, but this version reads {FORMAT!r}", where=str(path),
-            hint="build a new cache, or read this one with the version that wrote it",
+            hint="build it again: vorox data build with the same configuration; vorox data gc removes this one",
         )  # fmt: skip
-    if not intact:
-        raise _damaged(path)
-    return recipe
+    raise _damaged(path)
 
 
 def check_recipe(directory: Path, found: Recipe, expected: Recipe) -> None:

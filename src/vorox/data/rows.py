@@ -45,6 +45,8 @@ class RowBlock:
         segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
         loss_mask_NC: Whether each token is trained on, ``[N, row_tokens]``; ``None``: all are.
         images: The encoded bytes of the images in the rows, by their hash.
+        masked_NC: Whether each token is of a masked document, ``[N, row_tokens]``: a filler and no target, although the
+            number of targets is that of the stored row; ``None``: none are.
         segment_start_tokens: Leading tokens of each segment that are no targets although the mask may say so, int32:
             those that a tokenizer adds before a document; ``None``: none are.
     """
@@ -56,6 +58,7 @@ class RowBlock:
     loss_mask_NC: npt.NDArray[np.bool_] | None = None
     images: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
     segment_start_tokens: npt.NDArray[np.int32] | None = None
+    masked_NC: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -219,6 +222,8 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
         _ignore_starts(block, labels_NT)
     if block.loss_mask_NC is not None or block.segment_start_tokens is not None:
         num_target_tokens = int(np.count_nonzero(labels_NT != IGNORED_LABEL))
+    if block.masked_NC is not None:  # after counting: the share of every other document in the loss stays
+        labels_NT[block.masked_NC[:, 1:]] = IGNORED_LABEL
     return num_target_tokens
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import shlex
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ _NOT_A_NUMBER = "7ff8000000000000"
 _HEX = re.compile("[0-9a-f]+")
 _LENGTHS = {"batch": 64, "loss": 16, "grad_norm": 16, "chain": 64}
 """Digits of the fields of an entry."""
-_EARLIER_DIGITS = 32
-"""Digits of batch and chain before 0.2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +215,7 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
 
     Raises:
         CheckpointError: The disk failed.
-        DataError: The file cannot be read, or has the form of an earlier version.
+        DataError: The file cannot be read.
     """
     path = RunLayout(run_directory).chain
     try:
@@ -228,14 +225,6 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
             f"Replay chain cannot be read: {error.strerror}", where=str(path),
             hint="check its permissions, or move it away: the run continues, earlier steps cannot be replayed",
         ) from error  # fmt: skip
-    if any(
-        len(str(record.get(name, ""))) == _EARLIER_DIGITS for record in records.values() for name in ("batch", "chain")
-    ):
-        config = shlex.quote(str(RunLayout(run_directory).config))
-        raise DataError(
-            "Replay chain was written by an earlier version, with other digests of batches", where=str(path),
-            hint=f"train the run again: vorox train {config} --resume never",
-        )  # fmt: skip
     entries = {step: entry for step, record in records.items() if (entry := _entry(record)) is not None}
     missing: list[range] = []
     changed: list[int] = []

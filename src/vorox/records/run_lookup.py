@@ -55,6 +55,8 @@ _RECORD_TYPES = {
 """The types in ``run.json`` that readers rely on."""
 
 
+RUN_FORMAT = "vorox-run/2"
+_RUN_FORMATS = "vorox-run/"
 CONFIG_NOTE = "config_sha256"
 """Note of the attempt that wrote ``config.yaml``: its SHA-256."""
 
@@ -79,13 +81,32 @@ def read_run_record(directory: Path) -> dict[str, Any]:
     """Return the content of ``run.json``, of the types that it should have.
 
     Raises:
-        MalformedJson: It is damaged, or somebody wrote something else.
+        MalformedJson: It is damaged, of another format, or somebody wrote something else.
         OSError: It cannot be read.
     """
+    refuse_other_format(directory)
     value = read_json(RunLayout(directory).record, _RECORD_TYPES)
     if "attempts" not in value:
         raise MalformedJson("The file cannot be read: it names no attempts", where=str(RunLayout(directory).record))
     return value
+
+
+def refuse_other_format(directory: Path) -> None:
+    """Refuse a run in another format: its records, plan and checkpoints are read by the version that wrote it only.
+
+    Raises:
+        MalformedJson: The run has another format.
+    """
+    layout = RunLayout(directory)
+    try:
+        found = read_json(layout.record, dict).get("format")
+    except (OSError, MalformedJson):  # whoever reads it says what is wrong
+        return
+    if found != RUN_FORMAT and str(found).startswith(_RUN_FORMATS):
+        raise MalformedJson(
+            f"The run has format {found!r}, but this version reads {RUN_FORMAT!r}", where=str(layout.record),
+            hint=f"train it again: {layout.training_command}",
+        )  # fmt: skip
 
 
 def latest_run_of_name(directory: Path) -> Path | None:
@@ -140,8 +161,15 @@ def find_run(root: Path | str, name: str, *, exact: bool = False) -> Path:
 
     Raises:
         ConfigError: No run matches, or several do; the error lists the candidates.
+        MalformedJson: The run has another format. One that is found for removal may have any.
     """
-    root = Path(root)
+    found = _find_run(Path(root), name, exact=exact)
+    if not exact:
+        refuse_other_format(found)
+    return found
+
+
+def _find_run(root: Path, name: str, *, exact: bool) -> Path:
     if name and is_run(Path(name)):
         return Path(name)
     run = run_of_checkpoint(Path(name))
@@ -190,7 +218,7 @@ def find_run(root: Path | str, name: str, *, exact: bool = False) -> Path:
     hint = (
         f"did you mean {' or '.join(near)}?"
         if near
-        else f"the latest run is {find_run(root, 'latest').name}; list all with `vorox runs list`"
+        else f"the latest run is {_find_run(root, 'latest', exact=False).name}; list all with `vorox runs list`"
     )
     if not _PATTERN.isdisjoint(name):
         ids = [path.name for path in runs if fnmatch.fnmatchcase(path.name, name)][:_MAX_LISTED]

@@ -17,9 +17,7 @@ from vorox.core.redaction import redact_arguments, redact_value
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.records.log import time_stamp
-from vorox.records.run_lookup import saved_state, short_path
-
-RUN_FORMAT = "vorox-run/1"
+from vorox.records.run_lookup import RUN_FORMAT, refuse_other_format, saved_state, short_path
 
 
 class RunRecord:
@@ -37,6 +35,7 @@ class RunRecord:
 
     Raises:
         ConfigError: The record is damaged.
+        MalformedJson: The run has another format.
     """
 
     def __init__(self, layout: RunLayout, config: RunConfig, argv: Sequence[str]) -> None:
@@ -79,6 +78,7 @@ class RunRecord:
 
 def _read(layout: RunLayout, config: RunConfig) -> dict[str, Any]:
     """Return the record of a run, or a new one if there is none."""
+    refuse_other_format(layout.directory)
     record = _read_json(layout.record)
     if record is not None and record.get("format") == RUN_FORMAT and isinstance(record.get("attempts"), list):
         return record

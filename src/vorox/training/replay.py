@@ -349,10 +349,10 @@ def _schedule(workload: Workload, plan: DataPlan, step: int) -> Schedule:
         DataError: The plan does not record the length.
     """
     config, known = workload.config, plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
-    if known is None or known.warmup_steps is None:
+    if known is None:
         raise DataError(
             f"Length of the run is not recorded for step {step:,}", where=RunLayout.plan.name,
-            hint="restore plan.jsonl from a copy; a run of Vorox 0.1 cannot be replayed by this version",
+            hint="restore plan.jsonl from a copy",
         )  # fmt: skip
     tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
     length = Horizon(known.total_steps, known.warmup_steps, tokens_per_step)

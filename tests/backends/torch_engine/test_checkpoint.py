@@ -156,8 +156,8 @@ class TestRefusals:
         engine = make()
         path = save(engine, tmp_path / "state")
         state = json.loads((path / "engine.json").read_text())
-        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/0"}))
-        with pytest.raises(CheckpointError, match="has format vorox-engine/0; expected vorox-engine/2"):
+        (path / "engine.json").write_text(json.dumps(state | {"format": "vorox-engine/1"}))
+        with pytest.raises(CheckpointError, match="format 'vorox-engine/1', but this version reads 'vorox-engine/2'"):
             engine.load(path)
 
     @pytest.mark.parametrize("name", ["engine.json", "model.safetensors", "optimizer.safetensors"])

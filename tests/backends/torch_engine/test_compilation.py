@@ -73,20 +73,6 @@ def test_nothing_compiles_again_after_the_first_step() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_resume_keeps_the_uncompiled_loss_of_an_older_version() -> None:
-    torch._dynamo.reset()
-    old, new = make(LLAMA, runtime__compile=True), make(LLAMA, runtime__compile=True)
-    recorded = {key: value for key, value in new.environment().items() if key != "loss_chunks"}
-    old.adopt_environment(recorded)
-    assert (old.environment(), new.environment()["loss_chunks"]) == (recorded, "compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(old._network.loss, "_compiled_chunk_loss", None)  # it would fail
-        assert train(old, 3) == pytest.approx(train(new, 3), rel=2e-6)
-    torch._dynamo.reset()
-
-
 def train_with_taps(*, is_compiled: bool) -> tuple[list[float], list[dict[str, float]], list[np.ndarray]]:
     """Losses, statistics and observed activations; step 1 has a tap that observes, steps 1 and 2 one that adds."""
     engine = make(

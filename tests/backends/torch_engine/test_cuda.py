@@ -193,7 +193,7 @@ def test_documents_by_the_variable_length_kernel(settings: dict[str, Any]) -> No
         engine = make(model, runtime__device="cuda", precision__dtype="bf16")
         assert engine.environment()["document_attention"] == "varlen"
         if recorded == "mask":
-            engine.adopt_environment({"engine": "torch"})
+            engine.adopt_environment({"engine": "torch", "document_attention": "mask"})
         expected = loss_of_documents(engine._spec, randomise(engine), packed())
         losses.append([engine.train_step(packed(step), lr=LR, weight_decay=0.1).fetch().loss for step in range(5)])
         assert losses[-1][0] == pytest.approx(expected, rel=0.02)

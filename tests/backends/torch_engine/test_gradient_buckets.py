@@ -180,18 +180,5 @@ def test_a_gradient_that_grows_after_its_sum_is_refused() -> None:
     weight.sum().backward()  # another step
 
 
-def test_a_run_of_an_older_version_sums_whole_buffers() -> None:
-    engine = make(LLAMA)
-    recorded = {key: value for key, value in engine.environment().items() if key != "gradient_sums"}
-    doubling = Doubling(engine)
-    doubling.buckets._choices = engine.compute.choices
-    engine.adopt_environment(recorded)
-    gradients_of(engine, batch_of(random_rows(2)))
-    assert doubling.events == ["backward"]
-    engine.adopt_environment({**recorded, "gradient_sums": "buckets"})
-    gradients_of(engine, batch_of(random_rows(2)))
-    assert "start 0" in doubling.events
-
-
 def test_a_single_process_has_no_buckets() -> None:
     assert make(LLAMA)._buckets is None

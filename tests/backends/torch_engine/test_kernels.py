@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.devices import Compute, has_onednn_linear
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 
 pytestmark = pytest.mark.torch
 ROWS, WIDTH, OUT = 48, 40, 72
@@ -32,15 +31,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.skipif(not has_onednn_linear(), reason="no oneDNN in this build")
-def test_products_of_gradients_follow_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = compute("onednn")
-    multiply, called = kernels.products(chosen), list[str]()
+def test_products_are_added_to_gradients_by_blas_also_where_onednn_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply, called = kernels.products(compute("onednn")), list[str]()
     monkeypatch.setattr(multiply, "_onednn", lambda *_: called.append("onednn") or torch.zeros(200, 200))
-    for recorded in ({}, {"gradient_products": "blas"}, {"matrix_products": "onednn"}):
-        chosen.choices.adopt({"engine": "torch"} | recorded, chosen.products, RecordedChoices())
-        multiply.add_to(torch.zeros(200, 200), random(200, 200), random(200, 200))
-        called.append("-")
-    assert called == ["onednn", "-", "-", "onednn", "-"]
+    multiply(random(200, 200), random(200, 200))
+    multiply.add_to(torch.zeros(200, 200), random(200, 200), random(200, 200))
+    assert called == ["onednn"]
 
 
 def with_gradient(values: Tensor) -> nn.Parameter:

@@ -16,7 +16,6 @@ from vorox.backends.torch_engine import matrix_products
 from vorox.backends.torch_engine.inputs import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums
 from vorox.backends.torch_engine.matrix_products import Products
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 from vorox.planning import memory_estimate
@@ -55,7 +54,7 @@ def head_loss(
     vocab_size, device = given.head.shape[0], given.head.device
     return FusedLinearLoss(
         config or LossConfig(), vocab_size, device, Products(use_onednn=onednn), dtype, count_correct=True,
-        choices=RecordedChoices(loss_chunks="compiled") if is_compiled else None,
+        compiled=is_compiled,
     )  # fmt: skip
 
 
@@ -201,8 +200,8 @@ def num_correct(given: Case) -> int:
     return int(((highest == labels) & (labels != IGNORED_LABEL)).sum())
 
 
-def test_products_for_the_head_are_added_as_the_run_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32 on CUDA (an oracle here), or rounded to half precision before, as versions before that choice did."""
+def test_products_for_the_head_are_added_in_fp32_where_the_device_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 on CUDA (an oracle here); elsewhere rounded to half precision before."""
     added: list[torch.dtype] = []
 
     def add(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: torch.dtype, *, alpha: float, out: Tensor) -> None:
@@ -212,15 +211,12 @@ def test_products_for_the_head_are_added_as_the_run_recorded(monkeypatch: pytest
     monkeypatch.setattr(matrix_products, "_addmm_dtype_out", add)
     a_KM, b_KN = torch.randn(40, 8).bfloat16(), torch.randn(40, 6).bfloat16()
     exact_MN = a_KM.double().T @ b_KN.double()
-    for recorded, tolerance in ((None, 0.02), ("fp32", 1e-5)):
-        choices = RecordedChoices()
-        choices.adopt({"engine": "torch", "head_products": recorded}, "blas", RecordedChoices(head_products="fp32"))
+    for is_exact, tolerance in ((False, 0.02), (True, 1e-5)):
         sum_MN = torch.zeros(8, 6)
-        Products(use_onednn=False, choices=choices).add_to(sum_MN, a_KM, b_KN)
+        Products(use_onednn=False, has_fp32_sums=is_exact).add_to(sum_MN, a_KM, b_KN)
         error = float((sum_MN.double() - exact_MN).norm() / exact_MN.norm())
         assert error < tolerance
-        assert (error > 1e-4) == (recorded is None)
-        assert choices.facts().get("head_products") == recorded
+        assert (error > 1e-4) == (not is_exact)
     assert added == [torch.float32]
 
 

@@ -57,7 +57,6 @@ def test_packed_rows_equal_transformers_on_each_document_alone(name: str, tmp_pa
     assert isinstance(network, HuggingFaceNetwork)
     assert network.separates_documents
     assert network.resets_states
-    assert engine.environment()["document_states"] == "resets"
 
     batch = batch_of(3)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
@@ -132,23 +131,6 @@ def test_selective_scan_is_the_recurrence(lengths: tuple[int, ...]) -> None:
             state = torch.exp(dt[0, t, :, None] * a) * state + (dt[0, t] * x[0, t])[:, None] * b[0, t]
             assert torch.allclose(found[0, t], state @ c[0, t] + d * x[0, t], rtol=0, atol=1e-12)
         position += length
-
-
-@pytest.mark.parametrize("name", ["nemotron_h", "mamba"])
-def test_a_run_of_an_older_version_keeps_one_document_per_row(name: str, tmp_path: Path) -> None:
-    directory = write_model(tmp_path, name)
-    new, old = engine_of(directory), engine_of(directory)
-    recorded = {key: value for key, value in new.environment().items() if key != "document_states"}
-    old.adopt_environment(recorded)
-    assert "document_states" not in old.environment()
-    network = old._network
-    assert isinstance(network, HuggingFaceNetwork)
-    assert not network.separates_documents
-    assert len(list(network._forward_passes(batch_of(0), 0))) > 1
-    losses = [engine.train_step(batch_of(0), lr=0.0, weight_decay=0.0).fetch().loss for engine in (old, new)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    old.adopt_environment(new.environment())
-    assert network.separates_documents
 
 
 def test_a_hybrid_whose_attention_leaks_keeps_one_document_per_row(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,19 +89,19 @@ def test_a_recipe_round_trips_and_its_digest_covers_every_value(tmp_path):
     pictured = dataclasses.replace(RECIPE, images=ImageLayout(64))
     write_recipe(tmp_path, pictured)
     assert read_recipe(tmp_path) == pictured
-    with pytest.raises(DataError, match=r"transforms: .*a:b.* here, null expected"):
+    with pytest.raises(DataError, match=r"transforms: .*a:b.* here, \[\] expected"):
         check_recipe(tmp_path, transformed, RECIPE)
 
 
 def test_recipe_digest_is_frozen():
-    """Caches of earlier versions stay valid only while this value is unchanged."""
+    """Caches on disk stay valid only while this value is unchanged."""
     recipe = Recipe("t", 65537, 3, 1025, {"a": [1, None]}, {"b": "c"})
     assert recipe.dtype == "uint32"
     assert dataclasses.replace(recipe, vocab_size=65536).dtype == "uint16"
     expected = (
-        '{"chunk_rows":4096,"dtype":"uint32","end_of_text_id":3,"format":"vorox-cache/3","packing":"best_fit",'
-        '"row_tokens":1025,"source":{"a":[1,null]},"split":{"b":"c"},"tokenizer":"t",'
-        '"vocab_size":65537}'
+        '{"chunk_rows":4096,"dtype":"uint32","end_ids":null,"end_of_text_id":3,"format":"vorox-cache/4","images":null,'
+        '"packing":"best_fit","row_tokens":1025,"source":{"a":[1,null]},"split":{"b":"c"},"start_ids":[],'
+        '"tokenizer":"t","transforms":[],"vocab_size":65537}'
     )
     assert recipe.digest == hashlib.sha256(expected.encode()).hexdigest()
 
@@ -133,6 +134,14 @@ def test_a_different_recipe_is_refused_with_both_digests_and_the_difference():
     for part in (RECIPE.digest, other.digest, "row_tokens: 33 here, 65 expected"):
         assert part in caught.value.what
     assert "vocab_size" not in caught.value.what
+
+
+def test_a_cache_of_another_format_is_refused_with_the_command_that_builds_it_again(tmp_path):
+    recipe = {"format": "vorox-cache/3", "tokenizer": "t"}  # with the fields of its format
+    (tmp_path / RECIPE_NAME).write_text(json.dumps({"recipe": recipe, "sha256": "0" * 64}))
+    with pytest.raises(DataError, match="format 'vorox-cache/3', but this version reads 'vorox-cache/4'") as caught:
+        read_recipe(tmp_path)
+    assert "vorox data build" in caught.value.hint
 
 
 def test_a_directory_without_a_recipe_is_not_a_cache(tmp_path):

@@ -59,7 +59,7 @@ def segment(number: int, first_epoch: int, num_epochs: int, num_rows: int, sourc
 
 def sample(position: int, part: int, *, uri: str = "a.txt", num_tokens: int = 5, ordinal: int = 3) -> Row:
     place = (position // 4 + 1, position % 4, "s", 0, 1)
-    return Row("sample", ("r", position, part, *place, uri, ordinal, 10, 90, 0, num_tokens, 0))
+    return Row("sample", ("r", position, part, *place, uri, ordinal, 10, 90, 0, num_tokens, 0, 0))
 
 
 def everything() -> list[Row]:

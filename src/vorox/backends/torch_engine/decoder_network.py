@@ -98,7 +98,7 @@ class DecoderNetwork(Network):
         self.loss = make_loss(
             config.loss, num_here(self._parallel, spec.vocab_size), compute.device, self._products, compute.dtype,
             count_correct=config.log.accuracy, distillation=config.train.distillation,
-            choices=compute.choices if self._parallel is None else None,
+            compiled=compute.compiled and self._parallel is None,
         )  # fmt: skip
         self.teach: Callable[[Batch, int], TeacherOutput | TopLogits] | None = None
         self._rotary = attention.rotary_tables(spec, compute.device)
@@ -194,7 +194,7 @@ class DecoderNetwork(Network):
     @property
     def _can_replay(self) -> bool:
         """Taps run on the host, and an uncompiled loss in fp32 scales its products by a number of the host."""
-        is_captured = self._compute.dtype != torch.float32 or self._compute.choices.loss_chunks == "compiled"
+        is_captured = self._compute.dtype != torch.float32 or self._compute.compiled
         return is_captured and not self.taps.active
 
     def _pass(

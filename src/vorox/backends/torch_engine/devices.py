@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
 from vorox.backends.torch_engine import barriers
 from vorox.backends.torch_engine.document_attention import available_attention
-from vorox.backends.torch_engine.recorded_choices import Products, RecordedChoices, available_choices
+from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.config.training_checks import FLOAT8
 from vorox.core.errors import ConfigError
 from vorox.core.platform.environment import host_memory_bytes, usable_cores
@@ -35,6 +36,7 @@ from vorox.models.decoder.document_separation import DocumentAttention
 from vorox.models.spec import ModelSpec
 from vorox.planning.memory_advice import Devices, MemoryBudget
 
+Products = Literal["blas", "onednn"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DETERMINISTIC_CUBLAS = (":4096:8", ":16:8")
 
@@ -72,8 +74,7 @@ class Compute:
 
     def adopt(self, recorded: Mapping[str, object]) -> None:
         """Take over the choices of a recorded run, where this device and its settings can."""
-        available = available_choices(self.device, self.dtype, self.document_attention, compiled=self.compiled)
-        self.choices.adopt(recorded, self.products, available)
+        self.choices.adopt(recorded, self.document_attention)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Run the forward pass in the chosen precision."""
@@ -119,7 +120,7 @@ def prepare(config: RunConfig) -> Compute:
         products=_select_products(device),
         float8=float8,
         document_attention=attention,
-        choices=available_choices(device, dtype, attention, compiled=config.runtime.compile),
+        choices=RecordedChoices(attention),
     )
 
 
@@ -293,8 +294,6 @@ def environment(compute: Compute) -> dict[str, str | int | bool]:
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "matrix_products": compute.products if compute.is_direct else "blas",
         }
-        if compute.products != compute.choices.gradient_products:
-            facts["gradient_products"] = compute.choices.gradient_products
     if compute.float8 is not None:
         facts["torchao"] = compute.float8
     facts |= compute.choices.facts()

@@ -107,7 +107,7 @@ class TorchEngine(Engine):
         self._reference = ReferenceModel(self._network) if config.loss.name == "dpo" else None
         self.optimizer = make_optimizer(config, spec, self.parameters, compute, self._ranks)
         self._held = held_memory.HeldMemory(compute.device, self._network, self.optimizer, self._reference)
-        self._buckets = gradient_buckets.create(config, self.parameters, self._ranks, compute.choices)
+        self._buckets = gradient_buckets.create(config, self.parameters, self._ranks)
 
     @property
     def taps(self) -> Taps:

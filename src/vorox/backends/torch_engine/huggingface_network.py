@@ -54,8 +54,6 @@ class HuggingFaceNetwork(ModuleNetwork):
     def _build(self) -> nn.Module:
         module = huggingface_model.build(self._spec.config, attention=ATTENTION[self._config.model.attention_kernel])
         self._mixers = PackedMixers(module)
-        if self._mixers:
-            self._compute.choices.document_states = "resets"
         context = ContextParallel.of(self._ranks)
         self._divided_rows = None if context is None else DividedRows(module, context)
         part = WHOLE if context is None else context.part
@@ -72,11 +70,7 @@ class HuggingFaceNetwork(ModuleNetwork):
 
     @property
     def resets_states(self) -> bool:
-        return bool(self._mixers) and self._compute.choices.document_states == "resets"
-
-    @property
-    def separates_documents(self) -> bool:
-        return super().separates_documents and self.resets_states == bool(self._mixers)
+        return bool(self._mixers)
 
     def _recompute_blocks(self) -> None:
         recompute_blocks(self.module)

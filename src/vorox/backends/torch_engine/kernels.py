@@ -106,7 +106,8 @@ def plain(compute: Compute) -> Kernels:
 def products(compute: Compute) -> Products:
     """Return the matrix products for a device and precision."""
     use_onednn = compute.products == "onednn" and compute.dtype == torch.float32
-    return Products(use_onednn=use_onednn, choices=compute.choices)
+    has_fp32_sums = compute.device.type == "cuda" and compute.dtype != torch.float32
+    return Products(use_onednn=use_onednn, has_fp32_sums=has_fp32_sums)
 
 
 # -- plain ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.compiled_loss import compiled_chunk_loss
 from vorox.backends.torch_engine.matrix_products import Products
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
 from vorox.core.user_code.extensions import is_extension, load_function
@@ -153,7 +152,7 @@ class FusedLinearLoss:
         *,
         count_correct: bool,
         distillation: DistillationConfig | None = None,
-        choices: RecordedChoices | None = None,
+        compiled: bool = False,
     ) -> None:
         self._distillation = distillation or DistillationConfig()
         self._smoothing, self._z_weight = config.label_smoothing_fraction, config.z_loss_weight
@@ -162,7 +161,7 @@ class FusedLinearLoss:
         self._products, self._dtype, self._count_correct = products, dtype, count_correct
         self.sum_dtype = torch.float32 if device.type == "mps" else torch.float64
         self._chunk_positions = loss_chunk_positions(config.chunk_tokens, vocab_size, device.type)
-        self._choices = choices or RecordedChoices()
+        self._is_compiled = compiled
         self._compiled_chunk_loss = compiled_chunk_loss(
             smoothing=self._smoothing, z_weight=self._z_weight, count_correct=count_correct, sum_dtype=self.sum_dtype
         )
@@ -211,7 +210,7 @@ class FusedLinearLoss:
         sums = _Sums(hidden_MD.device, self.sum_dtype)
         head_VD, d_hidden_MD = head_VD.to(self._dtype), torch.empty_like(hidden_MD)
         factor = scale if loss_scale is None else loss_scale * scale
-        is_compiled = self._choices.loss_chunks == "compiled" and self._function is None and labels.teacher is None
+        is_compiled = self._is_compiled and self._function is None and labels.teacher is None
         chunk_loss = self._compiled_chunk_loss if is_compiled else None
         if chunk_loss is not None and not isinstance(factor, Tensor):  # a number would be compiled in
             factor = torch.full((), factor, device=hidden_MD.device)

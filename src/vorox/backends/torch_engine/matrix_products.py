@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
-
 ONEDNN_MIN_WORK = 1 << 20
 """Below so many multiplications, starting a oneDNN product costs more than it saves."""
 
@@ -21,11 +19,11 @@ class Products:
 
     Args:
         use_onednn: Use oneDNN for large fp32 products; otherwise ``torch.mm``.
-        choices: The library of products that add to a gradient, and their rounding.
+        has_fp32_sums: Add products of half precision to an fp32 sum without rounding them before; on CUDA.
     """
 
-    def __init__(self, *, use_onednn: bool, choices: RecordedChoices | None = None) -> None:
-        self.is_onednn, self._choices = use_onednn, choices or RecordedChoices()
+    def __init__(self, *, use_onednn: bool, has_fp32_sums: bool = False) -> None:
+        self.is_onednn, self._has_fp32_sums = use_onednn, has_fp32_sums
         self._onednn = torch.ops.mkldnn._linear_pointwise.default if use_onednn else None
 
     def __call__(self, a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -34,15 +32,11 @@ class Products:
         return self._onednn(_dense(a_MK), _dense(b_NK), None, "none", [], "")
 
     def add_to(self, sum_MN: Tensor, a_KM: Tensor, b_KN: Tensor, scale: float = 1.0) -> None:
-        """Add ``scale * a.T @ b`` in place; for half precision, see ``RecordedChoices.head_products``."""
-        if a_KM.dtype != sum_MN.dtype:
-            if self._choices.head_products == "fp32":
-                _addmm_dtype_out(sum_MN, a_KM.t(), b_KN, sum_MN.dtype, alpha=scale, out=sum_MN)
-            else:
-                sum_MN.add_(self(a_KM.t(), b_KN.t()), alpha=scale)
-            return
-        if self._onednn is None or self._choices.gradient_products == "blas":
+        """Add ``scale * a.T @ b`` in place, by BLAS also where oneDNN multiplies: oneDNN cannot add to its result."""
+        if a_KM.dtype == sum_MN.dtype:
             sum_MN.addmm_(a_KM.t(), b_KN, alpha=scale)
+        elif self._has_fp32_sums:
+            _addmm_dtype_out(sum_MN, a_KM.t(), b_KN, sum_MN.dtype, alpha=scale, out=sum_MN)
         else:
             sum_MN.add_(self(a_KM.t(), b_KN.t()), alpha=scale)
 

@@ -204,7 +204,7 @@ def _print_occurrences(found: Sequence[Occurrence]) -> None:
             f"{one.epoch}",
             one.source,
             f"{one.row:,}",
-            one.state.replace("_", " "),
+            one.state.replace("_", " ") + (", masked" if one.is_masked else ""),
             humanize.UNKNOWN if one.attempt is None else f"{one.attempt}",
         ]
         for one in found[:_MOST_LINES]

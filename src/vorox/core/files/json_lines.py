@@ -334,17 +334,12 @@ def read_history(path: Path, *, skip_damaged: bool = False) -> dict[int, dict[st
         skip_damaged: Skip damaged lines instead of raising.
 
     Raises:
-        DataError: A line that is not void is damaged, or a line has the form of an earlier version.
+        DataError: A line that is not void is damaged.
     """
     records: list[dict[str, Any]] = []
     last_step = 0
     for number, line in enumerate(_complete_lines(path), start=1):
         record = parse_line(line) or {}
-        if record.keys() == {"resume"}:
-            raise DataError(
-                "A resume is written in the form of an earlier version", where=f"{path}:{number}",
-                hint="train the run again: `vorox train` with its configuration and --resume never",
-            )  # fmt: skip
         step = record.get("resume_step" if "resume_step" in record else "step")
         if is_step(step):
             last_step = step

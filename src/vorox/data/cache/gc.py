@@ -88,7 +88,7 @@ def find_garbage(root: Path) -> list[Garbage]:
                 found.append(Garbage(directory, _directory_bytes(directory), reason))
         else:
             found += _find_in_cache(directory, now)
-    return [*found, *_find_in_store(root, now), *_find_earlier(root)]
+    return [*found, *_find_in_store(root, now), *_find_other_formats(root)]
 
 
 def _find_in_store(root: Path, now: float) -> Iterator[Garbage]:
@@ -104,13 +104,13 @@ def _find_in_store(root: Path, now: float) -> Iterator[Garbage]:
         yield Garbage(path, size_bytes, "unit in no cache")
 
 
-def _find_earlier(root: Path) -> Iterator[Garbage]:
-    """Yield the caches of earlier formats, which no command opens any more."""
+def _find_other_formats(root: Path) -> Iterator[Garbage]:
+    """Yield the caches of other formats, which no command opens."""
     for directory in (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = read_json(directory / RECIPE_NAME)["recipe"]["format"]
             if found != FORMAT and str(found).startswith("vorox-cache/"):
-                yield Garbage(directory, _directory_bytes(directory), f"cache of an earlier version ({found})")
+                yield Garbage(directory, _directory_bytes(directory), f"cache of another format ({found})")
 
 
 def remove_garbage(garbage: Sequence[Garbage]) -> int:

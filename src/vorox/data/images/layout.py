@@ -93,19 +93,14 @@ class ImageLayout:
         return np.concatenate([before, image_ids(digest, num_tokens), after])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entries of a recipe."""
-        if self.grid is None:
-            return {"tokens_per_image": self.tokens_per_image}
-        return {"images": asdict(self.grid) | {"start_ids": [*self.start_ids], "end_ids": [*self.end_ids]}}
+        return asdict(self) | {"start_ids": list(self.start_ids), "end_ids": list(self.end_ids)}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ImageLayout | None:
-        """Return the layout of the entries of a recipe; ``None`` for rows without images."""
-        if "images" in value:
-            entries = dict(value["images"])
-            start, end = (tuple(entries.pop(key)) for key in ("start_ids", "end_ids"))
-            return cls(0, PatchGrid(**entries), start, end)
-        return cls(value["tokens_per_image"]) if value.get("tokens_per_image") else None
+    def from_json(cls, value: Mapping[str, Any]) -> ImageLayout:
+        """Return the layout that ``to_json`` described."""
+        grid = value["grid"]
+        ids = {name: tuple(value[name]) for name in ("start_ids", "end_ids")}
+        return cls(value["tokens_per_image"], None if grid is None else PatchGrid(**grid), **ids)
 
 
 def image_layout(model: ModelConfig) -> ImageLayout | None:

@@ -139,11 +139,6 @@ SourceReader = CacheReader | BucketReader
 """A reader of the rows of one source of a plan."""
 
 
-def cache_name(source: PlanSource) -> str:
-    """Return the name of the configured source whose cache contains a plan's source."""
-    return source.name if source.bucket is None else source.bucket.source
-
-
 def reader_of(source: PlanSource, cache: CacheReader) -> SourceReader:
     """Return a reader of a plan's source in its cache."""
     return cache if source.bucket is None else BucketReader(cache, source.bucket)
@@ -161,7 +156,7 @@ def readers_of(sources: Sequence[PlanSource], caches: Mapping[str, CacheReader])
         sources: ``DataPlan.sources``.
         caches: The caches of the configuration's sources, by name.
     """
-    found = [(source, caches.get(cache_name(source))) for source in sources]
+    found = [(source, caches.get(source.configured_name)) for source in sources]
     return [None if cache is None else reader_of(source, cache) for source, cache in found]
 
 

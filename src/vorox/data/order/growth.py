@@ -223,7 +223,7 @@ def _report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
         if isinstance(event, Segment):
             report("segment", _describe(event))
         elif isinstance(event, StageEvent):
-            for text in event.texts:
+            for text in event.messages:
                 report("mixture", text)
 
 

@@ -21,6 +21,7 @@ from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
 from vorox.core.config.batch_checks import fewer_rows
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.images.decoding import ImageInput, PatchInput
+from vorox.data.order.document_masks import DocumentMasks, check_masks
 from vorox.data.order.growth import PlanGrower
 from vorox.data.order.plan import DataPlan, Positions, Readers
 from vorox.data.prefetch import Prefetcher
@@ -84,7 +85,8 @@ def open_batches(
         read_teacher: Reads what a teacher predicts for a batch; ``None`` without stored logits.
 
     Raises:
-        ConfigError: A shard's rows are not a multiple of the micro-batch, or the plan has a different batch size.
+        ConfigError: A shard's rows are not a multiple of the micro-batch, the plan has a different batch size, or it
+            masks documents of rows in which that is not possible.
         DataError: The cursor does not belong to this plan, or a cache has changed since the plan was made.
     """
     if global_batch_sequences != plan.start.global_batch_sequences:
@@ -97,6 +99,7 @@ def open_batches(
     _check_cursor(plan, cursor)
     plan.check(readers)
     _check_same_shape([reader for reader in readers if reader is not None])
+    check_masks(plan.state, readers, document_mask=document_mask, has_teacher=read_teacher is not None)
     source = RowSource(plan, readers, grower=grower, stop=stop)
     batches = _BatchReader(source, slots, document_mask, cursor, image_input, read_teacher)
 
@@ -226,26 +229,34 @@ class LocatedRows:
         epoch: Epoch of the source, from 0.
         rows: Row number in the source's cache.
         readers: The caches of the plan's sources.
+        positions: Their positions.
+        masks: The masked documents of the plan; ``None`` without any.
     """
 
     source_index: npt.NDArray[np.int32]
     epoch: Int64Array
     rows: Int64Array
     readers: Readers
+    positions: Positions
+    masks: DocumentMasks | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, part: slice) -> LocatedRows:
-        return LocatedRows(self.source_index[part], self.epoch[part], self.rows[part], self.readers)
+        chosen = (self.source_index[part], self.epoch[part], self.rows[part])
+        return LocatedRows(*chosen, self.readers, self.positions[part], self.masks)
 
     def read(self) -> RowBlock:
-        """Read the rows in this order, and verify them.
+        """Read the rows in this order as they are trained on, and verify them.
 
         Raises:
             DataError: A row is damaged, or its source has been removed from the configuration.
         """
-        return read_rows(self.readers, self.source_index, self.rows)
+        block = read_rows(self.readers, self.source_index, self.rows)
+        if self.masks is None:
+            return block
+        return self.masks.apply(block, self.positions, self.source_index, self.rows, self.readers)
 
 
 class RowSource:
@@ -269,6 +280,7 @@ class RowSource:
         self.plan = plan
         self._readers, self._grower, self._stop = readers, grower, stop
         self._closed = threading.Event()
+        self._masks: DocumentMasks | None = None
 
     def cover(self, end_position: int) -> None:
         """Wait until the plan covers all positions below ``end_position``.
@@ -293,7 +305,13 @@ class RowSource:
             chosen = np.flatnonzero(found.source_index == index)
             if chosen.size and reader is not None:  # reading a row without a reader raises
                 rows[chosen] += reader.unit_row_starts[found.unit_start[chosen]]
-        return LocatedRows(found.source_index, found.epoch, rows, readers)
+        return LocatedRows(found.source_index, found.epoch, rows, readers, positions, self._masks_of_plan())
+
+    def _masks_of_plan(self) -> DocumentMasks | None:
+        state = self.plan.state
+        if state.masks and (self._masks is None or self._masks.events is not state.masks):
+            self._masks = DocumentMasks(state)
+        return self._masks
 
     def close(self) -> None:
         """End every wait. Idempotent."""

@@ -17,9 +17,11 @@ from typing import Any
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
+from vorox.core.run_layout import RunLayout
 from vorox.data.order.mixture import Stage
 from vorox.data.order.plan_changes import Readers, covering_events
 from vorox.data.order.plan_events import (
+    FORMAT,
     HorizonEvent,
     PlanEvent,
     PlanSource,
@@ -291,6 +293,11 @@ class DataPlan:
 
 def _folded(bodies: Sequence[Mapping[str, Any]], path: Path) -> PlanState:
     """Return the state after the events in ``bodies``, the first of which starts the plan."""
+    if bodies[0].get("kind") == "start" and bodies[0].get("format") != FORMAT:
+        raise DataError(
+            f"The data plan has format {bodies[0].get('format')!r}, but this version reads {FORMAT!r}", where=str(path),
+            hint=f"train the run again: {RunLayout(path.parent).training_command}",
+        )  # fmt: skip
     start = decode_event(bodies[0], f"{path}:1")
     if not isinstance(start, PlanStart):
         raise DataError(f"The data plan starts with an event of kind {start.kind!r}, not 'start'", where=f"{path}:1")

@@ -194,9 +194,9 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
     unread = state.end_draw(index) - state.mixture.counts(position)[index]
     message = (
         f"source {name!r} is used up after {_num_passes(state.segments[index])} and no longer drawn "
-        f"from step {sizes.step_at(position):,} on; the {unread:,} rows left of it do not fill their share of that "
+        f"from step {sizes.step_at(position) + 1:,} on; the {unread:,} rows left of it do not fill their share of that "
         "step and are skipped; the other sources share its weight in proportion to theirs"
-    )  # recorded in plan.jsonl: the wording is part of the format, and so is the step, counted from 0
+    )  # recorded in plan.jsonl: the wording is part of the format
     events: list[StageEvent] = []
     for number, stage in enumerate(_from_position(position, state.stages)):
         weights = {state.names[i]: weight for i, weight in stage.weights.items() if i != index}

@@ -3,51 +3,33 @@
 ``start`` records settings that never change during a run; ``segment`` gives a source more rows; ``source`` adds a
 source or changes its limits; ``stage`` changes the mixture from a position onwards; ``cut`` removes passes that no step
 has reached; ``horizon`` sets the length of the run from a position onwards; ``skip`` names a step whose update
-was not applied, ``rollback`` steps that are skipped after a return to an earlier state. ``PlanState.apply`` applies an
-event.
+was not applied, ``rollback`` steps that are skipped after a return to an earlier state; ``mask`` names documents whose
+tokens are a filler, and no targets, from a position onwards. ``PlanState.apply`` applies an event.
 
-Invariant: reading an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused,
-because skipping them would silently change the order.
+In JSON an event has every field of its class, by its name; a weight is ``"numerator/denominator"``. Invariant: reading
+an event and writing it again gives the same bytes. Unknown fields, kinds and versions are refused, because skipping
+them would silently change the order.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError, field_serializer, model_validator
+from pydantic import Field, PlainSerializer, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from pydantic.fields import computed_field
 
 from vorox.core.batch_sizes import BatchSizes, BatchStage, batch_sizes
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import canonical_json
 
 Weight = Annotated[Fraction, PlainSerializer(lambda value: f"{value.numerator}/{value.denominator}")]
-_CONFIG = ConfigDict(validate_by_name=True)
+FORMAT = "plan/2"
 
 
-_RECORDED_STEP = re.compile(r"(?<= from step )[0-9,]+(?= on; )")
-
-
-def _from_one(step: re.Match[str]) -> str:
-    return f"{int(step[0].replace(',', '')) + 1:,}"
-
-
-def _json_name(name: str) -> Any:
-    """Return a field with a different name in JSON."""
-    return Field(validation_alias=name, serialization_alias=name)
-
-
-def _omitted_if(default: object) -> Any:
-    """Return a field that JSON omits while it has its default, for compatibility with versions that lacked it."""
-    return Field(exclude_if=lambda value: value == default)
-
-
-@dataclass(frozen=True, slots=True, config=_CONFIG)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """The chunks of a source whose statistic is in ``[low, high)``.
 
@@ -58,13 +40,13 @@ class Bucket:
         high: Upper bound; ``None`` for the last bucket.
     """
 
-    source: Annotated[str, _json_name("of")]
+    source: str
     statistic: str
     low: Weight | None
     high: Weight | None
 
 
-@dataclass(frozen=True, slots=True, config=_CONFIG)
+@dataclass(frozen=True, slots=True)
 class PlanSource:
     """One source of a run.
 
@@ -80,11 +62,16 @@ class PlanSource:
 
     name: str
     weight: Weight
-    recipe_digest: Annotated[str, _json_name("recipe")]
+    recipe_digest: str
     row_tokens: int
     max_epochs: int | None = None
-    on_exhausted: Annotated[str, _omitted_if("error")] = "error"
-    bucket: Annotated[Bucket | None, _json_name("part"), _omitted_if(None)] = None
+    on_exhausted: str = "error"
+    bucket: Bucket | None = None
+
+    @property
+    def configured_name(self) -> str:
+        """The source of the configuration whose cache has these rows."""
+        return self.name if self.bucket is None else self.bucket.source
 
     @property
     def epoch_limit(self) -> int | None:
@@ -130,10 +117,10 @@ class PlanStart:
     shuffle: bool
     global_batch_sequences: int
     sources: tuple[PlanSource, ...]
-    growth: Annotated[GrowthRule | None, _omitted_if(None)] = None
-    batch_stages: Annotated[tuple[BatchStage, ...], _omitted_if(())] = ()
+    growth: GrowthRule | None = None
+    batch_stages: tuple[BatchStage, ...] = ()
     kind: Literal["start"] = "start"
-    format: Literal["plan/1"] = "plan/1"
+    format: Literal["plan/2"] = FORMAT
     order: Literal["perm/1"] = "perm/1"
     mixture: Literal["mix/1"] = "mix/1"
 
@@ -151,7 +138,7 @@ class UnitRange(NamedTuple):
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True, config=_CONFIG)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Whole passes over some units of a source, or the part of a pass that is built so far.
 
@@ -168,28 +155,10 @@ class Segment:
     start_draw: int
     epoch: int
     num_epochs: int
-    ranges: Annotated[tuple[UnitRange, ...], _json_name("units")]
-    content_digest: Annotated[str, _json_name("content")]
+    ranges: tuple[UnitRange, ...]
+    content_digest: str
     kind: Literal["segment"] = "segment"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _read_single_range(cls, value: Any) -> Any:
-        """Accept the short form of a single range: ``[start, end]``, which has all of the segment's rows."""
-        if not isinstance(value, dict):
-            return value
-        body = cast("dict[str, Any]", value)
-        match body.get("units"):
-            case [int(start), end]:
-                return {**body, "units": [[start, end, body.get("num_rows")]]}
-            case _:
-                return body
-
-    @field_serializer("ranges")
-    def _write_single_range(self, ranges: Sequence[UnitRange]) -> list[Any]:
-        return list(ranges[0][:2]) if len(ranges) == 1 else [list(part) for part in ranges]
-
-    @computed_field
     @property
     def num_rows(self) -> int:
         """Rows of one pass."""
@@ -214,7 +183,7 @@ class SourceEvent:
     kind: Literal["source"] = "source"
 
 
-@dataclass(frozen=True, slots=True, config=_CONFIG)
+@dataclass(frozen=True, slots=True)
 class StageEvent:
     """The mixture that applies from a position onwards; it replaces all later stages.
 
@@ -231,16 +200,9 @@ class StageEvent:
     weights: Mapping[str, Weight]
     row_pieces: int = 1
     reason: str = "declared"
-    draw_counts: Annotated[Mapping[str, int] | None, _json_name("drawn")] = None
-    messages: Annotated[tuple[str, ...], _json_name("says")] = ()
+    draw_counts: Mapping[str, int] | None = None
+    messages: tuple[str, ...] = ()
     kind: Literal["stage"] = "stage"
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The messages as they are shown: that of a used-up source is recorded with its step counted from 0."""
-        if self.reason != "exhausted":
-            return self.messages
-        return tuple(_RECORDED_STEP.sub(_from_one, text) for text in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,29 +221,13 @@ class HorizonEvent:
     Attributes:
         start_position: First position; a multiple of the global batch.
         total_steps: Steps of the whole run.
-        warmup_steps: Warm-up steps of the learning rate; ``None`` if the length is from an ``Extension``.
+        warmup_steps: Warm-up steps of the learning rate.
     """
 
     start_position: int
     total_steps: int
-    warmup_steps: int | None
+    warmup_steps: int
     kind: Literal["horizon"] = "horizon"
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """A new length of the run, as recorded by earlier versions. Read, never written.
-
-    Attributes:
-        start_position: First position.
-        before_steps: The length before, in steps.
-        total_steps: The length from the position on, in steps.
-    """
-
-    start_position: int
-    before_steps: int
-    total_steps: int
-    kind: Literal["extend"] = "extend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,15 +268,44 @@ class RollbackEvent:
     kind: Literal["rollback"] = "rollback"
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedDocument:
+    """A document of a run, by what stays when its cache is shared with other runs, grows or moves.
+
+    Attributes:
+        source: Name of its source in the configuration; of difficulty buckets, that of the source that is split.
+        file_version: Identifier of the content of its file (``SourceFile.version``).
+        ordinal: Index of its record in the file, from 0; all texts that transforms made of the record are meant.
+    """
+
+    source: str
+    file_version: str
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskEvent:
+    """Documents whose tokens are a filler, and no targets, from a position onwards; it moves no row.
+
+    Attributes:
+        start_position: First position; a multiple of the global batch.
+        documents: The documents.
+    """
+
+    start_position: int
+    documents: tuple[MaskedDocument, ...]
+    kind: Literal["mask"] = "mask"
+
+
 PlanEvent = (
-    PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | Extension | SkipEvent | RollbackEvent
+    PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | SkipEvent | RollbackEvent | MaskEvent
 )
 _EVENT: TypeAdapter[PlanEvent] = TypeAdapter(Annotated[PlanEvent, Field(discriminator="kind")])
 
 
 def encode_event(event: PlanEvent) -> dict[str, Any]:
     """Return an event as JSON."""
-    return _EVENT.dump_python(event, mode="json", by_alias=True)
+    return _EVENT.dump_python(event, mode="json")
 
 
 def decode_event(body: Mapping[str, Any], where: str) -> PlanEvent:

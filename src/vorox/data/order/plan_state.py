@@ -26,8 +26,8 @@ from vorox.core.files.atomic import canonical_json
 from vorox.data.order.mixture import NEVER, MixtureStages, Stage
 from vorox.data.order.plan_events import (
     CutEvent,
-    Extension,
     HorizonEvent,
+    MaskEvent,
     PlanEvent,
     PlanSource,
     PlanStart,
@@ -80,6 +80,7 @@ class PlanState:
         effective_from: First existing position whose row each event changes, or ``NEVER``.
         skips: Steps whose update was not applied, by first position.
         rollbacks: Steps that are skipped after a return to an earlier state, in the order of the returns.
+        masks: Events that mask documents, which ``document_masks.py`` applies to rows.
     """
 
     start: PlanStart
@@ -93,6 +94,7 @@ class PlanState:
     effective_from: tuple[int, ...]
     skips: tuple[SkipEvent, ...] = ()
     rollbacks: tuple[RollbackEvent, ...] = ()
+    masks: tuple[MaskEvent, ...] = ()
 
     @classmethod
     def initial(cls, start: PlanStart) -> PlanState:
@@ -133,13 +135,8 @@ class PlanState:
             case CutEvent():
                 state = self._with_cut(event, where)
             case HorizonEvent(position, total_steps, warmup_steps):
-                _require(
-                    position >= 0 and total_steps > 0 and warmup_steps is not None and warmup_steps >= 0, event, where
-                )
+                _require(position >= 0 and total_steps > 0 and warmup_steps >= 0, event, where)
                 state, effective_from = self._with_horizon(event, where), position
-            case Extension(position, before, total):
-                first = self if self.horizons else self._with_horizon(HorizonEvent(0, before, None), where)
-                state, effective_from = first._with_horizon(HorizonEvent(position, total, None), where), position
             case SkipEvent(position):
                 _require(position >= 0 and self._sizes.is_start(position), event, where)
                 index = bisect.bisect_left(self.skips, position, key=_start_position)
@@ -150,8 +147,14 @@ class PlanState:
                 _require(0 <= event.state_position <= start < end, event, where)
                 _require(all(map(self._sizes.is_start, (event.state_position, start, end))), event, where)
                 state = replace(self, rollbacks=(*self.rollbacks, event))
+            case MaskEvent(position, documents):
+                known = {source.configured_name for source in self.sources}
+                are_known = all(one.source in known and one.ordinal >= 0 for one in documents)
+                _require(bool(documents) and are_known, event, where)
+                _require(position >= 0 and self._sizes.is_start(position), event, where)
+                state, effective_from = replace(self, masks=(*self.masks, event)), position
         digest = hashlib.sha256(self.digests[-1].encode() + canonical_json(self.encode(event))).hexdigest()
-        adds_no_rows = isinstance(event, SkipEvent | RollbackEvent)
+        adds_no_rows = isinstance(event, SkipEvent | RollbackEvent | MaskEvent)
         covered = self.num_positions if adds_no_rows else self._sizes.floor(state.first_missing()[0])
         return replace(
             state,

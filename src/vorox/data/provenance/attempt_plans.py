@@ -56,14 +56,14 @@ def abandoned_plans(
 
 
 def _replacing_events(plan: DataPlan) -> list[int]:
-    """Return the indexes of the events by which a resume replaces positions that the plan covers already.
+    """Return the indexes of the events by which a resume replaces rows at positions that the plan covers already.
 
     A running attempt appends only what covers further positions, or moves no row.
     """
     events = HashChainedLog(plan.path).read()[0][: plan.num_events]  # a live run may be appending
     return [
         index for index, event in enumerate(events)
-        if event["kind"] == "cut" or (event["kind"] == "stage" and event["reason"] == "changed")
+        if event["kind"] in {"cut", "mask"} or (event["kind"] == "stage" and event["reason"] == "changed")
     ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from vorox.data.chat.loss_mask import marked_text, target_ranges
 from vorox.data.chat.template import rendered
 from vorox.data.documents import BadRecord, Ranges, TokenDocument
 from vorox.data.images.reading import ImageFolder, load_images, placed
-from vorox.data.order.difficulty_buckets import cache_name, cache_of
+from vorox.data.order.difficulty_buckets import cache_of
 from vorox.data.provenance.queries import DocumentOrigin, RowOrigin, RunDataIndex
 from vorox.data.recipe import Recipe
 from vorox.data.storage import StoredFile, cache_ranges, list_files, relative_name
@@ -80,6 +80,8 @@ class TextFinder:
         Raises:
             DataError: The row cannot be read, or the run's tokenizer is missing.
         """
+        if document.is_masked:
+            return FoundText("", "cache", "the document is masked: the run trained on a filler in its place")
         block = cache_of(self._run_data.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
         part = slice(document.row_token, document.row_token + document.num_tokens)
         found = self._find(row, document, block.tokens_NC[0, part].tolist())
@@ -106,7 +108,7 @@ class TextFinder:
         return self._tokenizer.decode(tokens[first : max(text_end - document.first_token, 0)])
 
     def _from_source(self, row: RowOrigin, document: DocumentOrigin, tokens: list[int]) -> str:
-        config = self._sources.get(cache_name(self._run_data.plan.sources[row.source_index]))
+        config = self._sources.get(self._run_data.plan.sources[row.source_index].configured_name)
         if config is None:
             raise _ChangedError("the run's configuration no longer has this source")
         place = (document.ordinal, document.byte_offset, document.byte_length)

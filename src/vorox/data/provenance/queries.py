@@ -10,8 +10,10 @@ attempt read it by an earlier state of the plan (``attempt_plans``).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -25,6 +27,7 @@ from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus.run_views import VALIDATION_NOTE
 from vorox.data.documents import DocumentSpan
 from vorox.data.order.difficulty_buckets import SourceReader, cache_of
+from vorox.data.order.document_masks import DocumentMasks
 from vorox.data.provenance.attempt_plans import abandoned_plans
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.storage import canonical_uri
@@ -57,8 +60,8 @@ Granularity = Literal["byte", "record", "row group", "file"]
 """What a row is known to contain: the byte itself; tokens of its record or (Parquet) row group; tokens of the file."""
 
 Positions = npt.NDArray[np.int64]
-_Place = tuple[int, str, str, int, Granularity]
-"""Position, file, source, row of the cache, and how precisely it is known."""
+_Place = tuple[int, str, str, int, Granularity, bool]
+"""Position, file, source, row of the cache, how precisely it is known, and whether what matches is masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class DocumentOrigin:
         row_token: Index, within the row, of the first token.
         text_xxh3: xxh3-64 of the record's whole text.
         copy: Index of the document among those that transforms made of the record.
+        is_masked: Whether the run trained on a filler in its place (an event ``mask`` of the plan).
     """
 
     uri: str
@@ -90,6 +94,7 @@ class DocumentOrigin:
     row_token: int
     text_xxh3: int
     copy: int = 0
+    is_masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,7 @@ class Occurrence:
             executed); ``beyond`` (in the plan, after the end of the run).
         attempt: The attempt that executed the step; ``None`` if none did.
         granularity: How precisely the row is known to match the query.
+        is_masked: Whether a filler was or will be trained on in place of every document of the row that matches.
     """
 
     uri: str
@@ -152,6 +158,7 @@ class Occurrence:
     state: State
     attempt: int | None
     granularity: Granularity
+    is_masked: bool = False
 
 
 def where(run_data: RunDataIndex, step: int, slot: int | None = None) -> tuple[RowOrigin, ...]:
@@ -192,12 +199,12 @@ def abandoned_rows(run_data: RunDataIndex, first_position: int, end_position: in
 
 def _rows(reading: _Reading, positions: Positions) -> Iterator[RowOrigin]:
     run_data = reading.run_data
-    found = run_data.plan.locate(positions)
+    found, masks = run_data.plan.locate(positions), DocumentMasks(run_data.plan.state)
     for number, position in enumerate(positions.tolist()):
         index = int(found.source_index[number])
         reader = run_data.readers[index]
         row = int(found.row[number]) + int(reader.unit_row_starts[found.unit_start[number]])
-        documents = _documents(reader, row)
+        documents = _documents(reader, row, partial(masks.is_masked, index, position=position))
         num_tokens = sum(document.num_tokens for document in documents)
         step, slot = run_data.step_and_slot(position)
         yield RowOrigin(
@@ -220,7 +227,7 @@ def _cache_row(reader: SourceReader, row: int) -> int:
     return row if isinstance(reader, CacheReader) else int(reader.base_rows(np.array([row]))[0])
 
 
-def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
+def _documents(reader: SourceReader, row: int, is_masked: Callable[[str, int], bool]) -> tuple[DocumentOrigin, ...]:
     documents: list[DocumentOrigin] = []
     row_token = 0
     for span in reader.documents_of(row):
@@ -237,6 +244,7 @@ def _documents(reader: SourceReader, row: int) -> tuple[DocumentOrigin, ...]:
                 row_token=row_token,
                 text_xxh3=span.text_xxh3,
                 copy=span.copy,
+                is_masked=is_masked(reader.files[span.file_index].version, span.ordinal),
             )
         )
         row_token += span.length
@@ -280,13 +288,19 @@ def _places(reading: _Reading, index: int, file_index: int, byte: int | None, or
     rows = reader.rows_of_document(file_index, byte, ordinal)
     closest: Granularity = "file" if ordinal is None else "record"
     granularity: dict[int, Granularity] | None = None
+
+    def matches(span: DocumentSpan) -> bool:
+        has_byte = byte is None or span.byte_offset <= byte < span.byte_offset + span.byte_length
+        return span.file_index == file_index and has_byte and ordinal in {None, span.ordinal}
+
     for position, row in _positions_of_rows(run_data, index, rows, reading.end_position):
         cache_row = _cache_row(reader, row)
         if granularity is None and byte is not None and ordinal is None:  # reads the document: only if it is needed
             granularity = _rows_with_byte(run_data, cache_of(reader), file_index, byte)
         if granularity is None or cache_row in granularity:
             known = closest if granularity is None else granularity[cache_row]
-            yield position, reader.files[file_index].uri, source, cache_row, known
+            is_masked = reading.is_masked(index, row, position, matches)
+            yield position, reader.files[file_index].uri, source, cache_row, known, is_masked
 
 
 def _positions_of_rows(
@@ -330,7 +344,13 @@ def when_text(run_data: RunDataIndex, text_hashes: Sequence[int]) -> tuple[Occur
             for row in reader.rows_of_text(text_hashes).tolist():
                 uris = {span.uri: None for span in reader.documents_of(row) if span.text_xxh3 in text_hashes}
                 positions, cache_row = plan.positions_of(index, row, reader).tolist(), _cache_row(reader, row)
-                places.extend((position, uri, source, cache_row, "record") for position in positions for uri in uris)
+                for uri, position in itertools.product(uris, positions):
+
+                    def matches(span: DocumentSpan, uri: str = uri) -> bool:
+                        return span.uri == uri and span.text_xxh3 in text_hashes
+
+                    is_masked = reading.is_masked(index, row, position, matches)
+                    places.append((position, uri, source, cache_row, "record", is_masked))
         found += _occurrences(places, reading)
     return _in_order(found)
 
@@ -359,6 +379,18 @@ class _Reading:
         end = run_data.plan.start.batch_sizes.position_of(last) if self._total_steps is not None else covered
         self.end_position = min(covered, end)
         self._known: dict[int, list[tuple[State, int | None]]] = {}
+        self._masks = DocumentMasks(run_data.plan.state)
+
+    def is_masked(self, index: int, row: int, position: int, matches: Callable[[DocumentSpan], bool]) -> bool:
+        """Whether all documents of a row that match are masked at a position."""
+        if not self._masks.events:
+            return False
+        reader = self.run_data.readers[index]
+        spans = [span for span in reader.documents_of(row) if matches(span)]
+        return bool(spans) and all(
+            self._masks.is_masked(index, reader.files[span.file_index].version, span.ordinal, position)
+            for span in spans
+        )
 
     def of(self, step: int) -> list[tuple[State, int | None]]:
         """Return the state of a step for each attempt that executed it by this plan, or as it is planned."""
@@ -393,10 +425,10 @@ def _occurrences(places: Sequence[_Place], reading: _Reading) -> list[Occurrence
     run_data = reading.run_data
     epochs = run_data.plan.locate(np.array([position for position, *_ in places], np.int64)).epoch
     found: list[Occurrence] = []
-    for (position, full_uri, source, cache_row, known), epoch in zip(places, epochs.tolist(), strict=True):
+    for (position, full_uri, source, cache_row, known, is_masked), epoch in zip(places, epochs.tolist(), strict=True):
         step, slot = run_data.step_and_slot(position)
         found += [
-            Occurrence(full_uri, source, step, slot, position, epoch, cache_row, state, attempt, known)
+            Occurrence(full_uri, source, step, slot, position, epoch, cache_row, state, attempt, known, is_masked)
             for state, attempt in reading.of(step)
         ]
     return found

@@ -27,7 +27,7 @@ from vorox.data.cache.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.retention import register_run
 from vorox.data.corpus.view_records import is_restored, is_stream
-from vorox.data.order.difficulty_buckets import SourceReader, cache_name, reader_of, readers_of
+from vorox.data.order.difficulty_buckets import SourceReader, reader_of, readers_of
 from vorox.data.order.growth import await_planned_units
 from vorox.data.order.plan import DataPlan
 from vorox.records.attempts import intervals
@@ -223,7 +223,7 @@ def _streamed_readers(run_directory: Path, plan: DataPlan) -> tuple[tuple[Source
 def _candidates(run_directory: Path, plan: DataPlan, source_index: int) -> list[Path]:
     """Return the possible directories of a source's cache: as recorded by attempts, or else found by name."""
     source = plan.sources[source_index]
-    name = cache_name(source)
+    name = source.configured_name
     recorded = [cast("dict[str, str]", caches).get(name) for caches in attempt_notes(run_directory, "caches")]
     paths = [Path(path) for path in recorded if path]
     found = [path for path in paths if path.is_dir()]

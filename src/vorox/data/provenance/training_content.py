@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import transform_counts
-from vorox.data.order.difficulty_buckets import cache_name, cache_of
+from vorox.data.order.difficulty_buckets import cache_of
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.transforms.apply import TransformCount
 
@@ -100,7 +100,7 @@ def training_content(run_data: RunDataIndex, steps: Int64Array) -> tuple[SourceC
     uses_by_name: dict[str, Int64Array] = {}
     sources = zip(run_data.plan.sources, run_data.readers, run_data.row_uses(steps), strict=True)
     for source, reader, uses in sources:
-        name, cache = cache_name(source), cache_of(reader)
+        name, cache = source.configured_name, cache_of(reader)
         caches.setdefault(name, cache)
         total = uses_by_name.setdefault(name, np.zeros(cache.num_rows, np.int64))
         if isinstance(reader, CacheReader):

@@ -7,13 +7,14 @@ schema raises ``VERSION``.
 
 from __future__ import annotations
 
-VERSION = 4
+VERSION = 5
 VERSION_TABLE = "CREATE TABLE IF NOT EXISTS metadata_version (version BIGINT NOT NULL)"
 
 _SAMPLE = """
     step BIGINT NOT NULL, slot BIGINT NOT NULL, source TEXT NOT NULL, epoch BIGINT NOT NULL, cache_row BIGINT NOT NULL,
     uri TEXT NOT NULL, ordinal BIGINT NOT NULL, byte_offset BIGINT NOT NULL, byte_length BIGINT NOT NULL,
-    first_token BIGINT NOT NULL, num_tokens BIGINT NOT NULL, row_token BIGINT NOT NULL"""
+    first_token BIGINT NOT NULL, num_tokens BIGINT NOT NULL, row_token BIGINT NOT NULL,
+    is_masked BIGINT NOT NULL"""
 
 RUN_TABLES = {
     "run": """
@@ -114,7 +115,7 @@ VIEWS = {
         UNION ALL
         SELECT old.run_id, old.position, old.part, old.step, old.slot, old.source, old.epoch, old.cache_row, old.uri,
                old.ordinal, old.byte_offset, old.byte_length, old.first_token, old.num_tokens, old.row_token,
-               consumed.attempt, consumed.outcome
+               old.is_masked, consumed.attempt, consumed.outcome
         FROM abandoned_sample old JOIN consumed ON consumed.run_id = old.run_id AND consumed.attempt = old.attempt
             AND old.step BETWEEN consumed.first_step AND consumed.last_step""",
     "epoch_samples": """

@@ -10,7 +10,7 @@ with a sliding window of W lets position q attend to the positions from q - W + 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import sqrt
 from typing import Any, Literal, cast
@@ -40,10 +40,7 @@ FREE_TO_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class DecoderSpec(ModelSpec):
-    """A decoder with all dimensions resolved. Fields as in ``ModelConfig``.
-
-    Fields with a default are younger than the first checkpoints; JSON omits them where they have it.
-    """
+    """A decoder with all dimensions resolved. Fields as in ``ModelConfig``."""
 
     num_layers: int
     hidden_size: int
@@ -66,33 +63,33 @@ class DecoderSpec(ModelSpec):
     dropout_fraction: float
     init_std: float
     scale_residual_init: bool
-    rotary_fraction: float = 1.0
-    rope_scaling: RopeScaling | None = None
-    sliding_window_tokens: int | None = None
-    layer_types: tuple[LayerType, ...] | None = None
-    norm_placement: Literal["pre", "post", "both"] = "pre"
-    norm_unit_offset: bool = False
-    scale_embeddings: bool = False
-    sliding_rope_theta: float | None = None
-    query_pre_attn_scalar: int | None = None
-    mlp: ImportPath | None = None
-    block: ImportPath | None = None
-    vision: VisionSpec | None = None
-    mup_base_hidden_size: int | None = None
-    num_experts: int | None = None
-    experts_per_token: int | None = None
-    normalize_expert_weights: bool = True
-    layer_pattern: str | None = None
-    mamba_num_heads: int | None = None
-    mamba_head_dim: int = 64
-    mamba_state_size: int = 128
-    mamba_num_groups: int = 1
-    mamba_conv_tokens: int = 4
-    mamba_conv_bias: bool = True
-    mamba_bias: bool = False
-    mamba_chunk_tokens: int = 128
-    mamba_time_step_min: float = 0.001
-    mamba_time_step_max: float = 0.1
+    rotary_fraction: float
+    rope_scaling: RopeScaling | None
+    sliding_window_tokens: int | None
+    layer_types: tuple[LayerType, ...] | None
+    norm_placement: Literal["pre", "post", "both"]
+    norm_unit_offset: bool
+    scale_embeddings: bool
+    sliding_rope_theta: float | None
+    query_pre_attn_scalar: int | None
+    mlp: ImportPath | None
+    block: ImportPath | None
+    vision: VisionSpec | None
+    mup_base_hidden_size: int | None
+    num_experts: int | None
+    experts_per_token: int | None
+    normalize_expert_weights: bool
+    layer_pattern: str | None
+    mamba_num_heads: int | None
+    mamba_head_dim: int
+    mamba_state_size: int
+    mamba_num_groups: int
+    mamba_conv_tokens: int
+    mamba_conv_bias: bool
+    mamba_bias: bool
+    mamba_chunk_tokens: int
+    mamba_time_step_min: float
+    mamba_time_step_max: float
 
     free_to_change = FREE_TO_CHANGE
 
@@ -214,15 +211,8 @@ class DecoderSpec(ModelSpec):
         return f"{layers} x {self.hidden_size}, {heads}, {mlp}{images}"
 
     def to_json(self) -> dict[str, Any]:
-        young = {field.name: field.default for field in fields(self) if field.default is not MISSING}
-        values = {name: value for name, value in asdict(self).items() if name not in young or value != young[name]}
-        if self.layer_types is not None:
-            values["layer_types"] = list(self.layer_types)
-        if self.rope_scaling is not None:
-            values["rope_scaling"] = {
-                name: value for name, value in values["rope_scaling"].items() if value is not None
-            }
-        return values
+        layer_types = None if self.layer_types is None else list(self.layer_types)
+        return asdict(self) | {"layer_types": layer_types}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the section ``model`` that give this spec, by dotted key."""

@@ -26,6 +26,7 @@ from vorox.core.errors import CheckpointError
 from vorox.core.files.atomic import pretty_json
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import StagedDirectory, StagedPart
+from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader, read_weights_of, weight_entries
 from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.arrays.orbax_arrays import OrbaxArrays
@@ -35,7 +36,7 @@ from vorox.models.spec import ModelSpec
 from vorox.models.stored.weights import from_stored, stored_entries, to_stored
 
 FORMAT = "vorox-engine/2"
-_HINT = "it is damaged, or of another version: verify it with `vorox checkpoints verify RUN`, or take an earlier step"
+_HINT = "it is damaged: verify it with `vorox checkpoints verify RUN`, or take an earlier step"
 MODEL_FILE, OPTIMIZER_FILE, ENGINE_FILE = "model.safetensors", "optimizer.safetensors", "engine.json"
 AVERAGE = "weights_ema"
 """Kind of the moving average of the weights (``train.ema_decay``) among the moments."""
@@ -268,10 +269,14 @@ def _read_body(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Cannot read the engine's state: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError("The engine's state is not valid", where=str(path), hint=_HINT) from error
-    if version != FORMAT or not known:
-        what = f"The engine's state has format {version}; expected {FORMAT}"
-        raise CheckpointError(what, where=str(path), hint=_HINT)
-    arrays = body.setdefault("arrays", "safetensors")
+    if version != FORMAT:
+        run = run_of_checkpoint(path.parent)
+        again = "make these weights again" if run is None else f"train the run again: {RunLayout(run).training_command}"
+        what = f"The engine's state has format {version!r}, but this version reads {FORMAT!r}"
+        raise CheckpointError(what, where=str(path), hint=again)
+    if not known:
+        raise CheckpointError("The engine's state is not valid", where=str(path), hint=_HINT)
+    arrays = body.get("arrays")
     if arrays not in get_args(ArrayForm):
         raise CheckpointError(
             f"The arrays are stored as {arrays}; this version reads {' and '.join(get_args(ArrayForm))}",

@@ -74,8 +74,7 @@ def origins_of(directory: Path, metadata: Mapping[str, Any]) -> list[CheckpointO
     if "fingerprint" in metadata:
         run = run_of_checkpoint(directory)
         return [CheckpointOrigin("" if run is None else run_id_of(run), step, str(metadata["fingerprint"]))]
-    steps = metadata.get("averaged_steps") or [step]  # derived weights of before
-    return [CheckpointOrigin(run_id_of(Path(str(metadata.get("run") or ""))), one, "") for one in steps]
+    return []
 
 
 def contents_of(checkpoint: Path) -> set[str]:

@@ -44,7 +44,7 @@ from vorox.records.run_lookup import refuse_links, run_argument
 from vorox.training.steps.schedule import Horizon
 
 STATE_NAME = "state.json"
-STATE_FORMAT = "vorox-state/1"
+STATE_FORMAT = "vorox-state/2"
 REASON_NAME = "REASON.txt"
 _STAGED, _WRITTEN = "checkpoint directory", "checkpoint parts"
 """Topics of the background threads of several ranks."""
@@ -179,7 +179,10 @@ def read_state(checkpoint: Path) -> RunState:
     with translate_read_errors(path):
         value = read_json(path, dict)
     if value.get("format") != STATE_FORMAT:
-        raise CheckpointError(f"State has format {value.get('format')}, expected {STATE_FORMAT}", where=str(path))
+        raise CheckpointError(
+            f"The state has format {value.get('format')!r}, but this version reads {STATE_FORMAT!r}", where=str(path),
+            hint=f"train the run again: {RunLayout(checkpoint.parent.parent).training_command}",
+        )  # fmt: skip
     try:
         return RunState.from_json(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

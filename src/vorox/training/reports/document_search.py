@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from vorox.core.errors import VoroxError
-from vorox.core.run_layout import checkpoint_directories, parse_checkpoint_name, run_of_checkpoint
+from vorox.core.run_layout import checkpoint_directories, parse_checkpoint_name
 from vorox.data.cache.reader import CacheReader
 from vorox.data.provenance import queries as provenance_queries
 from vorox.data.provenance.queries import Occurrence
@@ -21,7 +21,7 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.attempts import intervals, lineage
 from vorox.records.executed_steps import executed_attempts
 from vorox.records.run_lookup import notes_of_attempts, run_id_of
-from vorox.training.checkpoints.origins import WEIGHTS_NOTE, CheckpointOrigin, contents_of, origins
+from vorox.training.checkpoints.origins import WEIGHTS_NOTE, CheckpointOrigin, contents_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +126,10 @@ def finding_of(directory: Path, occurrences: Sequence[Occurrence]) -> Finding:
 
 
 def _applied(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
-    """Return the executions whose update was applied."""
+    """Return the executions whose update was applied and read the document, not a filler in its place."""
     skipped = {one.step for one in occurrences if one.state == "skipped"}
     executed = [one for one in occurrences if one.state in {"kept", "open", "rolled_back"}]
-    return [one for one in executed if one.step not in skipped]
+    return [one for one in executed if one.step not in skipped and not one.is_masked]
 
 
 class _Saved:
@@ -254,12 +254,5 @@ def _initial_weights(directory: Path) -> _Weights:
     if first is None:
         return _Weights()
     place = str(first["from_weights"])
-    if isinstance(recorded := first.get(WEIGHTS_NOTE), list):
-        of = tuple(CheckpointOrigin.from_json(value) for value in cast("list[object]", recorded))
-        return _Weights(place, of, bool(of))
-    run, name = run_of_checkpoint(Path(place)), parse_checkpoint_name(Path(place).name)  # a record of before
-    if run is not None and name is not None:
-        return _Weights(place, (CheckpointOrigin(run_id_of(run), name.step, ""),), is_of_run=True)
-    of = tuple(origins(Path(place)))
-    is_foreign = place.startswith("hf://") or (Path(place).is_dir() and not of)
-    return _Weights(place, of, not is_foreign)
+    of = tuple(CheckpointOrigin.from_json(value) for value in cast("list[object]", first[WEIGHTS_NOTE]))
+    return _Weights(place, of, bool(of))

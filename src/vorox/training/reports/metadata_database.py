@@ -174,5 +174,5 @@ def _pieces(origin: RowOrigin) -> Iterator[tuple[str | int, ...]]:
         yield (
             origin.position, part, origin.step, origin.slot, origin.source, origin.epoch, origin.row, document.uri,
             document.ordinal, document.byte_offset, document.byte_length, document.first_token, document.num_tokens,
-            document.row_token,
+            document.row_token, int(document.is_masked),
         )  # fmt: skip

@@ -24,7 +24,6 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema.data import SourceConfig
-from vorox.data.order.difficulty_buckets import cache_name
 from vorox.data.order.plan import DataPlan
 from vorox.data.provenance.contamination import MOSTLY_FRACTION, NGRAM_TOKENS, find_contamination
 from vorox.data.provenance.evaluation_records import read_evaluation_records
@@ -56,7 +55,7 @@ def training_record(
         DataError: The plan, a cache, a chunk, a record of the run or an evaluation set is missing or damaged.
     """
     with RunDataIndex.open(directory) as run_data:
-        names = list(dict.fromkeys(cache_name(source) for source in run_data.plan.sources))
+        names = list(dict.fromkeys(source.configured_name for source in run_data.plan.sources))
         facts = Facts() if facts_file is None else read_facts(facts_file, names)
         applied, skipped = run_data.applied_steps(), run_data.skipped_steps()
         step = _last_step(directory, step, np.union1d(applied, skipped))
@@ -168,7 +167,7 @@ def _source(
         if address.scheme in {"http", "https"} and address.hostname:
             hosts[address.hostname] += file.tokens
     counts = {int(key.split("/")[0]): asdict(count) for key, count in content.transforms.items()}
-    transforms: Any = content.recipe.get("transforms", ())
+    transforms: Any = content.recipe["transforms"]
     return {
         "name": content.name,
         **facts.model_dump(),

@@ -61,6 +61,11 @@ def training_batches(
         report: Receives a message for every change that the plan takes up.
         decides: Whether this rank extends the plan; the others follow the plan that it writes.
     """
+    if plan.state.masks and config.backend == "jax":
+        raise ConfigError(
+            "The data plan masks documents, which the JAX engine does not support: it divides the loss by the labels "
+            "that are left", where="backend", hint="train with backend=torch",
+        )  # fmt: skip
     loader, readers, batch = config.data.loader, plan_readers(plan, corpus), config.train.global_batch_sequences
     grower = None
     if plan.start.growth is not None:

@@ -164,5 +164,5 @@ def report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
         if isinstance(event, CutEvent) and not isinstance(before, SourceEvent):
             text = f"Source {event.source!r} grew: used from pass {event.epoch + 1:,} on"
             report("cache_grown", text)
-        for text in event.texts if isinstance(event, StageEvent) else ():
+        for text in event.messages if isinstance(event, StageEvent) else ():
             report("mixture", text)

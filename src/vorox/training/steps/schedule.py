@@ -104,16 +104,15 @@ class Horizon:
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["batch_stages"] = [list(stage) for stage in self.batch_stages] or None
-        return {name: value for name, value in values.items() if value is not None}
+        return values | {"batch_stages": [list(stage) for stage in self.batch_stages]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Horizon:
-        tokens, error = value.get("dataset_tokens"), value.get("dataset_error_fraction")
+        tokens, error = value["dataset_tokens"], value["dataset_error_fraction"]
         return cls(
             int(value["total_steps"]), int(value["warmup_steps"]), int(value["tokens_per_step"]),
             None if tokens is None else int(tokens), None if error is None else float(error),
-            tuple(BatchStage(int(step), int(size)) for step, size in value.get("batch_stages", ())),
+            tuple(BatchStage(int(step), int(size)) for step, size in value["batch_stages"]),
         )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def _origins(place: Path) -> list[dict[str, str | int]]:
 
 def _read_checkpoint(checkpoint: Checkpoint, spec: ModelSpec, engine: Engine) -> Iterator[NamedArray]:
     """Yield the weights of a checkpoint; the image encoder keeps its initial ones where the checkpoint has none."""
-    if isinstance(spec, DecoderSpec) and spec.vision is not None and "vision" not in checkpoint.metadata["spec"]:
+    if isinstance(spec, DecoderSpec) and spec.vision is not None and checkpoint.metadata["spec"].get("vision") is None:
         yield from read_weights(checkpoint.path, replace(spec, vision=None))
         yield from encoder_weights(engine)
     else:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.parameters import FlatParameters, Parameters, register_gradient_hooks
-from vorox.backends.torch_engine.recorded_choices import RecordedChoices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
@@ -62,17 +61,14 @@ class GradientBuckets:
         parameters: The parameters of a whole replica.
         start_sum: Starts the sum of one bucket.
         bucket_bytes: Least size of a bucket, except for the first parameters of a buffer.
-        choices: Whether the run sums buckets or whole buffers.
 
     Attributes:
         buckets: In the order of their sums.
     """
 
-    def __init__(
-        self, parameters: FlatParameters, start_sum: StartSum, bucket_bytes: int, choices: RecordedChoices | None = None
-    ) -> None:
+    def __init__(self, parameters: FlatParameters, start_sum: StartSum, bucket_bytes: int) -> None:
         self.buckets = cut(parameters, bucket_bytes)
-        self._start_sum, self._choices = start_sum, choices or RecordedChoices()
+        self._start_sum = start_sum
         self._is_open, self._is_logged = False, False
         self._missing: list[set[str]] = []
         self._works: list[Work] = []
@@ -80,11 +76,6 @@ class GradientBuckets:
         self._nodes = register_gradient_hooks(
             {name: parameters.modules[name] for name in self._numbers}, self._complete
         )
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the run sums buckets; older ones sum whole buffers."""
-        return self._choices.gradient_sums == "buckets"
 
     def open(self, *, overlaps: bool) -> None:
         """Begin a step's sums; with ``overlaps``, the next backward pass starts them, as the last of the step."""
@@ -138,10 +129,10 @@ def cut(parameters: FlatParameters, bucket_bytes: int) -> tuple[Bucket, ...]:
     return tuple(sorted(buckets, key=lambda bucket: -places[bucket.names[0]]))
 
 
-def create(config: RunConfig, parameters: Parameters, ranks: Ranks, choices: RecordedChoices) -> GradientBuckets | None:
+def create(config: RunConfig, parameters: Parameters, ranks: Ranks) -> GradientBuckets | None:
     """Return the buckets of replicas of whole models; ``None`` if the configuration or the layout has none."""
     is_whole = ranks.num_shards == 1 and ranks.context_parallel_size == 1 and ranks.num_replicas > 1
     size = config.parallel.gradient_bucket_bytes
     if size == 0 or not is_whole or ranks.is_exact or not isinstance(parameters, FlatParameters):
         return None
-    return GradientBuckets(parameters, ranks.start_sum, size, choices)
+    return GradientBuckets(parameters, ranks.start_sum, size)

@@ -62,10 +62,10 @@ def accumulate(
         return
     parameters.zero_gradients()
     yield from range(num_micro_batches - 1)
-    if buckets is not None and buckets.is_chosen:
+    if buckets is not None:
         buckets.open(overlaps=overlaps)
     yield num_micro_batches - 1
-    if buckets is not None and buckets.is_chosen:
+    if buckets is not None:
         with ranks.collective_time.measured():
             buckets.finish()
     elif isinstance(parameters, ExpertParallelParameters):

@@ -1,7 +1,7 @@
-"""Plans of earlier versions: files written before the events were typed are read and written identically.
+"""Recorded plans: the format of ``plan.jsonl``, and the rows that it means, stay as they were recorded.
 
-``plans/`` contains a plan of each scenario below as an earlier version wrote it, and ``plans/rows.json`` the digest of
-the rows that that version located.
+``plans/`` contains a plan of each scenario below in format ``plan/2``, and ``plans/rows.json`` the digest of the plan
+and of the rows at its positions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vorox.data.order.plan_changes import (
     horizon_update_events,
     mixture_update_events,
 )
-from vorox.data.order.plan_events import Bucket, Extension, GrowthRule, PlanSource, PlanStart
+from vorox.data.order.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
 
 FIXTURES = Path(__file__).parent / "plans"
 BATCH = 10
@@ -94,14 +94,6 @@ def length_change(path: Path) -> DataPlan:
     for position, total_steps, warmup_steps in [(0, 10, 2), (50, 20, 2), (90, 20, 4), (70, 12, 2)]:
         plan.add(horizon_update_events(plan.state, position, total_steps, warmup_steps))
         plan.extend_to(total_steps * BATCH, readers)
-    return plan
-
-
-def length_change_before_horizons(path: Path) -> DataPlan:
-    readers = complete_readers()
-    plan = DataPlan.create(path, start_of(readers), readers)
-    plan.add([Extension(40, 10, 20), Extension(60, 20, 30)])
-    plan.extend_to(300, readers)
     return plan
 
 
@@ -174,7 +166,6 @@ SCENARIOS: dict[str, Callable[[Path], DataPlan]] = {
     "mixture_update": mixture_update,
     "staged_mixture": staged_mixture,
     "length_change": length_change,
-    "length_change_before_horizons": length_change_before_horizons,
     "grown_cache": grown_cache,
     "buckets": buckets,
     "strict": lambda path: grow(path, GrowthRule("strict", 1, 4), "wait", ORDERS, 300, **LIMITS),
@@ -192,13 +183,13 @@ def rows_digest(plan: DataPlan) -> str:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_plan_is_written_byte_for_byte_as_before(tmp_path: Path, name: str) -> None:
+def test_a_plan_is_written_byte_for_byte_as_recorded(tmp_path: Path, name: str) -> None:
     plan = SCENARIOS[name](tmp_path / "plan.jsonl")
     assert plan.path.read_bytes() == (FIXTURES / f"{name}.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_plan_of_before_is_read_with_the_same_rows_and_digests(name: str) -> None:
+def test_a_recorded_plan_is_read_with_the_same_rows_and_digests(name: str) -> None:
     plan = DataPlan.open(FIXTURES / f"{name}.jsonl")
     expected = json.loads((FIXTURES / "rows.json").read_text())[name]
     assert {"digest": plan.digest, "num_positions": plan.num_positions, "rows": rows_digest(plan)} == expected
@@ -208,4 +199,4 @@ def test_a_plan_of_before_is_read_with_the_same_rows_and_digests(name: str) -> N
 def test_the_scenarios_have_every_kind_of_event() -> None:
     lines = [line for name in SCENARIOS for line in (FIXTURES / f"{name}.jsonl").read_text().splitlines()]
     kinds = {json.loads(line)["body"]["kind"] for line in lines}
-    assert kinds == {"start", "segment", "source", "stage", "cut", "horizon", "extend"}
+    assert kinds == {"start", "segment", "source", "stage", "cut", "horizon"}

@@ -1,0 +1,159 @@
+"""Masked documents: rows of caches in, rows in which the documents of ``mask`` events are a filler out.
+
+The tokens of a masked document become the end-of-text token, so that segments, positions and lengths stay, and none of
+its tokens is a target; the number of targets of a row stays that of the stored row (``rows.py: assemble``). A document
+is named by source, version of its file, and record, which stay when a cache is shared, grows or moves. Only rows of
+units that may hold a masked document are looked at one by one; a plan without ``mask`` events costs nothing.
+
+Shape legend: N rows of a block, C stored tokens of a row.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from vorox.core.errors import ConfigError
+from vorox.data.documents import SourceFile, Unit
+from vorox.data.order.difficulty_buckets import SourceReader
+from vorox.data.order.plan_events import MaskEvent
+from vorox.data.order.plan_state import PlanState, Positions
+from vorox.data.rows import RowBlock, RowReader, TokenArray
+
+Record = tuple[str, int]
+"""Version of a file, and index of a record in it."""
+
+
+class DocumentMasks:
+    """The masked documents of a plan. Thread-safe.
+
+    Args:
+        state: The plan.
+
+    Attributes:
+        events: The events that mask them.
+    """
+
+    def __init__(self, state: PlanState) -> None:
+        self.events: tuple[MaskEvent, ...] = state.masks
+        self._sources = [source.configured_name for source in state.sources]
+        self._starts: dict[str, dict[Record, int]] = defaultdict(dict)
+        for event in state.masks:
+            for document in event.documents:
+                known = self._starts[document.source]
+                record = document.file_version, document.ordinal
+                known[record] = min(event.start_position, known.get(record, event.start_position))
+        self._units: weakref.WeakKeyDictionary[SourceReader, tuple[int, npt.NDArray[np.int64]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def is_masked(self, source_index: int, file_version: str, ordinal: int, position: int) -> bool:
+        """Whether a document is masked in the row at a position."""
+        start = self._of(source_index).get((file_version, ordinal))
+        return start is not None and position >= start
+
+    def apply(
+        self,
+        block: RowBlock,
+        positions: Positions,
+        source_index: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        readers: Sequence[RowReader | None],
+    ) -> RowBlock:
+        """Return a block with its masked documents.
+
+        Args:
+            block: Rows as stored, in any order.
+            positions: Position of each row.
+            source_index: Source of each row.
+            rows: Row number of each row in the cache of its source.
+            readers: The caches of the plan's sources.
+
+        Raises:
+            DataError: A chunk is missing or damaged.
+        """
+        masked_NC = np.zeros(block.tokens_NC.shape, np.bool_)
+        tokens_NC = block.tokens_NC.copy()
+        for index in np.unique(source_index).tolist():
+            reader = cast("SourceReader | None", readers[index])
+            if reader is None or not self._of(index):
+                continue
+            chosen = np.flatnonzero(source_index == index)
+            units = np.searchsorted(reader.unit_row_starts, rows[chosen], side="right") - 1
+            for at in chosen[np.isin(units, self._units_of(index, reader))].tolist():
+                end = 0
+                for span in reader.documents_of(int(rows[at])):
+                    start, end = end, end + span.length
+                    version = reader.files[span.file_index].version
+                    masked_NC[at, start:end] = self.is_masked(index, version, span.ordinal, int(positions[at]))
+                tokens_NC[at, masked_NC[at]] = reader.recipe.end_of_text_id
+        if not masked_NC.any():
+            return block
+        return replace(block, tokens_NC=cast("TokenArray", tokens_NC), masked_NC=masked_NC)
+
+    def _of(self, source_index: int) -> Mapping[Record, int]:
+        return self._starts.get(self._sources[source_index], {})
+
+    def _units_of(self, source_index: int, reader: SourceReader) -> npt.NDArray[np.int64]:
+        """Return the units of a cache that may hold a masked document of a source."""
+        num_units = len(reader.unit_row_starts) - 1
+        with self._lock:
+            known = self._units.get(reader)
+            if known is None or known[0] != num_units:
+                known = num_units, _units_with(self._of(source_index), reader.files, reader.units)
+                self._units[reader] = known
+            return known[1]
+
+
+def check_masks(
+    state: PlanState, readers: Sequence[RowReader | None], *, document_mask: bool, has_teacher: bool
+) -> None:
+    """Refuse masked documents where they would leak into others, or where rows hold more than their tokens.
+
+    Raises:
+        ConfigError: A row of the run is not separated into documents, or has images, preference pairs or stored logits.
+    """
+    if not state.masks:
+        return
+    recipes = [reader.recipe for reader in readers if reader is not None]
+    refused = {
+        "data.document_mask": (not document_mask, "documents of a row that see each other (data.document_mask=false)"),
+        "train.distillation.logits": (has_teacher, "stored logits of a teacher (train.distillation.logits)"),
+        "data.sources": (
+            any("preference_pairs" in recipe.source for recipe in recipes), "preference pairs (preference_pairs)"
+        ),
+        "model.vision": (any(recipe.images is not None for recipe in recipes), "images (images_field)"),
+    }  # fmt: skip
+    for key, (is_refused, what) in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"The data plan masks documents, which is not possible with {what}", where=key,
+                hint="continue from a checkpoint before the documents were masked, or start a new run without them",
+            )  # fmt: skip
+
+
+def _units_with(
+    records: Mapping[Record, int], files: Sequence[SourceFile], units: Sequence[Unit]
+) -> npt.NDArray[np.int64]:
+    """Return the units with a span in which one of some records is: the last that starts at or before it."""
+    versions = {version for version, _ in records}
+    wanted = {index: file.version for index, file in enumerate(files) if file.version in versions}
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for unit in units:
+        for span in unit.spans:
+            if span.file_index in wanted:
+                spans[span.file_index].append((span.first_ordinal, unit.unit_id))
+    found: set[int] = set()
+    for index, version in wanted.items():
+        for ordinal in (ordinal for name, ordinal in records if name == version):
+            first = max((start for start, _ in spans[index] if start <= ordinal), default=None)
+            found |= {unit for start, unit in spans[index] if start == first}
+    return np.array(sorted(found), np.int64)
