@@ -33,10 +33,11 @@ def _rows(config: RunConfig) -> Iterator[Problem]:
     positions, tensor = parallel.context_parallel_size, parallel.tensor_parallel_size
     name = "parallel.sequence_parallel"
     divided = {CONTEXT_SIZE: (positions, f"{CONTEXT_SIZE}={positions}")}
-    if parallel.context_parallel_kind == "ring" and positions > 1:
+    if (chunks := parallel.position_chunks_per_device) > 1 and positions > 1:
         divided[CONTEXT_SIZE] = (
-            2 * positions,
-            f"2 x {CONTEXT_SIZE}={2 * positions}, which parallel.context_parallel_kind=ring needs",
+            chunks * positions,
+            f"{chunks} x {CONTEXT_SIZE}={chunks * positions}, which "
+            f"parallel.context_parallel_kind={parallel.context_parallel_kind} needs",
         )
     if parallel.sequence_parallel and tensor > 1:
         over = f"parallel.tensor_parallel_size={tensor}" + (f" x {CONTEXT_SIZE}={positions}" if positions > 1 else "")

@@ -280,6 +280,12 @@ class ParallelConfig(Section):
         """Stages of consecutive blocks that a device of a pipeline holds."""
         return 1 if self.pipeline_schedule == "1f1b" else 2
 
+    @property
+    def position_chunks_per_device(self) -> int:
+        """Chunks of a row that a device has with context parallelism: in a ring two, so that devices have equal work
+        under a causal mask."""
+        return 2 if self.context_parallel_kind == "ring" else 1
+
     def micro_batch_sequences(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
         """Return the rows of a micro-batch: ``limit``, or under ``auto`` the largest divisor of a rank's rows below it.
 
