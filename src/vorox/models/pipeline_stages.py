@@ -55,7 +55,7 @@ class StagePlacement:
             parallel: Devices of the pipeline, and stages of each.
         """
         size = parallel.pipeline_parallel_size
-        count = size * parallel.pipeline_stages_per_device
+        count = size * parallel.pipeline_needs.stages_per_device
         stages = [_stage(num_layers, count, index) for index in range(count)]
         return cls(tuple(tuple(stages[device::size]) for device in range(size)))
 

@@ -5,7 +5,7 @@ Shape legend: B rows, T positions, M = B x T, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -135,30 +135,37 @@ class DecoderNetwork(Network):
 
     def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
         """Build this rank's share over flat buffers, or over shards if several ranks share it; return what runs it."""
-        config, spec, compute, parallel = self._config, self._spec, self._compute, self._parallel
+        config, spec, compute = self._config, self._spec, self._compute
         groups = optimizer_groups(spec, config.optimizer)
-        attend = attention.attention_kernel(config.model.attention_kernel)
-        if parallel is not None and self._exchange is None:
-            attend = attention.attend_with_share(attend, parallel.index, parallel.size)
         if config.parallel.kind == "deepspeed":
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
+            attend = attention.attention_kernel(config.model.attention_kernel)
             model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
         if self._ranks.num_fsdp_shards == 1:
             inner = flat_parameters(config, spec, groups, device=compute.device, table=self._share.table)
-            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner = ShardedParameters(spec, groups, ranks=self._ranks, table=self._share.table)
-            chosen = kernels.plain(compute)
-        chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
-        chosen = float8_kernels(chosen, compute, config.precision)
-        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+        model = build_decoder(self._parts(inner.modules))
         self._share.divide(model, inner.modules)
         if isinstance(inner, ShardedParameters):
             reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload
             inner.shard(model, list(model.blocks), compute.dtype, reshard=reshard, offload=offload)
         self.parameters = self._share.place(inner, groups)
         return model, model
+
+    def _parts(self, parameters: Mapping[str, nn.Parameter]) -> Parts:
+        """Return what modules over these parameters are built from."""
+        config, compute, parallel = self._config, self._compute, self._parallel
+        attend = attention.attention_kernel(config.model.attention_kernel)
+        if parallel is not None and self._exchange is None:
+            attend = attention.attend_with_share(attend, parallel.index, parallel.size)
+        chosen = kernels.plain(compute)
+        if self._ranks.num_fsdp_shards == 1:
+            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
+        chosen = float8_kernels(chosen, compute, config.precision)
+        return Parts(self._spec, parameters, chosen, attend, self.taps, compute.device, parallel)
 
     def train(
         self,

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import attention, kernels
 from vorox.backends.torch_engine.decoder_network import DecoderNetwork, check_user_parts_alone
 from vorox.backends.torch_engine.forward_context import ForwardContext
 from vorox.backends.torch_engine.loss import LossSums
-from vorox.backends.torch_engine.model import Decoder, Parts, ResidualBlock, RunBlock
+from vorox.backends.torch_engine.model import Decoder, ResidualBlock, RunBlock
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.backends.torch_engine.user_part_probe import user_parts
 from vorox.core.batch import Batch
@@ -39,12 +38,7 @@ class DecoderPipeline(PipelineNetwork, DecoderNetwork):
         return module, module
 
     def _build_stage(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> Decoder:
-        config, compute = self._config, self._compute
-        chosen = kernels.plain(compute)
-        if self._ranks.num_fsdp_shards == 1:
-            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
-        attend = attention.attention_kernel(config.model.attention_kernel)
-        return Decoder(Parts(self._spec, parameters, chosen, attend, self.taps, compute.device, self._parallel), stage)
+        return Decoder(self._parts(parameters), stage)
 
     def _stage_inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, _Inputs]:
         tokens_M, context = self._inputs(batch, index, is_training=is_training)

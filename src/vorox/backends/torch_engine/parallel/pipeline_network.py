@@ -89,7 +89,7 @@ class PipelineNetwork(Network):
         self._share.divide(module, placed.modules)
         placed.shard(list(modules.values()), blocks, compute.dtype, reshard=config.parallel.reshard_after_forward)
         deferred = None
-        if config.parallel.pipeline_schedule == "zero_bubble":
+        if config.parallel.pipeline_needs.divides_backward:
             deferred = DeferredGradients(kernels.products(compute), ranks)
             deferred.attach(blocks)
         self._stage_modules = modules

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+_CLASSES = {
+    "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble",
+}  # fmt: skip
+"""``parallel.pipeline_schedule`` to the class of ``torch.distributed.pipelining``."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
@@ -131,21 +136,13 @@ class StageRunner:
         shape_ABT = batch.tokens_ABT.shape
         if shape_ABT not in self._schedules:
             # Takes more than a second to import, and one device needs none of it.
-            from torch.distributed.pipelining import (
-                Schedule1F1B,
-                ScheduleInterleaved1F1B,
-                ScheduleInterleavedZeroBubble,
-            )
+            from torch.distributed import pipelining
 
             num_micro_batches, shape = shape_ABT[0], self._stream_shape(batch)
             stages = [self._pipeline_stage(stage, shape) for stage in self._stages]
-            options: dict[str, Any] = {"loss_fn": _pass_on, "scale_grads": False}
-            if self._name == "1f1b":
-                made: _PipelineSchedule = Schedule1F1B(stages[0], num_micro_batches, **options)
-            else:
-                multiple = ScheduleInterleaved1F1B if self._name == "interleaved" else ScheduleInterleavedZeroBubble
-                made = multiple(list(stages), num_micro_batches, **options)
-            self._schedules[shape_ABT] = made
+            self._schedules[shape_ABT] = getattr(pipelining, _CLASSES[self._name])(
+                stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=_pass_on, scale_grads=False
+            )
         return self._schedules[shape_ABT]
 
     def _pipeline_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
