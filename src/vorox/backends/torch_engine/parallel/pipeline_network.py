@@ -29,7 +29,6 @@ from vorox.core.batch import Batch
 from vorox.core.schema import RunConfig
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.pipeline_stages import Stage, StagePlacement
-from vorox.models.spec import ModelSpec
 
 
 class PipelineNetwork(Network):
@@ -39,7 +38,7 @@ class PipelineNetwork(Network):
 
     loss: Any
     _config: RunConfig
-    _spec: ModelSpec
+    _spec: Any
     _compute: Compute
     _ranks: Ranks
     _share: Share
