@@ -14,7 +14,7 @@ from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.divisibility import check_divisible
 from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.module_spec import Row
-from vorox.models.pipeline_stages import parameters_of, stages_of_device, tied_embedding
+from vorox.models.pipeline_stages import StagePlacement, parameters_of, tied_embedding
 from vorox.models.spec import Kind
 from vorox.planning.memory_estimate import memory_per_device
 
@@ -38,21 +38,28 @@ def config_of(schedule: str = "1f1b", size: int = 2, **settings: Any) -> tuple[R
 def test_blocks_are_divided_evenly_in_order(
     num_layers: int, num_devices: int, per_device: int, expected: list[list[list[int]]]
 ) -> None:
-    found = [stages_of_device(num_layers, num_devices, per_device, index) for index in range(num_devices)]
+    schedule = "1f1b" if per_device == 1 else "interleaved"
+    config, _ = config_of(schedule, num_devices)
+    placement = StagePlacement.of(num_layers, config.parallel)
+    found = placement.devices
     assert [[list(stage.layers) for stage in stages] for stages in found] == expected
     assert [stage.is_first for stage in found[0]] == [True] + [False] * (per_device - 1)
     assert [stage.is_last for stage in found[-1]] == [False] * (per_device - 1) + [True]
+    assert [placement.device_of(index) for index in range(num_devices * per_device)] == [
+        *range(num_devices)
+    ] * per_device
 
 
 def test_the_embedding_is_on_the_first_and_with_a_tied_head_on_the_last_device() -> None:
-    _, spec = config_of()
-    first, last = ({row.name for row in parameters_of(spec, stages_of_device(5, 2, 1, index))} for index in (0, 1))
+    config, spec = config_of()
+    devices = StagePlacement.of(5, config.parallel).devices
+    first, last = ({row.name for row in parameters_of(spec, stages)} for stages in devices)
     assert first & last == {"embedding.weight"}
     assert first | last == {row.name for row in spec.parameters}
     assert "final_norm.weight" in last
     assert "blocks.2.mlp.down.weight" in first
     untied = replace(spec, tie_embeddings=False)
-    own_head = {row.name for row in parameters_of(untied, stages_of_device(5, 2, 1, 1))}
+    own_head = {row.name for row in parameters_of(untied, devices[1])}
     assert own_head == last - {"embedding.weight"} | {"head.weight"}
 
 
@@ -66,8 +73,9 @@ def transformers_spec(model_type: str = "gpt2", **values: object) -> HuggingFace
 
 
 def test_parameters_of_a_model_of_transformers_are_found_by_number_and_role() -> None:
-    spec = transformers_spec()
-    first, last = ([row.name for row in parameters_of(spec, stages_of_device(4, 2, 1, index))] for index in (0, 1))
+    spec, (config, _) = transformers_spec(), config_of()
+    devices = StagePlacement.of(4, config.parallel).devices
+    first, last = ([row.name for row in parameters_of(spec, stages)] for stages in devices)
     assert tied_embedding(spec) == "transformer.wte.weight"
     blocks = [f"transformer.h.{layer}.mlp.c_fc.weight" for layer in range(4)]
     assert first == ["transformer.wte.weight", "transformer.wpe.weight", *blocks[:2]]

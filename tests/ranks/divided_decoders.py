@@ -40,7 +40,7 @@ from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.models.decoder.spec import decoder_spec
 from vorox.models.huggingface.spec import CONTEXT_MODELS, EXPERT_MODELS, PIPELINE_MODELS
-from vorox.models.pipeline_stages import tied_embedding
+from vorox.models.pipeline_stages import StagePlacement, parameters_of, tied_embedding
 from vorox.models.spec import ModelSpec
 
 STEPS = 20
@@ -266,10 +266,13 @@ def train(engine: Any, seed: int, arrange: Callable[[Batch], Batch] = lambda bat
 def replicated_bits(engine: Any) -> str:
     """A hash of the parameters that several ranks of a replica have: with context parallelism all; with tensor
     parallelism those that are not divided, of all stages; with expert parallelism all but experts; of a pipeline a
-    tied embedding."""
+    tied embedding. Empty on ranks of a pipeline that do not need it."""
     found, ranks = hashlib.sha256(), engine._ranks
     if ranks.pipeline_parallel_size > 1:
+        stages = StagePlacement.of(engine._spec.num_layers, engine._config.parallel).devices[ranks.pipeline_index]
         if (name := tied_embedding(engine._spec)) is not None:
+            if all(row.name != name for row in parameters_of(engine._spec, stages)):
+                return ""
             tied = dict(engine.parameters.local.whole(engine.parameters.values))[name]
             found.update(tied.detach().numpy().tobytes())
         if ranks.tensor_parallel_size == 1:

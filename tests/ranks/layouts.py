@@ -10,12 +10,15 @@ element by element.
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ranks.divided_decoders import (
     CASES,
@@ -23,6 +26,7 @@ from ranks.divided_decoders import (
     config_of,
     engine_of,
     in_order,
+    sizes_of,
     state_case,
     train,
 )
@@ -64,17 +68,25 @@ def save_one_device(folder: Path, case: str = "gemma3") -> Path:
     return save(engine, folder / "device")
 
 
-def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, seed: int = SEED) -> None:
-    """Check the cases of each layout on ``count`` ranks, and that the state of one process goes through all of them.
+def layout_cases(native: Mapping[str, list[str]], transformers: Mapping[str, list[str]]) -> list[Any]:
+    """The parameters of a test of an axis: the layouts of both kinds of model, by name."""
+    return [
+        *(pytest.param(layouts, id=name) for name, layouts in native.items()),
+        *(pytest.param(layouts, id=name, marks=pytest.mark.hf) for name, layouts in transformers.items()),
+    ]
+
+
+def check_layouts(layouts: list[str], folder: Path, seed: int = SEED) -> None:
+    """Check the cases of each layout on its ranks, and that the state of one process goes through all of them.
+
+    The first layout loads the state of one process, and each other one what the one before it saved.
 
     Args:
-        alone: A checkpoint of ``save_one_device``; the first layout loads it, and each other one what the one before
-            it saved.
-        layouts: See ``divided_decoders.py``.
-        count: Ranks.
+        layouts: See ``divided_decoders.py``; with the same number of ranks.
         folder: Where the ranks write.
         seed: The seed of the rows.
     """
+    alone, count = save_one_device(folder, state_case(layouts[0])), math.prod(sizes_of(layouts[0])[:5])
     on_ranks("ranks.divided_decoders", count, seed, alone, folder, *layouts)
     expected_state = stored_arrays(alone)
     assert all(np.abs(array).max() > 0 for array in expected_state.values())
@@ -83,7 +95,8 @@ def check_layouts(alone: Path, layouts: list[str], count: int, folder: Path, see
         for case in cases_of(layout):
             start = dict(engine_of(config_of(case), DistributedContext()).export_weights())
             ranks = [dict(np.load(folder / f"{sizes}-{case}-{rank}.npz")) for rank in range(count)]
-            assert len({str(found["bits"]) for found in ranks}) == 1, "replicated parameters have the same bits"
+            bits = {str(found["bits"]) for found in ranks} - {""}
+            assert len(bits) == 1, "replicated parameters have the same bits"
             for rank, found in enumerate(ranks):
                 check_case(found, case, seed, start, f"seed {seed}, {layout}, {case}, rank {rank}")
         saved = folder / f"saved-{sizes}"

@@ -11,13 +11,14 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -282,25 +283,31 @@ def check_continuation(runs: Runs, run: Path, kind: str) -> None:
     assert losses(run) == pytest.approx(losses(longer), rel=1e-4)
 
 
-def check_killed_run(runs: Runs, kind: str, hold: Path) -> None:
-    """Check that two ranks that are killed repeat every bit, and that one process and FSDP2 read the same rows.
+def check_killed_run(runs: Runs, kind: str, hold: Path, others: Sequence[Mapping[str, object]]) -> None:
+    """Check that two ranks that are killed repeat every bit, and that other layouts read the same rows.
 
     Args:
         runs: The model.
         kind: What divides it, as in ``parallel.<kind>_size``.
         hold: A file that does not exist.
+        others: Layouts that continue for two steps each: settings of ``parallel``, with all sizes.
     """
     divided = [f"parallel.{kind}_size=2", "--nproc", "2"]
-    alone, _ = runs.train("alone", ["train.num_steps=16"])
+    alone, _ = runs.train("alone", [f"train.num_steps={12 + 2 * len(others)}"])
     pair, _ = runs.train("pair", divided)
     assert losses(pair) == pytest.approx(losses(alone)[:12], rel=1e-5)
+    found, expected = ({line["step"]: line["loss"] for line in lines(run, "evaluations")} for run in (pair, alone))
+    shared = found.keys() & expected.keys()
+    assert shared
+    assert [found[step] for step in shared] == pytest.approx([expected[step] for step in shared], rel=1e-5)
     run = killed_and_resumed(runs, divided, hold)
     assert any(f"num_devices = 2, {kind}_size = 2)" in record["message"] for record in lines(run, "events"))
     assert entries(run) == entries(pair)
     assert fingerprint(run) == fingerprint(pair)
-    for layout, steps in (("fsdp", 14), (kind, 16)):
-        changed = [f"parallel.{name}_size={size}" for name, size in {"fsdp": 1, kind: 1, layout: 2}.items()]
-        runs.vorox(["train", "--resume", str(run), *changed, f"train.num_steps={steps}", "--nproc", "2"])
+    for index, layout in enumerate(others, start=1):
+        size = math.prod(value for value in layout.values() if isinstance(value, int))
+        changed = [f"parallel.{name}={value}" for name, value in layout.items()]
+        runs.vorox(["train", "--resume", str(run), *changed, f"train.num_steps={12 + 2 * index}", "--nproc", str(size)])
     assert [entry.batch for entry in entries(run)] == [entry.batch for entry in entries(alone)]
     assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks.divided_decoders import state_case
-from ranks.layouts import EXPERTS_SEED, check_layouts, save_one_device
+from ranks.layouts import EXPERTS_SEED, check_layouts
 from ranks.processes import (
     PATIENCE_SECONDS,
     Runs,
@@ -107,7 +106,7 @@ def test_several_ranks_are_one(placement: str, runs: Runs, alone: Path) -> None:
 def test_divided_experts_compute_what_one_process_computes(name: str, count: int, tmp_path: Path) -> None:
     """20 steps on every rank; parameters and optimizer state move to divided experts and back without a change."""
     layout = f"{count},1,1,1,1,0,2" + ("" if name == "native" else f":transformers {name}")
-    check_layouts(save_one_device(tmp_path, state_case(layout)), [layout], count, tmp_path, EXPERTS_SEED)
+    check_layouts([layout], tmp_path, EXPERTS_SEED)
 
 
 @pytest.mark.hf

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ranks.divided_decoders import state_case
-from ranks.layouts import check_layouts, save_one_device
+from ranks.layouts import check_layouts, layout_cases
 from ranks.processes import (
     PATIENCE_SECONDS,
     Runs,
@@ -52,17 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        *(pytest.param(layouts, id=name) for name, layouts in LAYOUTS.items()),
-        *(pytest.param(layouts, id=name, marks=pytest.mark.hf) for name, layouts in TRANSFORMERS_LAYOUTS.items()),
-    ],
-)
+@pytest.mark.parametrize("layouts", layout_cases(LAYOUTS, TRANSFORMERS_LAYOUTS))
 def test_every_rank_computes_what_one_process_computes(layouts: list[str], tmp_path: Path) -> None:
     """The state of one process also goes through every layout and back to one process unchanged."""
-    count = 2 if len(layouts) == 1 else 4
-    check_layouts(save_one_device(tmp_path, state_case(layouts[0])), layouts, count, tmp_path)
+    check_layouts(layouts, tmp_path)
 
 
 @pytest.mark.hf

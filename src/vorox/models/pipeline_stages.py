@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vorox.core.schema import ParallelConfig
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 
@@ -35,17 +36,32 @@ class Stage:
         return self.index == self.count - 1
 
 
-def stages_of_device(num_layers: int, num_devices: int, per_device: int, index: int) -> tuple[Stage, ...]:
-    """Return the stages of a device: every ``num_devices``-th one, from ``index``.
+@dataclass(frozen=True, slots=True)
+class StagePlacement:
+    """Which device of a pipeline has which stages.
 
-    Args:
-        num_layers: Blocks of the decoder, at least one for each stage.
-        num_devices: Devices of the pipeline.
-        per_device: Stages of each.
-        index: Index of the device in the pipeline.
+    Attributes:
+        devices: The stages of each device, in the order of the forward pass.
     """
-    count = num_devices * per_device
-    return tuple(_stage(num_layers, count, place) for place in range(index, count, num_devices))
+
+    devices: tuple[tuple[Stage, ...], ...]
+
+    @classmethod
+    def of(cls, num_layers: int, parallel: ParallelConfig) -> StagePlacement:
+        """Deal stages out in turn.
+
+        Args:
+            num_layers: Blocks of the decoder, at least one for each stage.
+            parallel: Devices of the pipeline, and stages of each.
+        """
+        size = parallel.pipeline_parallel_size
+        count = size * parallel.pipeline_needs.stages_per_device
+        stages = [_stage(num_layers, count, index) for index in range(count)]
+        return cls(tuple(tuple(stages[device::size]) for device in range(size)))
+
+    def device_of(self, index: int) -> int:
+        """Return the device that has the stage with an index."""
+        return next(device for device, stages in enumerate(self.devices) if any(one.index == index for one in stages))
 
 
 def _stage(num_layers: int, count: int, index: int) -> Stage:

@@ -16,7 +16,7 @@ from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.schema import RunConfig
 from vorox.models.decoder.document_separation import attention_matrix_bytes
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.pipeline_stages import parameters_of, stages_of_device
+from vorox.models.pipeline_stages import StagePlacement, parameters_of
 from vorox.models.spec import ModelSpec
 from vorox.planning.cpu_memory import cpu_workspace
 
@@ -239,14 +239,14 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         index: Index of the device in the pipeline.
     """
     parallel, train, length = config.parallel, config.train, config.data.sequence_length_tokens
-    size, per_device = parallel.pipeline_parallel_size, parallel.pipeline_stages_per_device
-    stages = stages_of_device(spec.num_layers, size, per_device, index)
+    size, per_device = parallel.pipeline_parallel_size, parallel.pipeline_needs.stages_per_device
+    stages = StagePlacement.of(spec.num_layers, parallel).devices[index]
     table = parameters_of(spec, stages)
     share = sum(row.num_elements for row in table) / spec.num_parameters
     count = parallel.num_micro_batches(train.micro_batch_rows, batch_sizes_of(config).largest, parallel.num_row_parts)
     kept = min(count, size - index)  # micro-batches, or passes through one stage
     if per_device > 1:
-        waiting = index if parallel.pipeline_schedule == "zero_bubble" else 0
+        waiting = index if parallel.pipeline_needs.divides_backward else 0
         kept = min(count * per_device, (per_device - 1) * size + 2 * (size - index - 1) + 1 + waiting)
     layers = max(len(stage.layers) for stage in stages)
     dtype_bytes = _dtype_bytes(config)
@@ -266,7 +266,7 @@ def _pipeline_device(spec: ModelSpec, config: RunConfig, whole: MemoryEstimate, 
         optimizer_bytes=round(whole.optimizer_bytes * share),
         snapshot_bytes=round(whole.snapshot_bytes * share),
         activation_bytes=round(num_rows * (blocks + 2 * block_input + received * count * stream)),
-        logits_bytes=whole.logits_bytes if stages[-1].is_last else 0,
+        logits_bytes=whole.logits_bytes if any(stage.is_last for stage in stages) else 0,
         mask_bytes=whole.mask_bytes * kept,
     )
 

@@ -65,7 +65,7 @@ def in_ring(
     assert ring is not None
 
     def run(index: int) -> list[Tensor]:
-        part = PositionPart(index, size, is_zigzag=True)
+        part = PositionPart(index, size, num_chunks=2)
         chosen = torch.cat([torch.arange(NUM_POSITIONS)[chunk] for chunk in part.slices(NUM_POSITIONS)])
         leaves = [x[:, :, chosen].clone().requires_grad_() for x in inputs]
         query, key, value = leaves
@@ -124,7 +124,7 @@ def test_bf16_is_rounded_once() -> None:
 def test_zigzag_divides_the_work_of_a_causal_mask_equally(size: int) -> None:
     num_positions = 4 * 2 * size
     positions_1T = np.arange(num_positions, dtype=np.int32)[None]
-    parts = [PositionPart(index, size, is_zigzag=True).select(positions_1T) for index in range(size)]
+    parts = [PositionPart(index, size, num_chunks=2).select(positions_1T) for index in range(size)]
     assert sorted(np.concatenate(parts, 1)[0]) == list(range(num_positions))
     assert len({int((part + 1).sum()) for part in parts}) == 1
 
@@ -136,7 +136,7 @@ def test_hidden_tiles_are_not_computed() -> None:
         ring = attention.ring_mask(segments_BT, window, CPU)
         mask = (ring.sliding or ring).ring
         assert mask is not None
-        parts = [PositionPart(index, 4, is_zigzag=True) for index in range(4)]
+        parts = [PositionPart(index, 4, num_chunks=2) for index in range(4)]
         tiles = [tile for part in parts for tile in ring_attention.tiles_of(part, 64)]
         return sum(not mask.hides(query, key) for query in tiles for key in tiles)
 

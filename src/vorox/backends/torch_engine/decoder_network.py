@@ -5,7 +5,7 @@ Shape legend: B rows, T positions, M = B x T, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.fake_quantization import quantize_kernels
 from vorox.backends.torch_engine.float8_linear import float8_kernels
 from vorox.backends.torch_engine.forward_context import ForwardContext
-from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.inputs import RowPositions, labels_of
 from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
@@ -81,7 +81,7 @@ class DecoderNetwork(Network):
             divides_positions=config.parallel.sequence_parallel,
         )
         self._parallel = self._share.tensor_group
-        self._positions = ContextParallel.of(ranks)
+        self._exchange = ContextParallel.of(ranks)
         self.module, self._run = self._place()
         self._products = kernels.products(compute)
         self._run_block: RunBlock | None = None
@@ -135,30 +135,37 @@ class DecoderNetwork(Network):
 
     def _place(self) -> tuple[nn.Module, Callable[..., Any]]:
         """Build this rank's share over flat buffers, or over shards if several ranks share it; return what runs it."""
-        config, spec, compute, parallel = self._config, self._spec, self._compute, self._parallel
+        config, spec, compute = self._config, self._spec, self._compute
         groups = optimizer_groups(spec, config.optimizer)
-        attend = attention.attention_kernel(config.model.attention_kernel)
-        if parallel is not None and self._positions is None:
-            attend = attention.attend_with_share(attend, parallel.index, parallel.size)
         if config.parallel.kind == "deepspeed":
             self.parameters = zero = ZeroParameters(config, spec, groups, self._ranks, compute.device, compute.dtype)
+            attend = attention.attention_kernel(config.model.attention_kernel)
             model = build_decoder(Parts(spec, zero.modules, kernels.plain(compute), attend, self.taps, compute.device))
             return model, zero.shard_by_zero(model, external={model: model.head_weight})
         if self._ranks.num_fsdp_shards == 1:
             inner = flat_parameters(config, spec, groups, device=compute.device, table=self._share.table)
-            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
         else:
             inner = ShardedParameters(spec, groups, ranks=self._ranks, table=self._share.table)
-            chosen = kernels.plain(compute)
-        chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
-        chosen = float8_kernels(chosen, compute, config.precision)
-        model = build_decoder(Parts(spec, inner.modules, chosen, attend, self.taps, compute.device, parallel))
+        model = build_decoder(self._parts(inner.modules))
         self._share.divide(model, inner.modules)
         if isinstance(inner, ShardedParameters):
             reshard, offload = config.parallel.reshard_after_forward, config.parallel.fsdp_offload
             inner.shard(model, list(model.blocks), compute.dtype, reshard=reshard, offload=offload)
         self.parameters = self._share.place(inner, groups)
         return model, model
+
+    def _parts(self, parameters: Mapping[str, nn.Parameter]) -> Parts:
+        """Return what modules over these parameters are built from."""
+        config, compute, parallel = self._config, self._compute, self._parallel
+        attend = attention.attention_kernel(config.model.attention_kernel)
+        if parallel is not None and self._exchange is None:
+            attend = attention.attend_with_share(attend, parallel.index, parallel.size)
+        chosen = kernels.plain(compute)
+        if self._ranks.num_fsdp_shards == 1:
+            chosen = kernels.select(compute, keeps_products=config.train.activation_checkpointing == "dots")
+        chosen = quantize_kernels(chosen, compute, config.train.quantization_aware)
+        chosen = float8_kernels(chosen, compute, config.precision)
+        return Parts(self._spec, parameters, chosen, attend, self.taps, compute.device, parallel)
 
     def train(
         self,
@@ -249,8 +256,7 @@ class DecoderNetwork(Network):
         return self._forward(tokens_M, context, partial(self.loss.evaluate, labels=labels))
 
     def _labels(self, batch: Batch, index: int) -> Labels:
-        labels_BT, here = batch.labels_ABT[index], self._positions
-        return labels_to_device(labels_BT if here is None else here.part.select(labels_BT), self._compute.device)
+        return labels_of(batch, index, self._ranks.position_part, self._compute.device)
 
     def hidden(self, batch: Batch, index: int) -> tuple[Tensor, Tensor]:
         """Return the final hidden state of a micro-batch, ``[M, D]``, without dropout, and the head, ``[V, D]``."""
@@ -322,33 +328,28 @@ class DecoderNetwork(Network):
         return found
 
     def _inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, ForwardContext]:
-        segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
-        segments_BT = None if segments_ABT is None else segments_ABT[index]
-        positions_BT = None if positions_ABT is None else positions_ABT[index]
-        tokens_BT, here = batch.tokens_ABT[index], self._positions
+        rows, exchange = RowPositions.of(batch, index, self._ranks.position_part), self._exchange
+        tokens_BP, segments_BT = rows.tokens_BP, rows.segments_BT
         window_tokens, device = self._spec.sliding_window_tokens, self._compute.device
-        mask = None if here is None else here.mask(segments_BT, window_tokens, device)
+        mask = None if exchange is None else exchange.mask(segments_BT, window_tokens, device)
         always_mask = is_training and self._compute.compiled
         if mask is None and self._separation != "mask":
             target = device if self._separation == "varlen" else None
             mask = attention.separated_mask(
-                segments_BT, tokens_BT.shape, window_tokens, target, always_mask=always_mask
+                segments_BT, batch.tokens_ABT[index].shape, window_tokens, target, always_mask=always_mask
             )
         if mask is None:
             mask = attention.document_mask(segments_BT, device, always_mask=always_mask)
-        if here is not None:
-            positions_BT = here.select_positions(positions_BT, tokens_BT.shape[1])
-            tokens_BT = here.part.select(tokens_BT)
         context = self._context(
-            tokens_BT.shape,
+            tokens_BP.shape,
             mask,
-            positions_BT=positions_BT,
+            positions_BT=rows.positions_BP,
             documents_BT=segments_BT,
             is_training=is_training,
-            exchange=here,
-            images=None if batch.images_A is None else images_to_device(batch.images_A[index], tokens_BT, device),
+            exchange=exchange,
+            images=None if batch.images_A is None else images_to_device(batch.images_A[index], tokens_BP, device),
         )
-        return to_device(tokens_BT, device).view(-1), context
+        return to_device(tokens_BP, device).view(-1), context
 
     def _context(
         self,
@@ -368,10 +369,7 @@ class DecoderNetwork(Network):
             self.module.train(is_training)
         num_rows, num_positions = shape_BT
         positions: Tensor | None = None
-        first, num_attended = num_past, num_positions
-        if exchange is not None:
-            first, num_attended = exchange.part.index * num_positions, exchange.part.size * num_positions
-        here = slice(first, first + num_positions)
+        here = slice(num_past, num_past + num_positions)
         if positions_BT is not None:
             positions = to_device(positions_BT, self._compute.device)
         rotary = [attention.rows_at(tables, positions, here) for tables in self._rotary]
@@ -382,7 +380,11 @@ class DecoderNetwork(Network):
         return ForwardContext(
             shape_BT=(num_rows, num_positions),
             attention_mask=attention.add_window(
-                attention_mask, self._spec.sliding_window_tokens, num_past, num_attended, self._compute.device
+                attention_mask,
+                self._spec.sliding_window_tokens,
+                num_past,
+                num_positions if exchange is None else num_positions * exchange.part.size,
+                self._compute.device,
             ),
             rotary=rotary[0] if rotary else None,
             sliding_rotary=rotary[1] if len(rotary) > 1 else None,

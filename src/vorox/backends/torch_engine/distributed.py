@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from vorox.backends.torch_engine.inputs import WHOLE, PositionPart
 from vorox.backends.torch_engine.store_channel import StoreChannel
 from vorox.core.batch import DataShard
 from vorox.core.errors import ConfigError, StalledError
@@ -156,6 +157,7 @@ class Ranks:
         pipeline_parallel_size: Ranks of a replica that each hold some of its blocks.
         pipeline_group: Those ranks, which read the same rows; ``None`` without a pipeline.
         context_parallel_size: Ranks that each compute a part of the positions of the same rows.
+        position_part: The positions of each row that this rank trains and evaluates.
         context_group: Those ranks; ``None`` without context parallelism.
         context_parallel_kind: How they compute attention (``parallel.context_parallel_kind``).
         collective_time: Time spent in the sums below.
@@ -174,6 +176,7 @@ class Ranks:
     replica_group: ProcessGroup | None = None
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
+    position_part: PositionPart = WHOLE
     context_group: ProcessGroup | None = None
     context_parallel_kind: str = "ulysses"
     collective_time: CollectiveTime = field(default_factory=CollectiveTime, compare=False)
@@ -395,16 +398,17 @@ def _divided_replicas(parallel: ParallelConfig, num_row_parts: int, rank: int, d
         members = ranks_PDFT.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
         return _subgroup(members.tolist())
 
-    row_group, context_group = group_along("data", "fsdp"), None
+    row_group, context_group, part = group_along("data", "fsdp"), None, WHOLE
     if positions > 1:
         context_group = _subgroup(ranks_PDFT.view(-1, positions, tensor).transpose(1, 2).flatten(0, 1).tolist())
+        part = PositionPart(dist.get_rank(context_group), positions, parallel.position_chunks_per_device)
     return Ranks(
         DataShard(rank // (tensor * positions) % num_row_parts, num_row_parts), data, fsdp, mesh,
         tensor_parallel_size=tensor,
         row_group=row_group, value_group=row_group if pipeline == 1 else group_along("pp", "data", "fsdp"),
         replica_group=group_along("pp", "fsdp", "tp"), pipeline_parallel_size=pipeline,
         pipeline_group=None if pipeline == 1 else group_along("pp"), context_parallel_size=positions,
-        context_group=context_group, context_parallel_kind=parallel.context_parallel_kind,
+        position_part=part, context_group=context_group, context_parallel_kind=parallel.context_parallel_kind,
     )  # fmt: skip
 
 

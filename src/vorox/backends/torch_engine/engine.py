@@ -36,8 +36,8 @@ from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optim import global_norm
 from vorox.backends.torch_engine.optimizers import make_optimizer
 from vorox.backends.torch_engine.parallel import gradient_buckets, gradient_sums, pipeline_schedule
+from vorox.backends.torch_engine.parallel.decoder_pipeline import DecoderPipeline
 from vorox.backends.torch_engine.parallel.huggingface_pipeline import HuggingFacePipeline
-from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.backends.torch_engine.profiler import TorchRecording
 from vorox.backends.torch_engine.reference_model import ReferenceModel
 from vorox.backends.torch_engine.results import TorchStepResult, gradient_bits
@@ -380,4 +380,4 @@ def _network(config: RunConfig, spec: ModelSpec, compute: Compute, ranks: Ranks)
     if isinstance(spec, UserSpec):
         return UserNetwork(config, spec, compute, ranks)
     assert isinstance(spec, DecoderSpec)
-    return (PipelineNetwork if has_stages else DecoderNetwork)(config, spec, compute, ranks)
+    return (DecoderPipeline if has_stages else DecoderNetwork)(config, spec, compute, ranks)

@@ -20,12 +20,12 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.fake_quantization import quantize_modules
 from vorox.backends.torch_engine.float8_linear import convert_modules
 from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
-from vorox.backends.torch_engine.inputs import WHOLE, add_noise
+from vorox.backends.torch_engine.inputs import RowPositions, add_noise
 from vorox.backends.torch_engine.loss import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
-from vorox.backends.torch_engine.parallel.huggingface_context import DividedRows
+from vorox.backends.torch_engine.parallel.huggingface_context import AttentionExchange
 from vorox.backends.torch_engine.separation_probe import Separation, check_causal, measure_separation
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.config.parallel_checks import CONTEXT_SIZE, PIPELINE_SIZE
@@ -55,9 +55,8 @@ class HuggingFaceNetwork(ModuleNetwork):
         module = huggingface_model.build(self._spec.config, attention=ATTENTION[self._config.model.attention_kernel])
         self._mixers = PackedMixers(module)
         context = ContextParallel.of(self._ranks)
-        self._divided_rows = None if context is None else DividedRows(module, context)
-        part = WHOLE if context is None else context.part
-        alpha = self._config.train.embedding_noise
+        self._exchange = None if context is None else AttentionExchange(module, context)
+        part, alpha = self._ranks.position_part, self._config.train.embedding_noise
         if alpha is not None:
 
             def hook(layer: nn.Module, _: Any, x_BTD: Tensor) -> Tensor:
@@ -92,13 +91,16 @@ class HuggingFaceNetwork(ModuleNetwork):
         return float(next((value for value in given if value is not None), 0.0))
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
-        if self._divided_rows is not None:
-            yield self._divided_rows.inputs(batch, index, self._compute.device, self._weights_dtype)
-            return
-        if batch.images_A is None:
+        if self._exchange is None and batch.images_A is None:
             yield from super()._forward_passes(batch, index)
             return
         ((inputs, labels),) = super()._forward_passes(batch, index)
+        if self._exchange is not None:
+            rows = RowPositions.of(batch, index, self._ranks.position_part)
+            masks = self._exchange.masks(rows, self._compute.device, self._weights_dtype)
+            yield inputs | {"attention_mask": masks}, labels
+            return
+        assert batch.images_A is not None
         positions = None if batch.position_ids_ABT is None else batch.position_ids_ABT[index]
         yield inputs | self._image_inputs(batch.images_A[index], batch.tokens_ABT[index], positions), labels
 
@@ -128,8 +130,8 @@ class HuggingFaceNetwork(ModuleNetwork):
         **images: Tensor,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         self._mixers.documents_BT = documents if self.resets_states else None
-        if self._divided_rows is not None:
-            self._divided_rows.select(is_divided="attention_mask" in images)
+        if self._exchange is not None:
+            self._exchange.select(is_divided="attention_mask" in images)
         output = self._run(**self._keywords(tokens, positions, is_token, **images), use_cache=False)
         auxiliary = output.get("aux_loss")
         has_images = self._config.model.image_processor.patch_size_pixels is not None

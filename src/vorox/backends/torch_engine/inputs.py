@@ -1,6 +1,6 @@
 """Batches on their way to the device, and the randomness of a micro-batch.
 
-Shape legend: A micro-batches, B rows, T positions, M = B x T, D width.
+Shape legend: A micro-batches, B rows, T positions, P positions of this rank, M = B x T, D width.
 """
 
 from __future__ import annotations
@@ -70,19 +70,23 @@ class PositionPart:
     Attributes:
         index: Index of the part.
         size: Number of parts.
-        is_zigzag: Whether a part is a chunk of the first half and the opposite one of the second half, so that parts
-            have equal work under a causal mask.
+        num_chunks: 1 for consecutive positions; 2 for a chunk of the first half and the opposite one of the second
+            half ("zigzag"), so that parts have equal work under a causal mask.
     """
 
     index: int
     size: int
-    is_zigzag: bool = False
+    num_chunks: int = 1
+
+    def at(self, index: int) -> PositionPart:
+        """Return the part with another index."""
+        return dataclasses.replace(self, index=index)
 
     def slices(self, num_positions: int) -> list[slice]:
         """Return the consecutive positions of this part."""
-        count = 2 * self.size if self.is_zigzag else self.size
+        count = self.num_chunks * self.size
         width = num_positions // count
-        chunks = (self.index, count - 1 - self.index) if self.is_zigzag else (self.index,)
+        chunks = (self.index, count - 1 - self.index)[: self.num_chunks]
         return [slice(chunk * width, (chunk + 1) * width) for chunk in chunks]
 
     def select(self, array_BT: Array) -> Array:
@@ -95,6 +99,40 @@ class PositionPart:
 
 
 WHOLE = PositionPart(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPositions:
+    """The rows of a micro-batch, of which this rank computes some positions.
+
+    Attributes:
+        tokens_BP: The tokens at the positions of this rank.
+        positions_BP: Their positions in their documents, ``[B or 1, P]``; ``None`` if a rank has whole rows that each
+            are one document.
+        positions_BT: Those of whole rows, for masks.
+        segments_BT: The documents of whole rows (``Batch.segment_ids_ABT``), for masks.
+    """
+
+    tokens_BP: Int32Array
+    positions_BP: Int32Array | None
+    positions_BT: Int32Array | None
+    segments_BT: Int32Array | None
+
+    @classmethod
+    def of(cls, batch: Batch, index: int, part: PositionPart) -> RowPositions:
+        """Select a part of the positions of micro-batch ``index``."""
+        tokens_BT, segments_ABT, positions_ABT = batch.tokens_ABT[index], batch.segment_ids_ABT, batch.position_ids_ABT
+        positions_BT = None if positions_ABT is None else positions_ABT[index]
+        if positions_BT is None and part.size > 1:
+            positions_BT = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
+        positions_BP = None if positions_BT is None else part.select(positions_BT)
+        segments_BT = None if segments_ABT is None else segments_ABT[index]
+        return cls(part.select(tokens_BT), positions_BP, positions_BT, segments_BT)
+
+
+def labels_of(batch: Batch, index: int, part: PositionPart, device: torch.device) -> Labels:
+    """Return the labels of the same positions."""
+    return labels_to_device(part.select(batch.labels_ABT[index]), device)
 
 
 def _sample(

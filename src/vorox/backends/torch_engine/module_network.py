@@ -35,7 +35,7 @@ from vorox.backends.torch_engine.dpo_loss import (
     log_probs_of_logits,
     targets_to_device,
 )
-from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.inputs import RowPositions, labels_of, labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
 from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
@@ -80,7 +80,7 @@ class ModuleNetwork(Network):
         self._place()
         if config.train.activation_checkpointing == "block":
             self._recompute_blocks()
-        self._loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
+        self.loss = LogitsLoss(config.loss, count_correct=config.log.accuracy)
         check_passes(config, self.separates_documents)
 
     @property
@@ -201,7 +201,7 @@ class ModuleNetwork(Network):
         total: LossSums | None = None
         for inputs, labels in self._forward_passes(batch, index):
             logits_MV, auxiliary = self._forward(**inputs)
-            objective, sums = self._loss.train(logits_MV, labels)
+            objective, sums = self.loss.train(logits_MV, labels)
             if auxiliary is not None:
                 objective = objective + auxiliary * _num_targets(labels)
             self.parameters.backward(objective * scale, loss_scale)
@@ -220,7 +220,7 @@ class ModuleNetwork(Network):
         self.module.eval()
         total: LossSums | None = None
         for inputs, labels in self._forward_passes(batch, index):
-            sums = self._loss.evaluate(self._forward(**inputs)[0], labels)
+            sums = self.loss.evaluate(self._forward(**inputs)[0], labels)
             total = sums if total is None else _added(total, sums)
         self.parameters.release()
         assert total is not None
@@ -282,20 +282,20 @@ class ModuleNetwork(Network):
 
     def _forward_passes(self, batch: Batch, index: int) -> Iterator[tuple[dict[str, Tensor], Labels]]:
         """Yield inputs and labels of the forward passes of a micro-batch: one, or one per group of documents."""
-        device = self._compute.device
-        tokens_BT, labels_BT = batch.tokens_ABT[index], batch.labels_ABT[index]
-        segments_ABT, positions_ABT = batch.segment_ids_ABT, batch.position_ids_ABT
-        if segments_ABT is None:
-            yield {"tokens": to_device(tokens_BT, device)}, labels_to_device(labels_BT, device)
-            return
-        if self.separates_documents:
-            assert positions_ABT is not None
-            inputs = {"tokens": to_device(tokens_BT, device), "documents": to_device(segments_ABT[index], device)}
-            inputs["positions"] = to_device(positions_ABT[index], device).long()
-            yield inputs, labels_to_device(labels_BT, device)
+        device, part = self._compute.device, self._ranks.position_part
+        rows = RowPositions.of(batch, index, part)
+        if rows.segments_BT is None or self.separates_documents:
+            inputs = {"tokens": to_device(rows.tokens_BP, device)}
+            if rows.segments_BT is not None:
+                inputs["documents"] = to_device(rows.segments_BT, device)
+            if rows.positions_BP is not None:
+                inputs["positions"] = to_device(rows.positions_BP, device).long().expand(rows.tokens_BP.shape)
+            yield inputs, labels_of(batch, index, part, device)
             return
         most = 1 if self._separation == "single" else None
-        groups = list(group_documents(tokens_BT, labels_BT, segments_ABT[index], max_documents=most))
+        groups = list(
+            group_documents(batch.tokens_ABT[index], batch.labels_ABT[index], rows.segments_BT, max_documents=most)
+        )
         for number in range(self._largest(len(groups))):
             group = groups[number] if number < len(groups) else None
             tokens_GL = np.zeros((1, 1), np.int32) if group is None else group.tokens_GL

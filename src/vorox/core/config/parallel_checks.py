@@ -33,10 +33,11 @@ def _rows(config: RunConfig) -> Iterator[Problem]:
     positions, tensor = parallel.context_parallel_size, parallel.tensor_parallel_size
     name = "parallel.sequence_parallel"
     divided = {CONTEXT_SIZE: (positions, f"{CONTEXT_SIZE}={positions}")}
-    if parallel.context_parallel_kind == "ring" and positions > 1:
+    if (chunks := parallel.position_chunks_per_device) > 1 and positions > 1:
         divided[CONTEXT_SIZE] = (
-            2 * positions,
-            f"2 x {CONTEXT_SIZE}={2 * positions}, which parallel.context_parallel_kind=ring needs",
+            chunks * positions,
+            f"{chunks} x {CONTEXT_SIZE}={chunks * positions}, which "
+            f"parallel.context_parallel_kind={parallel.context_parallel_kind} needs",
         )
     if parallel.sequence_parallel and tensor > 1:
         over = f"parallel.tensor_parallel_size={tensor}" + (f" x {CONTEXT_SIZE}={positions}" if positions > 1 else "")
@@ -88,7 +89,7 @@ def _stages(config: RunConfig) -> Iterator[Problem]:
 
 def layers_fault(config: RunConfig, num_layers: int) -> str:
     """Return why the blocks of a model do not divide into the stages of the pipeline; empty if they do."""
-    size, per_device = config.parallel.pipeline_parallel_size, config.parallel.pipeline_stages_per_device
+    size, per_device = config.parallel.pipeline_parallel_size, config.parallel.pipeline_needs.stages_per_device
     if num_layers >= size * per_device:
         return ""
     advice = (
@@ -120,7 +121,7 @@ def micro_batches_fault(config: RunConfig, num_row_parts: int) -> str:
     if not unfilled:
         return ""
     share, count = unfilled[0], -(-unfilled[0] // micro)
-    needed = f"at least {size}" if parallel.pipeline_schedule == "1f1b" else f"a multiple of {size}"
+    needed = f"a multiple of {size}" if parallel.pipeline_needs.needs_rounds else f"at least {size}"
     parts = [part for part in range(1, share + 1) if share % part == 0 and parallel.fills_pipeline(share // part)]
     if parts:
         advice = f"set train.micro_batch_sequences={max(parts)}"

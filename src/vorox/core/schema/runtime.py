@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -121,6 +122,28 @@ class RuntimeConfig(Section):
         digest="none",
         needs=Need("determinism", never=("none", "data"), remedy="runtime.determinism=bitwise", is_feature=True),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """What a value of ``parallel.pipeline_schedule`` needs.
+
+    Attributes:
+        stages_per_device: Stages of consecutive blocks that a device of a pipeline holds.
+        needs_rounds: Whether the number of micro-batches must be a multiple of that of devices.
+        divides_backward: Whether gradients of weights are computed apart from those of inputs.
+    """
+
+    stages_per_device: int = 2
+    needs_rounds: bool = True
+    divides_backward: bool = False
+
+
+_SCHEDULES = {
+    "1f1b": PipelineSchedule(stages_per_device=1, needs_rounds=False),
+    "interleaved": PipelineSchedule(),
+    "zero_bubble": PipelineSchedule(divides_backward=True),
+}
 
 
 class ParallelConfig(Section):
@@ -276,9 +299,14 @@ class ParallelConfig(Section):
         return shards * self.tensor_parallel_size
 
     @property
-    def pipeline_stages_per_device(self) -> int:
-        """Stages of consecutive blocks that a device of a pipeline holds."""
-        return 1 if self.pipeline_schedule == "1f1b" else 2
+    def pipeline_needs(self) -> PipelineSchedule:
+        return _SCHEDULES[self.pipeline_schedule]
+
+    @property
+    def position_chunks_per_device(self) -> int:
+        """Chunks of a row that a device has with context parallelism: in a ring two, so that devices have equal work
+        under a causal mask."""
+        return 2 if self.context_parallel_kind == "ring" else 1
 
     def micro_batch_sequences(self, limit: int, global_batch_sequences: int, num_parts: int) -> int:
         """Return the rows of a micro-batch: ``limit``, or under ``auto`` the largest divisor of a rank's rows below it.
@@ -304,7 +332,7 @@ class ParallelConfig(Section):
     def fills_pipeline(self, num_micro_batches: int) -> bool:
         """Return whether the schedule of the pipeline runs with so many micro-batches."""
         size = self.pipeline_parallel_size
-        return num_micro_batches >= size and (self.pipeline_schedule == "1f1b" or num_micro_batches % size == 0)
+        return num_micro_batches >= size and (not self.pipeline_needs.needs_rounds or num_micro_batches % size == 0)
 
 
 class RunSection(Section):

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,33 +32,29 @@ from vorox.core.batch import Int32Array
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """This rank's part of the positions.
+    """Attention between the ranks that divide the positions of the same rows.
 
     Attributes:
-        part: The positions of this rank; with ring attention in zigzag.
-        group: The ranks that divide the positions of the same rows.
+        part: The positions of this rank.
+        group: The ranks.
         heads: Index and number of the shares of the heads, of which this rank attends with one.
+        is_ring: Whether keys and values pass through the ranks.
     """
 
     part: PositionPart
     group: ProcessGroup
     heads: tuple[int, int]
+    is_ring: bool
 
     @classmethod
     def of(cls, ranks: Ranks) -> ContextParallel | None:
-        """Return the part of a rank; ``None`` without context parallelism."""
-        group = ranks.context_group
+        """Return that of a rank; ``None`` without context parallelism."""
+        part, group = ranks.position_part, ranks.context_group
         if group is None:
             return None
-        index, size = dist.get_rank(group), ranks.context_parallel_size
-        part = PositionPart(index, size, is_zigzag=ranks.context_parallel_kind == "ring")
         # Tensor parallelism divides the heads first.
-        return cls(part, group, (ranks.tensor_index * size + index, ranks.tensor_parallel_size * size))
-
-    @property
-    def is_ring(self) -> bool:
-        """Whether keys and values pass through the ranks."""
-        return self.part.is_zigzag
+        heads = ranks.tensor_index * part.size + part.index, ranks.tensor_parallel_size * part.size
+        return cls(part, group, heads, ranks.context_parallel_kind == "ring")
 
     def attend(self, attend: Attend) -> Attend:
         """Return attention of this rank's positions to all positions of their rows."""
@@ -72,12 +67,6 @@ class ContextParallel:
     ) -> AttentionMask | None:
         """Return the mask of ring attention; ``None`` if attention has whole rows."""
         return ring_mask(segments_BT, window_tokens, device) if self.is_ring else None
-
-    def select_positions(self, positions_BT: Int32Array | None, num_positions: int) -> Int32Array | None:
-        """Return the positions of this rank in their documents; ``None`` if they are consecutive ones of a row."""
-        if positions_BT is None and self.is_ring:
-            positions_BT = np.arange(num_positions, dtype=np.int32)[None]
-        return None if positions_BT is None else self.part.select(positions_BT)
 
     def _attend_in_ring(
         self,

@@ -1,4 +1,4 @@
-"""Context parallelism of a transformers model: attention layers exchange positions for heads.
+"""Context parallelism of a transformers model: what only transformers needs, its attention function and its masks.
 
 A model runs on the positions of this rank, with their position ids. For attention, it calls the function that its
 configuration names (``AttentionInterface`` of transformers). Ours exchanges positions for heads
@@ -18,25 +18,22 @@ import sys
 import weakref
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.device_copy import to_device
-from vorox.backends.torch_engine.inputs import PositionPart, labels_to_device
-from vorox.backends.torch_engine.loss import Labels
+from vorox.backends.torch_engine.inputs import RowPositions
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel
-from vorox.core.batch import Batch
 
 _numbers = itertools.count()
 
 
-class DividedRows:
-    """A transformers model of which this rank computes a part of the positions.
+class AttentionExchange:
+    """The attention of a transformers model of which this rank computes some positions.
 
     Args:
         module: The model.
-        context: The positions of this rank, and its group.
+        context: The exchange with the other ranks.
     """
 
     def __init__(self, module: Any, context: ContextParallel) -> None:
@@ -51,40 +48,21 @@ class DividedRows:
             lambda *given, **settings: attend()(*given, **settings),  # type: ignore[misc]
         )
 
-    @property
-    def part(self) -> PositionPart:
-        """The positions of this rank."""
-        return self._context.part
-
     def select(self, *, is_divided: bool) -> None:
         """Choose between this rank's positions and whole rows; to be kept until the backward pass."""
         for config in self._configs.values():
             config._attn_implementation = self._own_function if is_divided else self._function
 
-    def inputs(
-        self, batch: Batch, index: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[dict[str, Any], Labels]:
-        """Return the inputs and labels of a micro-batch for this rank's positions.
+    def masks(self, rows: RowPositions, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return the mask that the model makes for whole rows, or one for each kind of layers.
 
         Args:
-            batch: The rows.
-            index: The micro-batch.
+            rows: The rows.
             device: Where the model is.
             dtype: Precision of the embedding.
         """
-        tokens_BT, part = batch.tokens_ABT[index], self.part
-        positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
-        if batch.position_ids_ABT is not None:
-            positions_BT = batch.position_ids_ABT[index]
-        row_positions_BT = to_device(positions_BT, device).long()
-        inputs = {
-            "tokens": to_device(part.select(tokens_BT), device), "positions": part.select(row_positions_BT),
-            "attention_mask": self._masks(row_positions_BT, dtype),
-        }  # fmt: skip
-        return inputs, labels_to_device(part.select(batch.labels_ABT[index]), device)
-
-    def _masks(self, positions_BT: Tensor, dtype: torch.dtype) -> Any:
-        """Return the mask that the model makes for whole rows, or one for each kind of layers."""
+        assert rows.positions_BT is not None
+        positions_BT = to_device(rows.positions_BT, device).long().expand(len(rows.tokens_BP), -1)
         self.select(is_divided=False)  # functions differ in their masks
         create_masks = importlib.import_module("transformers.masking_utils").create_masks_for_generate
         embeddings_BT0 = torch.empty((*positions_BT.shape, 0), dtype=dtype, device=positions_BT.device)

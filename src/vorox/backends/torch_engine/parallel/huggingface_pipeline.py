@@ -1,32 +1,28 @@
-"""A transformers model as a pipeline: this rank computes its stages (implements ``network.py``).
+"""The stages of a transformers model (see ``pipeline_network.py``).
 
 A stage is the whole model of ``config.json`` in which the blocks of other stages return their input and have no
 parameters. So blocks keep their indices, by which models choose masks and rotary frequencies, and transformers' own
 code runs a stage. Stages after the first one get the residual stream as ``inputs_embeds``; position ids and with them
 the masks of documents are computed from the rows of the micro-batch, which all ranks read.
 
-Shape legend: B rows, T positions, D width, V vocabulary.
+Shape legend: B rows, T positions, M = B x T, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork, recompute_blocks
-from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine.loss import Labels, LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
-from vorox.backends.torch_engine.network import EnterMicroBatch
-from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
-from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
-from vorox.backends.torch_engine.parallel.pipeline_schedule import StageRunner, TrainingStep
+from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.core.batch import Batch
-from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.pipeline_stages import Stage, stages_of_device
+from vorox.models.pipeline_stages import Stage
 
 
 class _OtherBlock(nn.Module):
@@ -51,6 +47,7 @@ class ModelStage(nn.Module):
         stage: Its blocks.
 
     Attributes:
+        stage: Its blocks.
         names: Names of its parameters to canonical names.
         blocks: The blocks of the stage.
     """
@@ -58,7 +55,7 @@ class ModelStage(nn.Module):
     def __init__(self, model: Any, stage: Stage) -> None:
         super().__init__()
         canonical = {id(tensor): name for name, tensor in named_tensors(model)}
-        self.model, self._stage = model, stage
+        self.model, self.stage = model, stage
         decoder = model.base_model
         layers = decoder.h if hasattr(decoder, "h") else decoder.layers  # GPT-2, and all others
         self.blocks = [block for index, block in enumerate(layers) if index in stage.layers]
@@ -81,23 +78,16 @@ class ModelStage(nn.Module):
             x: Token ids ``[B, T]``, or the residual stream.
             positions_BT: Position of each token in its document; ``None`` for consecutive ones.
         """
-        inputs = {"input_ids" if self._stage.is_first else "inputs_embeds": x, "position_ids": positions_BT}
-        if self._stage.is_last:
+        inputs = {"input_ids" if self.stage.is_first else "inputs_embeds": x, "position_ids": positions_BT}
+        if self.stage.is_last:
             return self.model(**inputs, use_cache=False).logits
         return self.model.base_model(**inputs, use_cache=False).last_hidden_state
 
 
-class HuggingFacePipeline(HuggingFaceNetwork):
-    """See ``ModuleNetwork``; ``train_all`` replaces ``train``."""
-
-    has_stages = True
-
-    module: nn.ModuleList
+class HuggingFacePipeline(PipelineNetwork, HuggingFaceNetwork):
+    """See ``PipelineNetwork``."""
 
     def _build(self) -> nn.Module:
-        size, index = self._ranks.pipeline_parallel_size, self._ranks.pipeline_index
-        per_device = self._config.parallel.pipeline_stages_per_device
-        self._stages = stages_of_device(self._spec.num_layers, size, per_device, index)
         self._models: dict[int, ModelStage] = {}
         for stage in self._stages:
             model = super()._build()
@@ -106,27 +96,13 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         return nn.ModuleList(self._models.values())
 
     def _place(self) -> None:
-        config, spec, device = self._config, self._spec, self._compute.device
-        groups = optimizer_groups(spec, config.optimizer)
-        per_device = config.parallel.pipeline_stages_per_device
-        placed = PipelineParameters(spec, self._share.table, groups, self._ranks, per_device, device)
-        self.parameters = self._share.place(placed, groups)
-        for model in self._models.values():
-            replace_tensors(model, {path: placed.modules[name] for path, name in model.names.items()})
-            self._share.divide(model, placed.modules)
-            move_buffers(model, device)
-        models = list(self._models.values())
-        blocks = [block for model in models for block in model.blocks]
-        placed.shard(models, blocks, self._compute.dtype, reshard=config.parallel.reshard_after_forward)
-        deferred = None
-        if config.parallel.pipeline_schedule == "zero_bubble":
-            deferred = DeferredGradients(kernels.products(self._compute), self._ranks)
-            deferred.attach(blocks)
-        self._runner = StageRunner(
-            config, self._ranks, device, self._stages,
-            stream_shape=lambda num_rows, num_positions, _: (num_rows, num_positions, spec.hidden_size),
-            train=self._train_stage, take_weight_gradients=None if deferred is None else deferred.take,
-        )  # fmt: skip
+        self._place_stages()
+
+    def _build_stage(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> ModelStage:
+        model = self._models[stage.index]
+        replace_tensors(model, {path: parameters[name] for path, name in model.names.items()})
+        move_buffers(model, self._compute.device)
+        return model
 
     def _recompute_blocks(self) -> None:
         for model in self._models.values():
@@ -136,49 +112,28 @@ class HuggingFacePipeline(HuggingFaceNetwork):
     def _takes_positions(self) -> bool:
         return True
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    def _stage_inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, Tensor | None]:
+        self.module.train(is_training)
+        ((inputs, _),) = self._forward_passes(batch, index)
+        return inputs["tokens"].long(), inputs.get("positions")
 
-    def train_all(
-        self, batch: Batch, *, scale: float, loss_scale: Tensor | None, enter: EnterMicroBatch
-    ) -> dict[int, LossSums]:
-        """Train on all micro-batches of a step; see ``StageRunner.train``."""
-        self.module.train()
-        return self._runner.train(TrainingStep(batch, scale, loss_scale, enter))
+    def _stream_shape(self, tokens: Tensor, inputs: Tensor | None) -> tuple[int, ...]:
+        del inputs
+        return *tokens.shape, self._spec.hidden_size
 
-    def _train_stage(self, stage: Stage, step: TrainingStep, x: Tensor, index: int) -> Tensor:
-        ((inputs, labels),) = self._forward_passes(step.batch, index)
-        with step.enter(index), self._compute.autocast():
-            found = self._run_stage(stage, inputs["tokens"].long() if stage.is_first else x, inputs.get("positions"))
-        if not stage.is_last:
-            return found.float()
-        objective, step.sums[index] = self._loss.train(found.float().flatten(0, 1), labels)
-        objective = objective * step.scale
-        return objective if step.loss_scale is None else objective * step.loss_scale
-
-    def _run_stage(self, stage: Stage, x: Tensor, positions_BT: Tensor | None) -> Tensor:
+    def _run_stage(self, module: ModelStage, x: Tensor, inputs: Tensor | None, finish: Callable[..., Any]) -> Any:
         # The stream travels in fp32; within a model, FSDP2 has it in the precision of the gathered embedding.
-        x = x if stage.is_first else x.to(self._weights_dtype)
-        return self._models[stage.index](x, positions_BT)
+        x = x if module.stage.is_first else x.to(self._weights_dtype)
+        found = module(x, inputs)
+        return finish(found.float().flatten(0, 1)) if module.stage.is_last else found
 
-    # -- evaluation and decoding --------------------------------------------------------------------------------------
+    def _objective(
+        self, *outputs: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None
+    ) -> tuple[Tensor, LossSums]:
+        objective, sums = self.loss.train(*outputs, labels)
+        objective = objective * scale
+        return objective if loss_scale is None else objective * loss_scale, sums
 
-    def evaluate(self, batch: Batch, index: int) -> LossSums:
-        self.module.eval()
-        ((inputs, labels),) = self._forward_passes(batch, index)
-        with self._compute.autocast():
-            logits = self._last_stage(inputs["tokens"].long(), inputs.get("positions"))
-        return self._runner.no_sums() if logits is None else self._loss.evaluate(logits.float().flatten(0, 1), labels)
-
-    def _last_stage(self, tokens_BT: Tensor, positions_BT: Tensor | None) -> Tensor | None:
-        """Return logits on the rank of the last stage, without gradients."""
-        num_rows, num_positions = tokens_BT.shape
-        found = self._runner.forward(
-            tokens_BT, num_rows, num_positions, lambda stage, x: self._run_stage(stage, x, positions_BT)
-        )
-        self.parameters.release()
-        return found
-
-    @torch.no_grad()
     def _call(
         self, tokens: Tensor, positions: Tensor | None, is_token: Tensor | None, documents: Tensor | None,
         **images: Tensor,
@@ -186,5 +141,5 @@ class HuggingFacePipeline(HuggingFaceNetwork):
         assert is_token is None
         assert not images
         del documents  # found by position ids
-        logits = self._last_stage(tokens, positions)
-        return self._runner.broadcast(logits, (*tokens.shape, self._spec.vocab_size)), None
+        logits_MV = self._logits_of_stages(tokens, positions, lambda logits_MV: logits_MV, tokens.numel())
+        return logits_MV.view(*tokens.shape, -1), None

@@ -1,7 +1,7 @@
 """Parameters of the pipeline stages on one rank.
 
-Parameters of other stages are pieces without rows here. With tied embeddings, the first and the last rank have the
-embedding; both copies stay equal bit by bit, because they get the same gradient before every update.
+Parameters of other stages are pieces without rows here. With tied embeddings, the ranks of the first and the last stage
+have the embedding; both copies stay equal bit by bit, because they get the same gradient before every update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vorox.backends.torch_engine.parallel.rank_group import RankGroup
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.parameters import Buffers, FlatParameters
 from vorox.models.optimizer_groups import Group
-from vorox.models.pipeline_stages import Stage, parameters_of, stages_of_device, tied_embedding
+from vorox.models.pipeline_stages import StagePlacement, parameters_of, tied_embedding
 from vorox.models.spec import ModelSpec, ParameterSpec
 
 
@@ -31,12 +31,8 @@ class PipelineParameters(DividedParameters):
         table: Its parameters with their shapes on the ranks of this pipeline.
         groups: The optimizer group of every parameter.
         ranks: The layout.
-        per_device: Stages of each rank.
+        placement: The stages of all ranks.
         device: Where the buffers are.
-
-    Attributes:
-        stages: The stages of this rank.
-        tied: Name of the embedding that is also the head, if any.
     """
 
     def __init__(
@@ -45,15 +41,12 @@ class PipelineParameters(DividedParameters):
         table: Sequence[ParameterSpec],
         groups: Mapping[str, Group],
         ranks: Ranks,
-        per_device: int,
+        placement: StagePlacement,
         device: torch.device,
     ) -> None:
         assert ranks.pipeline_group is not None
-        index, size = ranks.pipeline_index, ranks.pipeline_parallel_size
-        group = RankGroup(index, size, ranks.pipeline_group)
-        devices = [stages_of_device(spec.num_layers, size, per_device, index) for index in range(size)]
-        self.stages: tuple[Stage, ...] = devices[index]
-        self.tied, plan = tied_embedding(spec), pipeline_plan(spec, devices)
+        group = RankGroup(ranks.pipeline_index, ranks.pipeline_parallel_size, ranks.pipeline_group)
+        self._tied, plan = tied_embedding(spec), pipeline_plan(spec, placement)
         here = plan.share(table, group)
         inner = (
             FlatParameters(spec, groups, device=device, table=here)
@@ -72,35 +65,36 @@ class PipelineParameters(DividedParameters):
     @property
     def _has_copy(self) -> bool:
         """Whether this rank's head is the embedding of another rank."""
-        return self.tied is not None and self._group.index == self._group.size - 1
+        return self._tied is not None and self._group.index in self._plan.holders[self._tied][1:]
 
     def finish_gradients(self) -> None:
-        """Add the gradients of the embedding as an input and as a tied head."""
-        if self.tied is None or self._group_of[self.tied].is_frozen:
+        """Add the gradients of the embedding as an input and as a tied head, if two ranks have it."""
+        if self._tied is None or self._group_of[self._tied].is_frozen:
             return
-        group, last = self._group, self._group.size - 1
-        if group.index not in (0, last):
+        group, holders = self._group, self._plan.holders[self._tied]
+        if len(holders) == 1 or group.index not in holders:
             return
-        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == self.tied)
+        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == self._tied)
         if not gradient.numel():  # FSDP has fewer rows than ranks
             return
-        if group.index == 0:
+        first, last = (group.global_rank(index) for index in holders)
+        if group.index == holders[0]:
             other = torch.empty_like(gradient)
-            dist.recv(other, group.global_rank(last), group.group)
+            dist.recv(other, last, group.group)
             gradient.add_(other)
-            dist.send(gradient, group.global_rank(last), group.group)
+            dist.send(gradient, last, group.group)
         else:
-            dist.send(gradient, group.global_rank(0), group.group)
-            dist.recv(gradient, group.global_rank(0), group.group)
+            dist.send(gradient, first, group.group)
+            dist.recv(gradient, first, group.group)
 
     def owned(self, buffers: Buffers) -> Iterator[Tensor]:
         return super().owned(buffers) if self._has_copy else self._inner.owned(buffers)
 
 
-def pipeline_plan(spec: ModelSpec, devices: Sequence[Sequence[Stage]]) -> ParallelPlan:
+def pipeline_plan(spec: ModelSpec, placement: StagePlacement) -> ParallelPlan:
     """Return which rank of a pipeline has which parameter: those that its stages need."""
     holders: dict[str, tuple[int, ...]] = {}
-    for index, stages in enumerate(devices):
+    for index, stages in enumerate(placement.devices):
         for row in parameters_of(spec, stages):
             holders[row.name] = (*holders.get(row.name, ()), index)
     return ParallelPlan(dict.fromkeys(holders, Style.WHOLE), holders)

@@ -9,7 +9,7 @@ Shape legend: A micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,11 +25,16 @@ from vorox.core.batch import Batch
 from vorox.core.config.parallel_checks import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.pipeline_stages import Stage
+from vorox.models.pipeline_stages import Stage, StagePlacement
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+_CLASSES = {
+    "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble",
+}  # fmt: skip
+"""``parallel.pipeline_schedule`` to the class of ``torch.distributed.pipelining``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,8 @@ class StageRunner:
         config: The schedule.
         ranks: The layout.
         device: Where stages compute.
-        stages: The stages of this rank.
-        stream_shape: Shape of the residual stream of a micro-batch with so many rows and positions, in evaluation or
-            in training, where this rank may have a part of it.
+        placement: The stages of all ranks.
+        stream_shape: Returns the shape of the residual stream of a micro-batch in training.
         train: Returns the residual stream after a stage, fp32, or the scaled objective of the last one, for its input
             (unused by the first stage) and the index of a micro-batch.
         take_weight_gradients: ``DeferredGradients.take``, if the schedule divides backward passes.
@@ -87,14 +91,15 @@ class StageRunner:
         config: RunConfig,
         ranks: Ranks,
         device: torch.device,
-        stages: Sequence[Stage],
+        placement: StagePlacement,
         *,
-        stream_shape: Callable[[int, int, bool], tuple[int, ...]],
+        stream_shape: Callable[[Batch], tuple[int, ...]],
         train: Callable[[Stage, TrainingStep, Tensor, int], Tensor],
         take_weight_gradients: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self._name, self._ranks, self._device = config.parallel.pipeline_schedule, ranks, device
-        self._stages, self._stream_shape, self._train = stages, stream_shape, train
+        self._placement, self._stream_shape, self._train = placement, stream_shape, train
+        self._stages = placement.devices[ranks.pipeline_index]
         self._take_weight_gradients = take_weight_gradients
         self._schedules: dict[tuple[int, ...], _PipelineSchedule] = {}
         self._step: TrainingStep | None = None
@@ -109,7 +114,7 @@ class StageRunner:
             Loss sums by micro-batch; 0 on ranks without the last stage.
         """
         num_micro_batches = step.batch.tokens_ABT.shape[0]
-        schedule = self._schedule(step.batch.tokens_ABT.shape)
+        schedule = self._schedule(step.batch)
         indices = torch.arange(num_micro_batches)
         inputs = (indices,) if self._stages[0].is_first else ()
         self._step = step
@@ -126,26 +131,18 @@ class StageRunner:
         zero = torch.zeros((), dtype=self._sum_dtype, device=self._device)
         return LossSums(zero, zero, zero, zero)
 
-    def _schedule(self, shape_ABT: tuple[int, ...]) -> _PipelineSchedule:
-        """Return the schedule for batches of a shape."""
+    def _schedule(self, batch: Batch) -> _PipelineSchedule:
+        """Return the schedule for batches of this shape."""
+        shape_ABT = batch.tokens_ABT.shape
         if shape_ABT not in self._schedules:
             # Takes more than a second to import, and one device needs none of it.
-            from torch.distributed.pipelining import (
-                Schedule1F1B,
-                ScheduleInterleaved1F1B,
-                ScheduleInterleavedZeroBubble,
-            )
+            from torch.distributed import pipelining
 
-            num_micro_batches, num_rows, num_positions = shape_ABT
-            shape = self._stream_shape(num_rows, num_positions, True)
+            num_micro_batches, shape = shape_ABT[0], self._stream_shape(batch)
             stages = [self._pipeline_stage(stage, shape) for stage in self._stages]
-            options: dict[str, Any] = {"loss_fn": _pass_on, "scale_grads": False}
-            if self._name == "1f1b":
-                made: _PipelineSchedule = Schedule1F1B(stages[0], num_micro_batches, **options)
-            else:
-                multiple = ScheduleInterleaved1F1B if self._name == "interleaved" else ScheduleInterleavedZeroBubble
-                made = multiple(list(stages), num_micro_batches, **options)
-            self._schedules[shape_ABT] = made
+            self._schedules[shape_ABT] = getattr(pipelining, _CLASSES[self._name])(
+                stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=_pass_on, scale_grads=False
+            )
         return self._schedules[shape_ABT]
 
     def _pipeline_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
@@ -165,13 +162,12 @@ class StageRunner:
 
     # -- evaluation and decoding --------------------------------------------------------------------------------------
 
-    def forward(self, first: Tensor, num_rows: int, num_positions: int, run: Callable[[Stage, Tensor], Tensor]) -> Any:
+    def forward(self, first: Tensor, stream_shape: tuple[int, ...], run: Callable[[Stage, Tensor], Any]) -> Any:
         """Run the stages without gradients, each when its input arrives.
 
         Args:
             first: Input of the first stage.
-            num_rows: Its rows.
-            num_positions: Its positions.
+            stream_shape: Shape of the residual stream.
             run: Returns the residual stream after a stage, or the result of the last one.
 
         Returns:
@@ -181,7 +177,7 @@ class StageRunner:
         for stage in self._stages:
             x = first
             if not stage.is_first:
-                x = torch.empty(self._stream_shape(num_rows, num_positions, False), device=self._device)
+                x = torch.empty(stream_shape, device=self._device)
                 dist.recv(x, self._rank(stage.index - 1), self._ranks.pipeline_group)
             found = run(stage, x)
             if not stage.is_last:
@@ -192,14 +188,14 @@ class StageRunner:
     def broadcast(self, found: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in fp32 that the rank of the last stage has, on all ranks of the pipeline."""
         value = torch.empty(shape, device=self._device) if found is None else found.float().contiguous()
-        dist.broadcast(value, self._rank(self._ranks.pipeline_parallel_size - 1), self._ranks.pipeline_group)
+        dist.broadcast(value, self._rank(self._stages[0].count - 1), self._ranks.pipeline_group)
         return value
 
     def _rank(self, stage_index: int) -> int:
         """Return the global rank that has a stage."""
         pipeline = self._ranks.pipeline_group
         assert pipeline is not None
-        return dist.get_global_rank(pipeline, stage_index % self._ranks.pipeline_parallel_size)
+        return dist.get_global_rank(pipeline, self._placement.device_of(stage_index))
 
 
 def check(config: RunConfig, ranks: Ranks) -> None:

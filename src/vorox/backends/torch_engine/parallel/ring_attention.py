@@ -158,7 +158,7 @@ def _pairs(
     mask: RingMask, part: PositionPart, step: int, query: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield the visible tiles of a step: their queries, their keys in the block, and their mask."""
-    source = PositionPart((part.index - step) % part.size, part.size, part.is_zigzag)
+    source = part.at((part.index - step) % part.size)
     num_positions = query.shape[2] * part.size
     for key in tiles_of(source, num_positions):
         for rows in tiles_of(part, num_positions):
