@@ -9,7 +9,7 @@ import pytest
 
 import tiny_runs
 from vorox.core.config import config_digest, dump_yaml, load_config
-from vorox.core.config.presets import run_presets
+from vorox.core.config.layers.presets import run_presets
 from vorox.experiments.tracking import read_metrics
 from vorox.models.decoder.spec import decoder_spec
 

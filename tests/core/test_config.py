@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from vorox.core.config.checks.sources import exact_weight
 from vorox.core.config.digest import (
     config_digest,
     differences,
@@ -16,8 +17,8 @@ from vorox.core.config.digest import (
     in_digest,
 )
 from vorox.core.config.explain import explain, json_schema
-from vorox.core.config.overrides import is_override
-from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.layers.overrides import is_override
+from vorox.core.config.layers.presets import model_presets, run_presets
 from vorox.core.config.resolve import (
     ResolvedConfig,
     check_recordable,
@@ -26,7 +27,6 @@ from vorox.core.config.resolve import (
     resolve_config,
 )
 from vorox.core.config.schema_fields import leaf_keys, nearest, wildcard
-from vorox.core.config.source_checks import exact_weight
 from vorox.core.errors import ConfigError
 
 SMALL = """

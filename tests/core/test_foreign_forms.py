@@ -9,8 +9,8 @@ import pytest
 from vorox.cli.training.run_choice import _default_preset
 from vorox.core import redaction
 from vorox.core.config import dump_yaml, load_config, resolve_config
+from vorox.core.config.layers.synonyms import key_of
 from vorox.core.config.schema_fields import synonyms
-from vorox.core.config.synonyms import key_of
 from vorox.core.errors import ConfigError
 from vorox.core.redaction import redact
 from vorox.planning.time_limit import parse_minutes

@@ -9,7 +9,7 @@ import pytest
 
 from small_configurations import configuration
 from vorox.core.config import load_config
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 
 EXPERTS: dict[str, Any] = {"num_experts": 4}

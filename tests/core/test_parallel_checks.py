@@ -8,7 +8,7 @@ import pytest
 
 from small_configurations import POSITIONS, VOCAB, configuration
 from vorox.core.config import load_config
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.decoder.spec import decoder_spec

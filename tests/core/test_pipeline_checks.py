@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from small_configurations import configuration
-from vorox.core.config.cross_checks import find_problems
-from vorox.core.config.parallel_checks import layers_fault, micro_batches_fault
+from vorox.core.config.checks.cross_checks import find_problems
+from vorox.core.config.checks.parallel import layers_fault, micro_batches_fault
 from vorox.core.schema import RunConfig
 from vorox.core.schema.runtime import ParallelConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vorox.core.config import load_config, resolve_config
-from vorox.core.config.presets import source_presets
+from vorox.core.config.layers.presets import source_presets
 from vorox.core.errors import ConfigError
 from vorox.core.schema.data import SourceConfig
 

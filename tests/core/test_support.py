@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from vorox.core.config import load_config
-from vorox.core.config.support import FEATURES, RULES, exclusions, members, support_page
+from vorox.core.config.checks.support import FEATURES, RULES, exclusions, members, support_page
 from vorox.core.errors import ConfigError
 
 TRANSFORMERS = "model.kind=huggingface model.name_or_path=somewhere"

@@ -11,8 +11,8 @@ import pytest
 
 from vorox.core.config import GivenConfig, load_config, resolve_config
 from vorox.core.config.config_for_text import config_for_text
-from vorox.core.config.pretrained import Pretrained
-from vorox.core.config.training_defaults import RULES
+from vorox.core.config.layers.pretrained import Pretrained
+from vorox.core.config.layers.training_defaults import RULES
 
 CHATS: dict[str, Any] = {"name": "chats", "format": "jsonl", "paths": ["c.jsonl"], "chat_fields": ["messages"]}
 PAIRS: dict[str, Any] = {**CHATS, "chat_fields": ["prompt", "chosen", "rejected"], "preference_pairs": True}

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vorox.core.config.yaml_reader import MAX_DEPTH, read_mapping, read_value, resolve_plain
-from vorox.core.config.yaml_writer import write_inline, write_yaml
+from vorox.core.config.yaml.reader import MAX_DEPTH, read_mapping, read_value, resolve_plain
+from vorox.core.config.yaml.writer import write_inline, write_yaml
 from vorox.core.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ import typer
 
 from docs.test_documentation import PAGES, ROOT
 from vorox.cli import app
+from vorox.core.config.layers.synonyms import key_of
 from vorox.core.config.schema_fields import find_field
-from vorox.core.config.synonyms import key_of
 
 IN_PROSE = sorted(
     {

@@ -10,7 +10,7 @@ import pytest
 
 from vorox.cli import main
 from vorox.core.config import flat_values, load_config
-from vorox.core.config.yaml_reader import read_value
+from vorox.core.config.yaml.reader import read_value
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 ROWS = [

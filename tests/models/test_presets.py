@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from vorox.core.config.presets import model_presets
+from vorox.core.config.layers.presets import model_presets
 from vorox.core.schema.model import ModelConfig
 from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface.families import ARCHITECTURES, huggingface_family

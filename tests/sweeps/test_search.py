@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 from vorox.sweeps.search import suggest
 from vorox.sweeps.search_space import Parameter
 from vorox.sweeps.trial_log import Trial, TrialLog

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.core.config.support import FEATURES, exclusions, support_page
+from vorox.core.config.checks.support import FEATURES, exclusions, support_page
 from vorox.experiments.tracking import read_metrics
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

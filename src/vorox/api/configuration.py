@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.api.arguments import check_overrides, check_source
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.schema import RunConfig
 from vorox.core.user_code import trusted_code
 from vorox.training.origin import configuration

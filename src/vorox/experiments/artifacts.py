@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core.config.yaml_reader import read_mapping
+from vorox.core.config.yaml.reader import read_mapping
 from vorox.core.errors import CheckpointError, ConfigError, UnreadableCheckpointError, VoroxError
 from vorox.core.files import atomic, staged_directory
 from vorox.core.files.file_holder import lock_holder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from vorox.core.config.parallel_checks import CONTEXT_SIZE, EXPERT_SIZE, PIPELINE_SIZE, layers_fault
+from vorox.core.config.checks.parallel import CONTEXT_SIZE, EXPERT_SIZE, PIPELINE_SIZE, layers_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.decoder.spec import DecoderSpec
@@ -44,7 +44,7 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
             )  # fmt: skip
         _check_heads(size, spec)
         return
-    assert isinstance(spec, DecoderSpec), "core/config/support.py refuses other models"
+    assert isinstance(spec, DecoderSpec), "core/config/checks/support.py refuses other models"
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         value = getattr(spec, name)
         if value % size:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core.config.batch_checks import check_devices
-from vorox.core.config.parallel_checks import PIPELINE_SIZE, micro_batches_fault
+from vorox.core.config.checks.batch import check_devices
+from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError, DoesNotFitError
 from vorox.core.files.file_holder import boot_identity
 from vorox.core.pluralize import pluralize

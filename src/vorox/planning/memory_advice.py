@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vorox.core.batch_sizes import batch_sizes_of
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import DoesNotFitError
 from vorox.core.files.file_holder import boot_identity
 from vorox.core.platform.environment import host_memory_bytes

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from vorox.core.config import config_digest, config_values, dump_yaml, load_config, model_label, slug
+from vorox.core.config.layers.overrides import parse_override
 from vorox.core.config.locations import with_absolute_paths
-from vorox.core.config.overrides import parse_override
 from vorox.core.errors import (
     CheckpointError,
     ConfigError,

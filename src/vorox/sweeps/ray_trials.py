@@ -24,7 +24,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import Searcher
 
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.errors import ConfigError, Preempted, VoroxError
 from vorox.core.processes.signals import stop_signals
 from vorox.core.ranks.ray_cluster import ray_cluster

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from vorox.core.config.yaml_reader import Json
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.reader import Json
+from vorox.core.config.yaml.writer import write_inline
 from vorox.sweeps.search_space import Parameter, all_combinations
 from vorox.sweeps.trial_log import Trial
 

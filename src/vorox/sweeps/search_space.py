@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import cast
 
 from vorox.core.config import flatten, in_digest
+from vorox.core.config.layers.synonyms import key_of
 from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean, find_field, nearest
-from vorox.core.config.synonyms import key_of
-from vorox.core.config.yaml_reader import Json, read_mapping, read_value
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.reader import Json, read_mapping, read_value
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.errors import ConfigError
 
 DISTRIBUTIONS = ("choice", "uniform", "loguniform")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vorox.core.config import digest_values, dump_yaml, flat_values, model_label, slug
-from vorox.core.config.yaml_writer import write_scalar
+from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError
 from vorox.core.files import atomic
 from vorox.core.files.file_holder import FileLock

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 from vorox.core.files.disk_errors import disk_error
 from vorox.core.files.json_lines import LineFile, encode, read_lines
 

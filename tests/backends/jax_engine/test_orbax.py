@@ -241,7 +241,7 @@ def test_another_model_is_refused_and_changes_nothing(written: tuple[JaxEngine, 
 def test_torch_reads_it(tmp_path: Path) -> None:
     """Weights and AdamW's state, by names alone; and what torch cannot write is refused when it is read."""
     from vorox import backends
-    from vorox.core.config.cross_checks import find_problems
+    from vorox.core.config.checks.cross_checks import find_problems
     from vorox.core.ranks.distributed_context import DistributedContext
 
     engine = on(MESHES["fsdp 4"], DIVISIBLE["llama"], **ORBAX)

@@ -20,7 +20,7 @@ from vorox.backends.torch_engine.optim import Optimizer
 from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
 from vorox.backends.torch_engine.results import TorchStepResult
 from vorox.core.config import load_config
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.decoder.spec import DecoderSpec, decoder_spec

@@ -16,7 +16,7 @@ from backends.torch_engine.test_checkpoint import save
 from tiny_runs import Killed, configuration, kill, result, run
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.backends.torch_engine.optimizer_in_backward import TransientGradients
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.planning.memory_estimate import memory_per_device
 from vorox.training.replay import replay

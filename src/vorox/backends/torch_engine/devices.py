@@ -26,7 +26,7 @@ import torch
 from vorox.backends.torch_engine import barriers
 from vorox.backends.torch_engine.document_attention import available_attention
 from vorox.backends.torch_engine.recorded_choices import RecordedChoices
-from vorox.core.config.training_checks import FLOAT8
+from vorox.core.config.checks.training import FLOAT8
 from vorox.core.errors import ConfigError
 from vorox.core.platform.environment import host_memory_bytes, usable_cores
 from vorox.core.platform.installation import install_command

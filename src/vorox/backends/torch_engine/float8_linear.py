@@ -21,7 +21,7 @@ from torch.func import functional_call
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.int4_linear import block_linears
 from vorox.backends.torch_engine.kernels import Kernels
-from vorox.core.config.training_checks import FLOAT8
+from vorox.core.config.checks.training import FLOAT8
 from vorox.core.errors import ConfigError
 from vorox.core.platform.library_logs import silence_torchao
 from vorox.core.schema import PrecisionConfig

@@ -28,7 +28,7 @@ from vorox.backends.torch_engine.parallel.context_parallel import ContextParalle
 from vorox.backends.torch_engine.parallel.huggingface_context import AttentionExchange
 from vorox.backends.torch_engine.separation_probe import Separation, check_causal, measure_separation
 from vorox.core.batch import AnyImages, Batch, Int32Array
-from vorox.core.config.parallel_checks import CONTEXT_SIZE, PIPELINE_SIZE
+from vorox.core.config.checks.parallel import CONTEXT_SIZE, PIPELINE_SIZE
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from vorox.backends.torch_engine import adapters, huggingface_model
 from vorox.backends.torch_engine.parallel import module_plan
-from vorox.core.config.yaml_writer import write_overrides
+from vorox.core.config.yaml.writer import write_overrides
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.huggingface.spec import KIND, HuggingFaceSpec

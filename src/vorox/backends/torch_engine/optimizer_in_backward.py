@@ -6,7 +6,7 @@ gradients of the parameters that are computed together exist at a time, and that
 Updates are made by ``optim.py``, on views of the same buffers: bits, state and checkpoints are equal.
 
 A gradient is seen once, so nothing may depend on all gradients or change them later: there is one backward pass per
-step on one rank, without clipping by the global norm (``core/config/training_checks.py``). A loss that is not
+step on one rank, without clipping by the global norm (``core/config/checks/training.py``). A loss that is not
 finite changes nothing. A parameter whose own gradient is not finite keeps its value, and the run stops after the step.
 """
 

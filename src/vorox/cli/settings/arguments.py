@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vorox.core.config.overrides import is_override
+from vorox.core.config.layers.overrides import is_override
+from vorox.core.config.layers.synonyms import OTHER_OPTIONS, key_of
 from vorox.core.config.schema_fields import find_field, nearest, schema_fields, synonyms
-from vorox.core.config.synonyms import OTHER_OPTIONS, key_of
-from vorox.core.config.yaml_writer import write_scalar
+from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 

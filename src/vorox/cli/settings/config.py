@@ -16,7 +16,7 @@ from vorox.cli.settings.arguments import ParsedArguments, parse_arguments
 from vorox.cli.terminal.output import print_unicode_json, print_wrapped
 from vorox.core.config import ConfigSource, ResolvedConfig, config_values, differences, dump_yaml, in_digest
 from vorox.core.config.config_for_text import config_for_text
-from vorox.core.config.presets import run_presets
+from vorox.core.config.layers.presets import run_presets
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig

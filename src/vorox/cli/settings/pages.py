@@ -6,11 +6,11 @@ import typer
 
 from vorox.cli.terminal.output import print_unicode_json, print_wrapped
 from vorox.core.config import json_schema
+from vorox.core.config.checks.support import support_page
 from vorox.core.config.explain import Explanation, reference_page, sections
 from vorox.core.config.explain import explain as explain_key
 from vorox.core.config.schema_fields import schema_fields
-from vorox.core.config.support import support_page
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.writer import write_inline
 
 
 def explain(key: str | None, arguments: list[str] | None, as_json: bool) -> None:

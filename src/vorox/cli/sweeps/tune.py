@@ -18,9 +18,9 @@ from vorox.cli.settings.config import source_and_overrides
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json, print_table, print_wrapped
-from vorox.core.config.overrides import parse_override
-from vorox.core.config.synonyms import key_of
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.layers.overrides import parse_override
+from vorox.core.config.layers.synonyms import key_of
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.files import atomic
 from vorox.core.platform.installation import install_command

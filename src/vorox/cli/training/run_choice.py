@@ -18,9 +18,9 @@ from vorox.cli.settings.config import load_with_origins, source_and_overrides
 from vorox.cli.settings.training_settings import OriginOf
 from vorox.cli.terminal.output import echo
 from vorox.core.config import ConfigSource, flat_values
-from vorox.core.config.overrides import parse_override
-from vorox.core.config.synonyms import key_of
-from vorox.core.config.yaml_writer import write_scalar
+from vorox.core.config.layers.overrides import parse_override
+from vorox.core.config.layers.synonyms import key_of
+from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig

@@ -10,9 +10,9 @@ import copy
 import functools
 from typing import Any, cast
 
-from vorox.core.config.presets import read_preset_file
+from vorox.core.config.layers.presets import read_preset_file
 from vorox.core.config.resolve import GivenConfig
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 from vorox.core.schema.tokenizer import TokenizerConfig
 
 _SMALLEST_BPE = 512

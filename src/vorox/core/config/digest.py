@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from vorox.core.config.schema_fields import facts_at
-from vorox.core.config.yaml_reader import Json, KeyPath
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.reader import Json, KeyPath
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.files.atomic import canonical_json
 from vorox.core.schema import RunConfig
 

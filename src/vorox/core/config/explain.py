@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from vorox.core.config.digest import flat_values, in_digest
-from vorox.core.config.preset_rules import WITH_ITS_SOURCES
-from vorox.core.config.presets import model_presets, run_presets
+from vorox.core.config.layers.preset_rules import WITH_ITS_SOURCES
+from vorox.core.config.layers.presets import model_presets, run_presets
+from vorox.core.config.layers.setting_dependencies import dependencies
+from vorox.core.config.layers.synonyms import key_of, synonyms_of
+from vorox.core.config.layers.training_defaults import default_rules
 from vorox.core.config.resolve import ResolvedConfig
 from vorox.core.config.schema_fields import (
     REQUIRED,
@@ -19,11 +22,8 @@ from vorox.core.config.schema_fields import (
     schema_fields,
     wildcard,
 )
-from vorox.core.config.setting_dependencies import dependencies
-from vorox.core.config.synonyms import key_of, synonyms_of
-from vorox.core.config.training_defaults import default_rules
-from vorox.core.config.yaml_reader import Json
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.reader import Json
+from vorox.core.config.yaml.writer import write_inline
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vorox.core.config.checks.schema_validation import validate
 from vorox.core.config.digest import config_values
-from vorox.core.config.overrides import Assignment, parse_override
-from vorox.core.config.preset_rules import (
+from vorox.core.config.layers.overrides import Assignment, parse_override
+from vorox.core.config.layers.preset_rules import (
     WITH_ITS_SOURCES,
     fit_heads,
     fit_warmup,
@@ -25,16 +26,15 @@ from vorox.core.config.preset_rules import (
     names_warmup,
     selects_sources,
 )
-from vorox.core.config.presets import model_presets, run_presets
-from vorox.core.config.pretrained import Pretrained
-from vorox.core.config.python_file import mapping_document, read_python
+from vorox.core.config.layers.presets import model_presets, run_presets
+from vorox.core.config.layers.pretrained import Pretrained
+from vorox.core.config.layers.python_file import mapping_document, read_python
+from vorox.core.config.layers.section_synonyms import translate_sections
+from vorox.core.config.layers.training_defaults import fill_training_defaults
+from vorox.core.config.layers.tree import ConfigTree, Problem, document_assignments
 from vorox.core.config.schema_fields import nearest
-from vorox.core.config.schema_validation import validate
-from vorox.core.config.section_synonyms import translate_sections
-from vorox.core.config.training_defaults import fill_training_defaults
-from vorox.core.config.tree import ConfigTree, Problem, document_assignments
-from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument, read_mapping
-from vorox.core.config.yaml_writer import write_inline, write_yaml
+from vorox.core.config.yaml.reader import Json, KeyPath, YamlDocument, read_mapping
+from vorox.core.config.yaml.writer import write_inline, write_yaml
 from vorox.core.errors import ConfigError
 from vorox.core.files.disk_errors import disk_error
 from vorox.core.redaction import redact

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from vorox.core.batch_sizes import batch_stages_of
-from vorox.core.config.source_checks import bucket_names, exact_weight, list_problems, refuse
+from vorox.core.config.checks.sources import bucket_names, exact_weight, list_problems, refuse
 from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import make_directory
 from vorox.core.run_layout import RunLayout

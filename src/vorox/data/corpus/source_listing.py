@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from vorox.core.config.config_for_text import CHATML_TOKENS
-from vorox.core.config.yaml_writer import write_overrides
+from vorox.core.config.yaml.writer import write_overrides
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import canonical_json, make_directory, write_file
 from vorox.core.files.json_reader import read_json

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vorox.core.config.cross_checks import find_problems
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.source_formats import format_of_path

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
-from vorox.core.config.batch_checks import fewer_rows
+from vorox.core.config.checks.batch import fewer_rows
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.images.decoding import ImageInput, PatchInput
 from vorox.data.order.document_masks import DocumentMasks, check_masks

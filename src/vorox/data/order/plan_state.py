@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.batch_sizes import BatchSizes
-from vorox.core.config.source_checks import name_problems, refuse
+from vorox.core.config.checks.sources import name_problems, refuse
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
 from vorox.data.order.mixture import NEVER, MixtureStages, Stage

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from vorox.core.config.presets import source_presets
+from vorox.core.config.layers.presets import source_presets
 from vorox.core.errors import DataError, VoroxError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import SourceConfig

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vorox.core.config.setting_dependencies import source_conflicts
-from vorox.core.config.source_checks import path_problems, refuse
+from vorox.core.config.checks.sources import path_problems, refuse
+from vorox.core.config.layers.setting_dependencies import source_conflicts
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.pluralize import pluralize

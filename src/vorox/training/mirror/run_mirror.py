@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from vorox.core.config import differences, load_config
-from vorox.core.config.yaml_writer import write_overrides
+from vorox.core.config.yaml.writer import write_overrides
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.files.file_holder import FileLock
 from vorox.core.ranks.distributed_context import DistributedContext

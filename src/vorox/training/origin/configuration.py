@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from vorox.core.config import ConfigSource, ResolvedConfig, config_values, resolve_config
+from vorox.core.config.layers.overrides import parse_override
+from vorox.core.config.layers.pretrained import Pretrained
+from vorox.core.config.layers.setting_dependencies import SOURCE_LISTS, dependencies
+from vorox.core.config.layers.synonyms import translate
+from vorox.core.config.layers.tree import ConfigTree
 from vorox.core.config.locations import with_absolute_paths
-from vorox.core.config.overrides import parse_override
-from vorox.core.config.pretrained import Pretrained
-from vorox.core.config.setting_dependencies import SOURCE_LISTS, dependencies
-from vorox.core.config.synonyms import translate
-from vorox.core.config.tree import ConfigTree
-from vorox.core.config.yaml_writer import write_inline, write_overrides
+from vorox.core.config.yaml.writer import write_inline, write_overrides
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from vorox.core.config.pretrained import Pretrained
-from vorox.core.config.training_defaults import width_lr
+from vorox.core.config.layers.pretrained import Pretrained
+from vorox.core.config.layers.training_defaults import width_lr
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.files.json_reader import read_json

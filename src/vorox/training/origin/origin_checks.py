@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vorox.core.config.yaml_writer import write_overrides
+from vorox.core.config.yaml.writer import write_overrides
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import train as train_tokenizer

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from vorox.core.config.presets import source_presets
-from vorox.core.config.tree import ConfigTree
+from vorox.core.config.layers.presets import source_presets
+from vorox.core.config.layers.tree import ConfigTree
 from vorox.core.errors import VoroxError
 from vorox.core.schema.data import SourceConfig
 from vorox.core.schema.tokenizer import TokenizerConfig

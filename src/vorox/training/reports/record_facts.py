@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from vorox.core.config.schema_fields import nearest
-from vorox.core.config.yaml_reader import read_mapping
+from vorox.core.config.yaml.reader import read_mapping
 from vorox.core.errors import ConfigError
 from vorox.core.schema.section import Section
 

@@ -33,7 +33,7 @@ from vorox.core.config.locations import (
     with_locations_of,
 )
 from vorox.core.config.schema_fields import alternatives_of, facts_at
-from vorox.core.config.yaml_writer import write_scalar
+from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files import atomic
 from vorox.core.pluralize import pluralize

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from vorox.core.config.source_checks import exact_weight
+from vorox.core.config.checks.sources import exact_weight
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig

@@ -22,7 +22,7 @@ from vorox.backends.torch_engine.distributed import Ranks
 from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import EnterMicroBatch
 from vorox.core.batch import Batch
-from vorox.core.config.parallel_checks import PIPELINE_SIZE, micro_batches_fault
+from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.models.pipeline_stages import Stage, StagePlacement

@@ -16,7 +16,7 @@ from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_wrapped
 from vorox.cli.training.menu.questions import BACK, Ask, Back, title
 from vorox.core.config import model_label, slug
-from vorox.core.config.presets import run_presets
+from vorox.core.config.layers.presets import run_presets
 from vorox.core.errors import VoroxError
 from vorox.core.schema import RunConfig
 from vorox.planned_run import planned_model

@@ -22,7 +22,7 @@ from vorox.cli.training.menu.machine import print_machine, settings_for_machine
 from vorox.cli.training.menu.new_run import ask_what_to_train, choose_name
 from vorox.cli.training.menu.questions import Ask, Back, Leave, ask_yes_or_no, print_error, title
 from vorox.cli.training.menu.removal import manage_checkpoints
-from vorox.core.config.presets import run_presets
+from vorox.core.config.layers.presets import run_presets
 from vorox.core.errors import VoroxError
 from vorox.planning.hardware import Hardware, this_machine
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
-from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.tree import Problem
+from vorox.core.config.layers.setting_dependencies import SOURCE_LISTS
+from vorox.core.config.layers.tree import Problem
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig, SourceConfig
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
-from vorox.core.config.overrides import Assignment
-from vorox.core.config.presets import ModelPresets
+from vorox.core.config.layers.overrides import Assignment
+from vorox.core.config.layers.presets import ModelPresets
+from vorox.core.config.layers.synonyms import translate
 from vorox.core.config.schema_fields import REQUIRED, did_you_mean, find_field, schema_fields
-from vorox.core.config.synonyms import translate
-from vorox.core.config.yaml_reader import Json, KeyPath, YamlDocument
+from vorox.core.config.yaml.reader import Json, KeyPath, YamlDocument
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,10 @@ import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from vorox.core.config.batch_checks import batch_problems
-from vorox.core.config.digest import flat_values
-from vorox.core.config.model_checks import model_problems
-from vorox.core.config.parallel_checks import parallel_problems
-from vorox.core.config.schema_fields import alternatives_of, schema_fields
-from vorox.core.config.source_checks import (
+from vorox.core.config.checks.batch import batch_problems
+from vorox.core.config.checks.model import model_problems
+from vorox.core.config.checks.parallel import parallel_problems
+from vorox.core.config.checks.sources import (
     bucket_names,
     keyed_sources,
     list_problems,
@@ -23,10 +21,12 @@ from vorox.core.config.source_checks import (
     source_lists,
     weight_problems,
 )
-from vorox.core.config.support import support_problems
-from vorox.core.config.training_checks import preference_problems, training_problems
-from vorox.core.config.tree import Problem
-from vorox.core.config.vision_checks import vision_problems
+from vorox.core.config.checks.support import support_problems
+from vorox.core.config.checks.training import preference_problems, training_problems
+from vorox.core.config.checks.vision import vision_problems
+from vorox.core.config.digest import flat_values
+from vorox.core.config.layers.tree import Problem
+from vorox.core.config.schema_fields import alternatives_of, schema_fields
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.setting import FUNCTION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.tree import Problem
+from vorox.core.config.layers.tree import Problem
 from vorox.core.schema import RunConfig
 from vorox.core.user_code.extensions import is_extension
 

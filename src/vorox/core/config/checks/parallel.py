@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.tree import Problem
+from vorox.core.config.layers.tree import Problem
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 

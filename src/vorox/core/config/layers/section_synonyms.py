@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from typing import Final, cast
 from urllib.parse import unquote, urlsplit
 
-from vorox.core.config.presets import source_presets
+from vorox.core.config.layers.presets import source_presets
+from vorox.core.config.layers.tree import ConfigTree, Origin
 from vorox.core.config.schema_fields import alternatives_of
-from vorox.core.config.tree import ConfigTree, Origin
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 from vorox.core.redaction import hold_secret, redact
 from vorox.core.schema.source_formats import format_of_path
 

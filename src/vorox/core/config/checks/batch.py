@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vorox.core.batch_sizes import batch_sizes_of
-from vorox.core.config.tree import Problem
+from vorox.core.config.layers.tree import Problem
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 

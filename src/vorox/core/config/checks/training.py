@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vorox.core.config.source_checks import keyed_sources
-from vorox.core.config.tree import Problem
+from vorox.core.config.checks.sources import keyed_sources
+from vorox.core.config.layers.tree import Problem
 from vorox.core.schema import DistillationConfig, RunConfig
 
 FLOAT8 = "precision.float8"

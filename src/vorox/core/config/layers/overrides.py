@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from vorox.core.config.yaml_reader import Json, KeyPath, read_value
+from vorox.core.config.yaml.reader import Json, KeyPath, read_value
 from vorox.core.errors import ConfigError
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.(\w+))*")

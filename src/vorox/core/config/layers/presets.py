@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vorox.core.config.yaml_reader import Json, read_mapping
+from vorox.core.config.yaml.reader import Json, read_mapping
 from vorox.core.schema.model import ModelConfig
 
-PRESETS_DIRECTORY = Path(__file__).resolve().parents[2] / "presets"
+PRESETS_DIRECTORY = Path(__file__).resolve().parents[3] / "presets"
 
 
 @dataclass(frozen=True, slots=True)

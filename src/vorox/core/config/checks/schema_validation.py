@@ -15,15 +15,15 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vorox.core.config.cross_checks import find_problems
-from vorox.core.config.preset_rules import fill_sources
-from vorox.core.config.remedies import remedy
+from vorox.core.config.checks.cross_checks import find_problems
+from vorox.core.config.checks.remedies import remedy
+from vorox.core.config.checks.support import gives_way, support_problems
+from vorox.core.config.layers.preset_rules import fill_sources
+from vorox.core.config.layers.setting_dependencies import SOURCE_LISTS, resolve_dependencies
+from vorox.core.config.layers.synonyms import OTHER_OPTIONS
+from vorox.core.config.layers.tree import ConfigTree, Problem, dotted
 from vorox.core.config.schema_fields import REQUIRED, SchemaField, admits, did_you_mean, find_field
-from vorox.core.config.setting_dependencies import SOURCE_LISTS, resolve_dependencies
-from vorox.core.config.support import gives_way, support_problems
-from vorox.core.config.synonyms import OTHER_OPTIONS
-from vorox.core.config.tree import ConfigTree, Problem, dotted
-from vorox.core.config.yaml_reader import Json, KeyPath, WholeFloat
+from vorox.core.config.yaml.reader import Json, KeyPath, WholeFloat
 from vorox.core.schema import RunConfig
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
-from vorox.core.config.presets import source_presets
-from vorox.core.config.pretrained import Pretrained
-from vorox.core.config.tree import ConfigTree
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.layers.presets import source_presets
+from vorox.core.config.layers.pretrained import Pretrained
+from vorox.core.config.layers.tree import ConfigTree
+from vorox.core.config.yaml.reader import Json
 from vorox.core.user_code.extensions import is_extension
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from vorox.core.config.overrides import Assignment
+from vorox.core.config.layers.overrides import Assignment
 from vorox.core.config.schema_fields import synonyms
 
 _BATCH_PER_DEVICE: Final[Mapping[str, str]] = {"training_config.batch_size": "train.micro_batch_sequences"}

@@ -23,7 +23,7 @@ from typing import TypeAlias, cast
 
 import yaml
 
-from vorox.core.config.yaml_faults import TOML_FAULT, explain_fault, looks_like_toml
+from vorox.core.config.yaml.faults import TOML_FAULT, explain_fault, looks_like_toml
 from vorox.core.errors import ConfigError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from vorox.core.config.layers.tree import ConfigTree, Problem
 from vorox.core.config.schema_fields import alternatives, find_field, schema_fields
-from vorox.core.config.tree import ConfigTree, Problem
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 from vorox.core.schema.data import SourceConfig
 from vorox.core.schema.setting import FUNCTION, Need
 from vorox.core.user_code.extensions import is_extension

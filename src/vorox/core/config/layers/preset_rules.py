@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from vorox.core.config.overrides import Assignment
-from vorox.core.config.presets import source_presets
+from vorox.core.config.layers.overrides import Assignment
+from vorox.core.config.layers.presets import source_presets
+from vorox.core.config.layers.setting_dependencies import SOURCE_LISTS
+from vorox.core.config.layers.synonyms import translate
+from vorox.core.config.layers.tree import ConfigTree, Origin
 from vorox.core.config.schema_fields import did_you_mean
-from vorox.core.config.setting_dependencies import SOURCE_LISTS
-from vorox.core.config.synonyms import translate
-from vorox.core.config.tree import ConfigTree, Origin
-from vorox.core.config.yaml_reader import Json
+from vorox.core.config.yaml.reader import Json
 
 WITH_ITS_SOURCES: Final = "with_its_sources"
 """Top-level key of a configuration file: settings that apply only while its own ``data.sources`` do."""

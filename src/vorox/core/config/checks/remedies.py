@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Final
 
 from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean, schema_fields
-from vorox.core.config.yaml_reader import Json, resolve_plain
-from vorox.core.config.yaml_writer import write_inline
+from vorox.core.config.yaml.reader import Json, resolve_plain
+from vorox.core.config.yaml.writer import write_inline
 
 _CHOICES_ELSEWHERE: Final[Mapping[str, str]] = {
     "gpu": "cuda",

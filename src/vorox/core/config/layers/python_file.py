@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from vorox.core.config.yaml_reader import MAX_DEPTH, Json, KeyPath, YamlDocument
+from vorox.core.config.yaml.reader import MAX_DEPTH, Json, KeyPath, YamlDocument
 from vorox.core.errors import ConfigError, VoroxError
 
 SECTIONS: Final = ("model_config", "training_config")

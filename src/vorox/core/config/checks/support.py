@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final
 
-from vorox.core.config.tree import Problem
+from vorox.core.config.layers.tree import Problem
 from vorox.core.schema import RunConfig
 from vorox.core.user_code.extensions import is_extension
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from vorox.core.config.yaml_reader import Json, KeyPath
+from vorox.core.config.yaml.reader import Json, KeyPath
 
 Comment = Callable[[KeyPath], str]
 _PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
