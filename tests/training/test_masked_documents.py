@@ -150,6 +150,8 @@ def test_the_rows_of_a_masked_run_are_those_of_the_run_with_a_filler(tmp_path: P
         for array, same in (
             (batch.segment_ids_ABT, before.segment_ids_ABT), (batch.position_ids_ABT, before.position_ids_ABT)
         ):  # fmt: skip
+            assert array is not None
+            assert same is not None
             assert np.array_equal(array, same)
         assert batch.num_target_tokens == before.num_target_tokens, "the share of other documents stays"
         is_changed = any(spans)

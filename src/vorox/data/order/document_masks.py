@@ -25,7 +25,7 @@ from vorox.data.documents import SourceFile, Unit
 from vorox.data.order.difficulty_buckets import SourceReader
 from vorox.data.order.plan_events import MaskEvent
 from vorox.data.order.plan_state import PlanState, Positions
-from vorox.data.rows import RowBlock, RowReader, TokenArray
+from vorox.data.rows import RowBlock, RowReader
 
 Record = tuple[str, int]
 """Version of a file, and index of a record in it."""
@@ -97,7 +97,7 @@ class DocumentMasks:
                 tokens_NC[at, masked_NC[at]] = reader.recipe.end_of_text_id
         if not masked_NC.any():
             return block
-        return replace(block, tokens_NC=cast("TokenArray", tokens_NC), masked_NC=masked_NC)
+        return replace(block, tokens_NC=tokens_NC, masked_NC=masked_NC)
 
     def _of(self, source_index: int) -> Mapping[Record, int]:
         return self._starts.get(self._sources[source_index], {})

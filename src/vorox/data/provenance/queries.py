@@ -10,7 +10,6 @@ attempt read it by an earlier state of the plan (``attempt_plans``).
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -344,13 +343,14 @@ def when_text(run_data: RunDataIndex, text_hashes: Sequence[int]) -> tuple[Occur
             for row in reader.rows_of_text(text_hashes).tolist():
                 uris = {span.uri: None for span in reader.documents_of(row) if span.text_xxh3 in text_hashes}
                 positions, cache_row = plan.positions_of(index, row, reader).tolist(), _cache_row(reader, row)
-                for uri, position in itertools.product(uris, positions):
+                for uri in uris:
 
                     def matches(span: DocumentSpan, uri: str = uri) -> bool:
                         return span.uri == uri and span.text_xxh3 in text_hashes
 
-                    is_masked = reading.is_masked(index, row, position, matches)
-                    places.append((position, uri, source, cache_row, "record", is_masked))
+                    for position in positions:
+                        is_masked = reading.is_masked(index, row, position, matches)
+                        places.append((position, uri, source, cache_row, "record", is_masked))
         found += _occurrences(places, reading)
     return _in_order(found)
 
