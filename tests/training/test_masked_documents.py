@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -257,14 +258,27 @@ def test_queries_tell_masked_documents(tmp_path: Path, capsys: pytest.CaptureFix
     assert "masked: the run trained on a filler" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [(["data.document_mask=false"], "data.document_mask"), (["backend=jax", "runtime.num_threads=null"], "backend")],
-)
-def test_what_leaks_or_divides_otherwise_is_refused_by_name(tmp_path: Path, overrides: list[str], key: str) -> None:
+def refused(tmp_path: Path, overrides: Sequence[str] = ()) -> ConfigError:
+    """What a run says that is to go on with a masked document."""
     config = tiny_runs.configuration(tmp_path, [*BASE, *overrides])
     first = tiny_runs.run(config).run_directory
     mask(first, late_documents(first)[0])
     with pytest.raises(ConfigError, match="masks documents") as caught:
         tiny_runs.run(config, resume_from=RunLayout(first).checkpoint(KEPT))
-    assert caught.value.where == key
+    return caught.value
+
+
+def test_what_leaks_is_refused_by_name(tmp_path: Path) -> None:
+    assert refused(tmp_path, ["data.document_mask=false"]).where == "data.document_mask"
+
+
+def test_an_engine_that_divides_otherwise_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumpyEngine, "divides_by_recorded_targets", False)
+    assert refused(tmp_path).where == "backend"
+
+
+@pytest.mark.jax
+def test_the_jax_engine_divides_otherwise() -> None:
+    from vorox.backends.jax_engine.engine import JaxEngine
+
+    assert not JaxEngine.divides_by_recorded_targets

@@ -37,7 +37,7 @@ from vorox.training.checkpoints.store import Checkpoint, commit_checkpoint, late
 from vorox.training.loop.step_sync import RankRows
 from vorox.training.mirror import mirror_uri
 from vorox.training.resume import resume, resume_settings
-from vorox.training.steps.dataloading import training_batches
+from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
 from vorox.training.steps.loss_spikes import LossSpikes, losses_before
 from vorox.training.steps.run_plan import plan_readers
 from vorox.training.steps.schedule import Horizon, Schedule
@@ -446,6 +446,7 @@ def _compare(
             where=str(RunLayout(comparison.run_directory).chain),
             hint="one of the two was changed; restore it from a copy",
         )
+    check_engine_of_plan(plan, engine)
     with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
         for step in range(start + 1, end + 1):
             batch = next(batches)

@@ -84,6 +84,7 @@ class JaxEngine(Engine):
     """
 
     name = "jax"
+    divides_by_recorded_targets = False
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
