@@ -59,6 +59,11 @@ def _children(*modules: str) -> WarmChildren:
     return children
 
 
+def python_path(folder: str) -> str:
+    """The path of Python's modules with a folder beside this file in front, which Python runs at its start."""
+    return os.pathsep.join([str(Path(__file__).with_name(folder)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Runs:
     """A folder with a text, its cache and runs; ``model`` are settings of all commands."""
 
@@ -76,7 +81,7 @@ class Runs:
         if hold is not None:
             hold.touch()
             variables |= {"TESTS_HOLD": str(hold), "TESTS_SETTINGS": " ".join(self.model)}
-            variables["PYTHONPATH"] = str(Path(__file__).with_name("held"))
+            variables["PYTHONPATH"] = python_path("held")
         return subprocess.Popen(
             self.command(name, overrides), env=variables, cwd=self.directory, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,7 +175,7 @@ def train_with_kills(
     variables = {
         "TESTS_KILLS": str(orders),
         "TESTS_BACKEND": backend,
-        "PYTHONPATH": str(Path(__file__).with_name("killed")),
+        "PYTHONPATH": python_path("killed"),
     }
     errors = runs.train_with_variables(
         "restarted", [*overrides, "--nproc", "2", "--max-restarts", str(len(kills))], variables

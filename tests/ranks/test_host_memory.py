@@ -5,13 +5,12 @@ The memory is that of the estimate for one process, and half as much again; each
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from ranks.processes import PATIENCE_SECONDS, Runs, environment
+from ranks.processes import PATIENCE_SECONDS, Runs, environment, python_path
 from vorox.core.config import load_config
 from vorox.models.decoder.spec import decoder_spec
 from vorox.planning.memory_estimate import memory_per_device
@@ -34,8 +33,9 @@ def test_two_ranks_of_a_host_share_its_memory(backend: str, tmp_path: Path) -> N
     host_bytes = memory_per_device(spec, config, "cpu").total_bytes_on("cpu") * 3 // 2
 
     def train(name: str, *words: str, **variables: str) -> tuple[int, str]:
-        path = f"{Path(__file__).with_name('small_host')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        given = environment() | {"PYTHONPATH": path, "TESTS_HOST_BYTES": str(host_bytes)} | variables
+        given = (
+            environment() | {"PYTHONPATH": python_path("small_host"), "TESTS_HOST_BYTES": str(host_bytes)} | variables
+        )
         done = subprocess.run(
             runs.command(name, words), env=given, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, timeout=PATIENCE_SECONDS, check=False,

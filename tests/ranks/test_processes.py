@@ -22,6 +22,7 @@ from ranks.processes import (
     fingerprint,
     lines,
     losses,
+    python_path,
     second_process,
     train_with_kills,
 )
@@ -169,7 +170,7 @@ def test_ranks_with_other_settings_or_versions_are_named(runs: Runs) -> None:
         assert "optimizer.lr is 0.02, on rank 0 0.01" in errors
         assert "eval.every_steps is 4, on rank 0 6" in errors
         assert "log.every_steps" not in errors, "which need not be equal"
-    other = {"PYTHONPATH": str(Path(__file__).with_name("other_version"))}
+    other = {"PYTHONPATH": python_path("other_version")}
     for code, errors in separately(runs, ([], {}), ([], other)):
         assert code == 2
         assert "Rank 1 differs from rank 0: jaxlib is 0.0.1, on rank 0 " in errors

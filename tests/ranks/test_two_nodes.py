@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from eventually import wait_until
-from ranks.processes import Runs, entries, environment, losses
+from ranks.processes import Runs, entries, environment, losses, python_path
 from ranks.two_nodes import TwoNodes, reason_against
 from vorox.core.files.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
@@ -71,8 +71,7 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The same command on both machines, until the block ends; ``fault`` is a folder beside this file with a patch."""
     if fault:
-        path = [str(Path(__file__).with_name(fault)), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(path)
+        variables["PYTHONPATH"] = python_path(fault)
     with ExitStack() as stack:
         commands: list[subprocess.Popen[str]] = []
         for index in (0, 1):
