@@ -144,7 +144,7 @@ def find_caches(root: Path, runs: Path) -> list[CacheUse]:
         root: Root of the caches.
         runs: The parent of the run directories.
     """
-    readers = _recipes_of_runs(runs)
+    readers = _runs_by_text(runs)
     found: list[tuple[Path, tuple[str, ...]]] = []
     for directory in (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME)):
         if directory.name.startswith("."):
@@ -260,8 +260,11 @@ def _source_and_content(directory: Path) -> tuple[str, str]:
     return source, content
 
 
-def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
-    """Return the recipe digests in the plans of all runs, each with the names of the runs."""
+def _runs_by_text(runs: Path) -> dict[str, set[str]]:
+    """Return all texts in the plans of all runs, recipe digests among them, each with the names of the runs.
+
+    Not by the names of fields: a plan of another format counts as well.
+    """
     found: dict[str, set[str]] = {}
     for path in sorted(runs.glob(f"*/{RunLayout.plan.name}")):
         try:
@@ -271,18 +274,18 @@ def _recipes_of_runs(runs: Path) -> dict[str, set[str]]:
                 f"Cannot read the data plan of run {path.parent.name}, so the caches that it uses are unknown",
                 where=str(path), hint="repair or remove the run first",
             ) from error  # fmt: skip
-        for recipe in _strings_under(bodies, "recipe"):
-            found.setdefault(recipe, set()).add(path.parent.name)
+        for text in _texts(bodies):
+            found.setdefault(text, set()).add(path.parent.name)
     return found
 
 
-def _strings_under(value: Any, key: str) -> Iterator[str]:
-    """Yield all strings under a key, at any depth."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-            if name == key and isinstance(inner, str):
-                yield inner
-            yield from _strings_under(inner, key)
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _texts(inner)
     elif isinstance(value, list):
         for inner in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _strings_under(inner, key)
+            yield from _texts(inner)
