@@ -160,7 +160,7 @@ def test_segments_may_begin_at_any_unit(tmp_path: Path) -> None:
     for start_draw, epoch, units, num_rows in [(0, 0, [1, 3], 9), (9, 1, [2, 3], 4), (13, 2, [0, 1], 6)]:
         event = {
             "kind": "segment", "source": "code", "start_draw": start_draw, "epoch": epoch, "num_epochs": 1,
-            "units": units, "num_rows": num_rows, "content": reader.content_digest(*units),
+            "ranges": [[*units, num_rows]], "content_digest": reader.content_digest(*units),
         }  # fmt: skip
         HashChainedLog(path).append([event])
     plan = DataPlan.open(path)
