@@ -273,7 +273,7 @@ def test_ctrl_c_ends_the_server_while_a_page_follows_its_events(root: Path) -> N
         url = next(found[0] for line in server.stdout if (found := re.search(r"http://[^/\s]+", line)))
         wait_until(lambda: is_open(url))
         with urllib.request.urlopen(f"{url}/api/live", timeout=PATIENCE_SECONDS) as events:
-            assert events.readline() == b"event: open\n"
+            assert events.readline() == b"event: watching\n"
             server.send_signal(signal.SIGINT)
             _, errors = server.communicate(timeout=PATIENCE_SECONDS)
     assert errors == ""

@@ -270,11 +270,39 @@ def test_a_training_run_updates_the_page(browser: Watched, runs: Path, url: str)
     browser.page.goto(f"{url.split('?')[0]}#/run/{HOSTILE}/curves")
     facts = browser.page.locator(".facts")
     facts.get_by_text("Loss").wait_for()
-    step = sum(1 for _ in (runs / HOSTILE / "metrics.jsonl").open(encoding="utf-8")) + 1
-    with (runs / HOSTILE / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line_of(step))
-    facts.get_by_text(f"{5 / step:.3f}", exact=True).wait_for()
+    facts.get_by_text(add_step(runs), exact=True).wait_for()
     assert browser.problems == []
+
+
+def add_step(runs: Path) -> str:
+    """Append a step to the hostile run; return its loss as the page shows it."""
+    metrics = runs / HOSTILE / "metrics.jsonl"
+    step = len(metrics.read_text(encoding="utf-8").splitlines()) + 1
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write(line_of(step))
+    return f"{5 / step:.3f}"
+
+
+@pytest.mark.parametrize("browser", [(1280, "light")], indirect=True)
+@pytest.mark.parametrize("meanwhile", ["the page loads", "nothing watches", "an answer fails"])
+def test_no_change_is_missed(browser: Watched, runs: Path, url: str, meanwhile: str) -> None:
+    """The last change of a run is shown, wherever it falls."""
+    page, facts, held = browser.page, browser.page.locator(".facts"), list[playwright.Route]()
+    if meanwhile == "nothing watches":  # this connection ends at once, the browser makes another after some seconds
+        ended = "event: watching\ndata: {}\n\n"
+        page.route("**/api/live", lambda route: route.fulfill(content_type="text/event-stream", body=ended), times=1)
+    if meanwhile == "the page loads":
+        page.route("**/api/curves?*", lambda route: held.append(route), times=1)  # noqa: PLW0108 - no builtin
+    browser.open(url, HOSTILE)
+    page.goto(f"{url.split('?')[0]}#/run/{HOSTILE}/curves")
+    facts.get_by_text("Loss").wait_for()
+    if meanwhile == "an answer fails":
+        page.route("**/api/runs?*", lambda route: route.fulfill(status=500, body="{}"), times=1)
+    shown = add_step(runs)
+    if meanwhile == "the page loads":
+        page.wait_for_timeout(3000)  # the change is reported within a second
+        held[0].continue_()
+    facts.get_by_text(shown, exact=True).wait_for()
 
 
 @pytest.mark.torch

@@ -38,7 +38,7 @@ def slowly(state: dict[str, np.ndarray], counters: dict[str, float]) -> str:
     for name, array in state.items():
         row_bytes = 4 * prod(array.shape[1:])
         rows, block_rows = array.shape[0] if array.shape else 1, 1
-        while block_rows * row_bytes < 32768 and block_rows < 32768:
+        while 2 * block_rows * row_bytes <= 32768 and block_rows < 32768:
             block_rows *= 2
         for block in range(-(-rows // block_rows) if row_bytes else 0):
             data = array.tobytes()[block * block_rows * row_bytes : (block + 1) * block_rows * row_bytes]

@@ -242,14 +242,17 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _changes(index: RunIndex, is_stopping: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield a server-sent event with the ids of the runs whose files have changed, at most one per second."""
+    """Yield a server-sent event with the ids of the runs whose files have changed, at most one per second.
+
+    The first event, ``watching``, says that no later change is missed: a page that read a run before reads it again.
+    """
 
     def signatures() -> dict[str, Any]:
         return {run_id: (signature_of(path), RunLayout(path).failure.exists())
                 for run_id, path in index.directories().items()}  # fmt: skip
 
     known, quiet_polls = await run_in_threadpool(signatures), 0
-    yield "event: open\ndata: {}\n\n"
+    yield "event: watching\ndata: {}\n\n"
     while await _is_running_after(POLL_SECONDS, is_stopping):
         found = await run_in_threadpool(signatures)
         changed = [run_id for run_id in {**known, **found} if known.get(run_id) != found.get(run_id)]

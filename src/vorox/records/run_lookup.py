@@ -100,7 +100,7 @@ def refuse_other_format(directory: Path) -> None:
     layout = RunLayout(directory)
     try:
         found = read_json(layout.record, dict).get("format")
-    except (OSError, MalformedJson):  # whoever reads it says what is wrong
+    except (OSError, MalformedJson):  # its reader says what is wrong
         return
     if found != RUN_FORMAT and str(found).startswith(_RUN_FORMATS):
         raise MalformedJson(

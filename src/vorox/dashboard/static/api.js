@@ -29,11 +29,12 @@ async function read(response) {
   return value;
 }
 
-// Call onChange(ids) when runs change, at most every second; onState reports whether the connection is up.
+// Call onChange(ids) when runs change, at most every second; onState reports whether changes are watched. What changed
+// before that is not reported: when it becomes true, also after a lost connection, read again what was read before.
 export function follow(onChange, onState) {
   if (answers) return;
   const source = new EventSource("/api/live");
-  source.addEventListener("open", () => onState(true));
+  source.addEventListener("watching", () => onState(true));
   source.addEventListener("changed", (event) => onChange(new Set(JSON.parse(event.data))));
   source.addEventListener("error", () => onState(false));
 }

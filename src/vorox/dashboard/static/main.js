@@ -21,6 +21,7 @@ const PAGES = {
 };
 const main = document.getElementById("main");
 let openPage = null, openRun = null, navigation = 0;
+let isRefreshing = false, isStale = false, retry = null;
 
 function address() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
@@ -52,6 +53,7 @@ async function route() {
     }
     if (mine !== navigation) return void page?.close?.();
     openPage = { close: () => page?.close?.(), refresh: async () => { await head?.refresh(); await page?.refresh?.(); } };
+    if (isStale) refresh();
   } catch (error) {
     if (mine === navigation) replace(root, h("p", { class: "problem", role: "alert" }, error.message));
   }
@@ -115,22 +117,28 @@ function startTheme() {
   });
 }
 
+// Read the open page again; what changes while it loads or is read is read afterwards, and what failed is tried again.
+async function refresh() {
+  isStale = true;
+  if (isRefreshing || openPage === null) return;
+  clearTimeout(retry);
+  isRefreshing = true;
+  isStale = false;
+  let pauseMilliseconds = 500;
+  try { await openPage.refresh(); } catch { [isStale, pauseMilliseconds] = [true, 5000]; }
+  isRefreshing = false;
+  if (isStale) retry = setTimeout(refresh, pauseMilliseconds);
+}
+
 function startLive() {
   const live = document.getElementById("live");
   live.textContent = isExport ? "Exported" : "";
-  let isRefreshing = false, isWaiting = false;
-  async function refresh() {
-    if (isRefreshing) return void (isWaiting = true);
-    isRefreshing = true;
-    try { await openPage?.refresh?.(); } catch { /* the next change tries again */ }
-    isRefreshing = false;
-    if (isWaiting) { isWaiting = false; setTimeout(refresh, 500); }
-  }
   follow((changed) => {
     if (!document.hidden && (openRun === null || changed.has(openRun))) refresh();
-  }, (isUp) => {
-    live.textContent = isUp ? "Live" : "Reconnecting";
-    live.classList.toggle("up", isUp);
+  }, (isWatched) => {
+    if (isWatched) refresh();
+    live.textContent = isWatched ? "Live" : "Reconnecting";
+    live.classList.toggle("up", isWatched);
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 }

@@ -1,12 +1,12 @@
 """The fingerprint of a training state: a homomorphic hash of the set of its blocks, equal for every layout and engine.
 
-    block       = as many whole rows of an array as reach 32 KiB, a power of two, the last one shorter; a row is
-                  ``array[i]``
+    block       = as many whole rows of an array as 32 KiB hold, a power of two, at least one, the last block shorter; a
+                  row is ``array[i]``
     element     = 1,024 lanes of 16 bits: SHAKE-256(name | type | shape | number of the block | SHA-256 of its bytes)
     fingerprint = BLAKE2b-256(counters | sum of all elements, modulo 2^16 in each lane)
 
 Ranks add up the blocks of the rows that they hold, and their sums are added in any order (``core/row_set_hash.py``).
-Rows of a block that several ranks divide travel with the sum until the block is whole; rows of 32 KiB never do. Another
+Rows of a block that several ranks divide travel with the sum until the block is whole; rows above 16 KiB never do. Another
 state of the same fingerprint cannot be found, so a chain that records it commits to every bit.
 """
 
@@ -48,7 +48,7 @@ class _Array(NamedTuple):
     @property
     def block_rows(self) -> int:
         """Rows of a block."""
-        return 1 << max(-(-BLOCK_BYTES // max(self.row_bytes, 1)) - 1, 0).bit_length()
+        return 1 << max(BLOCK_BYTES // max(self.row_bytes, 1), 1).bit_length() - 1
 
     def end_of(self, block: int) -> int:
         """Return the row after the last one of a block."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:vorox:checkpoint:1"
+PREDICATE_TYPE = "urn:vorox:checkpoint:2"
 _KINDS = "an Ed25519 or ECDSA P-256 key in PEM, as of `openssl genpkey -algorithm ed25519`"
 
 
@@ -201,7 +201,7 @@ def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, A
         )  # fmt: skip
     statement: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
     if statement.get("predicateType") != PREDICATE_TYPE:
-        raise CheckpointError("The signature is not for a checkpoint", where=str(path), hint="sign the checkpoint")
+        raise CheckpointError("The signature is not for a checkpoint of this format", where=str(path), hint="sign the checkpoint")
     return statement
 
 
