@@ -292,7 +292,7 @@ def test_no_change_is_missed(browser: Watched, runs: Path, url: str, meanwhile: 
         ended = "event: watching\ndata: {}\n\n"
         page.route("**/api/live", lambda route: route.fulfill(content_type="text/event-stream", body=ended), times=1)
     if meanwhile == "the page loads":
-        page.route("**/api/curves?*", lambda route: held.append(route), times=1)  # noqa: PLW0108 - no builtin
+        page.route("**/api/curves?*", lambda route: held.append(route), times=1)
     browser.open(url, HOSTILE)
     page.goto(f"{url.split('?')[0]}#/run/{HOSTILE}/curves")
     facts.get_by_text("Loss").wait_for()

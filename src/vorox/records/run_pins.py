@@ -1,7 +1,7 @@
 """Pins: the checkpoints of a run that other runs need, as the base of an adapter or the reference of DPO.
 
 A checkpoint and the run that needs it go in; a file in ``pins/`` of the checkpoint's run keeps it from retention, and
-names the run to anyone who removes it. A pin is kept when the run that needs it cannot be found: it may have been moved.
+names that run to anyone who removes it. It stays when the run that needs it cannot be found: it may have been moved.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     fingerprint = BLAKE2b-256(counters | sum of all elements, modulo 2^16 in each lane)
 
 Ranks add up the blocks of the rows that they hold, and their sums are added in any order (``core/row_set_hash.py``).
-Rows of a block that several ranks divide travel with the sum until the block is whole; rows above 16 KiB never do. Another
-state of the same fingerprint cannot be found, so a chain that records it commits to every bit.
+Rows of a block that several ranks divide travel with the sum until the block is whole; rows above 16 KiB never do.
+Another state of the same fingerprint cannot be found, so a chain that records it commits to every bit.
 """
 
 from __future__ import annotations

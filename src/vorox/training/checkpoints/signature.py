@@ -201,7 +201,9 @@ def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, A
         )  # fmt: skip
     statement: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
     if statement.get("predicateType") != PREDICATE_TYPE:
-        raise CheckpointError("The signature is not for a checkpoint of this format", where=str(path), hint="sign the checkpoint")
+        raise CheckpointError(
+            "The signature is not for a checkpoint of this format", where=str(path), hint="sign the checkpoint"
+        )
     return statement
 
 
