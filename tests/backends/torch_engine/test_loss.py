@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine import matrix_products
-from vorox.backends.torch_engine.inputs import labels_to_device
-from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums
+from vorox.backends.torch_engine.labels import Labels, labels_to_device
+from vorox.backends.torch_engine.loss import FusedLinearLoss, LossSums
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig

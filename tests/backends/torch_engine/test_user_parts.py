@@ -28,7 +28,7 @@ from backends.torch_engine.test_checkpoint import save
 from vorox.backends.torch_engine.decoder_network import check_user_parts_alone
 from vorox.backends.torch_engine.devices import prepare
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.labels import labels_to_device
 from vorox.backends.torch_engine.loss import FusedLinearLoss
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL, Batch

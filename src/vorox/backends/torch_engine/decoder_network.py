@@ -32,8 +32,9 @@ from vorox.backends.torch_engine.experts import RouterMetrics, RouterStep
 from vorox.backends.torch_engine.fake_quantization import quantize_kernels
 from vorox.backends.torch_engine.float8_linear import float8_kernels
 from vorox.backends.torch_engine.forward_context import ForwardContext
-from vorox.backends.torch_engine.inputs import RowPositions, labels_of
-from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, TeacherOutput, TopLogits
+from vorox.backends.torch_engine.inputs import RowPositions
+from vorox.backends.torch_engine.labels import Labels, TeacherOutput, TopLogits, labels_of
+from vorox.backends.torch_engine.loss import FusedLinearLoss, LossSums
 from vorox.backends.torch_engine.mamba import MixerBlock
 from vorox.backends.torch_engine.model import Block, Decoder, Parts, RunBlock
 from vorox.backends.torch_engine.network import Network

@@ -21,7 +21,7 @@ from vorox.backends.torch_engine.fake_quantization import quantize_modules
 from vorox.backends.torch_engine.float8_linear import convert_modules
 from vorox.backends.torch_engine.huggingface_images import image_inputs, language_blocks, unused_tower
 from vorox.backends.torch_engine.inputs import RowPositions, add_noise
-from vorox.backends.torch_engine.loss import Labels
+from vorox.backends.torch_engine.labels import Labels
 from vorox.backends.torch_engine.module_network import ModuleNetwork
 from vorox.backends.torch_engine.packed_mixers import PackedMixers
 from vorox.backends.torch_engine.parallel.context_parallel import ContextParallel

@@ -19,19 +19,8 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from vorox.backends.torch_engine.device_copy import to_device
-from vorox.backends.torch_engine.loss import Labels
 from vorox.core.batch import IGNORED_LABEL, Batch, DataShard, Int32Array
 from vorox.core.files.atomic import canonical_json
-
-
-def labels_to_device(labels_BT: Int32Array, device: torch.device) -> Labels:
-    """Copy labels to the device as target indices and a mask of the positions that have a target."""
-    kept_BT = labels_BT != IGNORED_LABEL
-    if bool(kept_BT.all()):
-        return Labels(to_device(labels_BT, device).view(-1).long(), None)
-    index_M = to_device(np.where(kept_BT, labels_BT, 0).astype(np.int32), device).view(-1).long()
-    return Labels(index_M, to_device(kept_BT.astype(np.int32), device).view(-1).bool())
 
 
 def rows_of_rank(batch: Batch, shard: DataShard, *, one_by_one: bool = False) -> list[Batch]:
@@ -128,11 +117,6 @@ class RowPositions:
         positions_BP = None if positions_BT is None else part.select(positions_BT)
         segments_BT = None if segments_ABT is None else segments_ABT[index]
         return cls(part.select(tokens_BT), positions_BP, positions_BT, segments_BT)
-
-
-def labels_of(batch: Batch, index: int, part: PositionPart, device: torch.device) -> Labels:
-    """Return the labels of the same positions."""
-    return labels_to_device(part.select(batch.labels_ABT[index]), device)
 
 
 def _sample(

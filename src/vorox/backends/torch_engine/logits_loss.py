@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.loss import Labels, LossSums, user_loss
+from vorox.backends.torch_engine.labels import Labels
+from vorox.backends.torch_engine.loss import LossSums, user_loss
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 

@@ -16,57 +16,18 @@ Shape legend: M positions of a micro-batch, C positions of a chunk, D width, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.compiled_loss import compiled_chunk_loss
+from vorox.backends.torch_engine.labels import Labels, TeacherOutput, TopLogits
 from vorox.backends.torch_engine.matrix_products import Products
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import DistillationConfig, LossConfig, RunConfig
 from vorox.core.user_code.extensions import is_extension, load_function
 from vorox.planning.memory_estimate import loss_chunk_positions
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Targets of a micro-batch: ``index_M`` is 0 where there is none, ``kept_M`` is ``None`` when all are targets.
-
-    ``teacher`` is set in training with ``train.distillation``.
-    """
-
-    index_M: Tensor
-    kept_M: Tensor | None
-    teacher: TeacherOutput | TopLogits | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherOutput:
-    """Final hidden state of the teacher at the same positions, and its head; E is its width."""
-
-    hidden_ME: Tensor
-    head_VE: Tensor
-
-    def split(self, size: int) -> list[TeacherOutput]:
-        return [TeacherOutput(hidden_CE, self.head_VE) for hidden_CE in self.hidden_ME.split(size)]
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogits:
-    """The largest logits of a teacher at each position, less the largest, with their tokens."""
-
-    ids_MK: Tensor
-    logits_MK: Tensor
-
-    @classmethod
-    def of(cls, logits_MV: Tensor, top_k: int) -> TopLogits:
-        values_MK, ids_MK = logits_MV.topk(top_k, dim=1)
-        return cls(ids_MK, values_MK - values_MK[:, :1])
-
-    def split(self, size: int) -> list[TopLogits]:
-        return [TopLogits(*part) for part in zip(self.ids_MK.split(size), self.logits_MK.split(size), strict=True)]
 
 
 class LossSums(NamedTuple):

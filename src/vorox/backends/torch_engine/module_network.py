@@ -35,9 +35,10 @@ from vorox.backends.torch_engine.dpo_loss import (
     log_probs_of_logits,
     targets_to_device,
 )
-from vorox.backends.torch_engine.inputs import RowPositions, labels_of, labels_to_device
+from vorox.backends.torch_engine.inputs import RowPositions
+from vorox.backends.torch_engine.labels import Labels, labels_of, labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
-from vorox.backends.torch_engine.loss import Labels, LossSums
+from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.optimizer_in_backward import check_passes, flat_parameters

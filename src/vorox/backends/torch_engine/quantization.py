@@ -23,9 +23,8 @@ from vorox.backends.torch_engine import int4_linear
 from vorox.backends.torch_engine.affine_quantization import GROUP_INPUTS
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.document_rows import group_documents
-from vorox.backends.torch_engine.inputs import labels_to_device
+from vorox.backends.torch_engine.labels import Labels, labels_to_device
 from vorox.backends.torch_engine.logits_loss import LogitsLoss
-from vorox.backends.torch_engine.loss import Labels
 from vorox.core.batch import Batch
 from vorox.core.engine import EvalValues
 from vorox.core.errors import ConfigError

@@ -16,7 +16,7 @@ from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.device_copy import to_device
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.loss import TeacherOutput, TopLogits
+from vorox.backends.torch_engine.labels import TeacherOutput, TopLogits
 from vorox.backends.torch_engine.network import Network
 from vorox.backends.torch_engine.parameters import FlatParameters
 from vorox.core.batch import Batch, Int32Array

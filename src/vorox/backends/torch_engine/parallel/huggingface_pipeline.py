@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork, recompute_blocks
-from vorox.backends.torch_engine.loss import Labels, LossSums
+from vorox.backends.torch_engine.labels import Labels
+from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.module_table import move_buffers, named_tensors, replace_tensors
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.core.batch import Batch

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from vorox.backends.torch_engine import kernels
 from vorox.backends.torch_engine.devices import Compute
 from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.inputs import labels_of
-from vorox.backends.torch_engine.loss import Labels, LossSums
+from vorox.backends.torch_engine.labels import Labels, labels_of
+from vorox.backends.torch_engine.loss import LossSums
 from vorox.backends.torch_engine.network import EnterMicroBatch, Network
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
 from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, LossSums, Partition
+from vorox.backends.torch_engine.labels import Labels
+from vorox.backends.torch_engine.loss import FusedLinearLoss, LossSums, Partition
 from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
 
 
