@@ -45,7 +45,7 @@ def decide(report: dict[str, Any]) -> dict[str, Any]:
 def exchange(rank: int, num_ranks: int, port: int, options: argparse.Namespace) -> None:
     from torch.distributed import PrefixStore, TCPStore
 
-    from vorox.backends.torch_engine.store_channel import StoreChannel
+    from vorox.backends.torch_engine.ranks.store_channel import StoreChannel
 
     store = TCPStore("127.0.0.1", port, num_ranks, rank == 0, timedelta(seconds=60))
     dist = DistributedContext(rank, num_ranks, StoreChannel(PrefixStore("vorox", store)))

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vorox.backends.torch_engine import decoder_network
 from vorox.backends.torch_engine import engine as torch_engine
+from vorox.backends.torch_engine.networks import decoder_network
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.config import load_config
 from vorox.core.engine import NamedArray

@@ -231,7 +231,7 @@ def test_one_flipped_bit_changes_the_checksum_of_the_gradients(name: str, bit: i
     if name.startswith("torch"):
         import torch
 
-        from vorox.backends.torch_engine.results import gradient_bits
+        from vorox.backends.torch_engine.device.results import gradient_bits
 
         found = [gradient_bits(map(torch.from_numpy, one.values())).tolist() for one in (gradients, flipped)]
     elif name.startswith("jax"):

@@ -219,8 +219,8 @@ CLASSES = {
     "run": ("RunSection",),
 }
 EXPLAINED = {
-    "model.preset": "fills in other keys while loading (core/config_tree.py); names the run",
-    "model.family": "fills in other keys while loading (core/config_tree.py); names the run",
+    "model.preset": "fills in other keys while loading (core/config/layers); names the run",
+    "model.family": "fills in other keys while loading (core/config/layers); names the run",
 }
 
 

@@ -137,7 +137,7 @@ def test_a_kernel_that_the_configuration_names_is_never_fetched(key: str, monkey
     hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
     from transformers import modeling_utils
 
-    from vorox.backends.torch_engine.huggingface_model import build
+    from vorox.backends.torch_engine.foreign.huggingface_model import build
     from vorox.models.huggingface.spec import without_kernels
 
     fetched: list[object] = []

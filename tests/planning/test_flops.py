@@ -48,7 +48,7 @@ def test_against_the_counter_of_torch(family: str, products: str, monkeypatch: p
     from torch.utils.flop_counter import FlopCounterMode
 
     from vorox import backends
-    from vorox.backends.torch_engine import devices
+    from vorox.backends.torch_engine.device import devices
     from vorox.core.batch import Batch, DataCursor
     from vorox.core.ranks.distributed_context import DistributedContext
 

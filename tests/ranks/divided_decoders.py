@@ -203,7 +203,7 @@ def spec_of(config: RunConfig) -> ModelSpec:
 
     from backends.torch_engine.transformers_models import MODELS as TRANSFORMERS_MODELS
     from backends.torch_engine.transformers_models import SHARED
-    from vorox.backends.torch_engine.huggingface_settings import resolve
+    from vorox.backends.torch_engine.networks.huggingface_settings import resolve
 
     name = str(config.model.name_or_path)
     own = {**SHARED, **(TRANSFORMERS_MODELS | ONLY_DIVIDED)[name], "vocab_size": VOCAB}

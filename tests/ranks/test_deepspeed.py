@@ -63,7 +63,7 @@ COPIES = """
 from conformance.engines import POSITIONS, VOCAB, torch_config
 from vorox import backends
 from vorox.backends.torch_engine import checkpoint
-from vorox.backends.torch_engine.parallel import zero_parameters
+from vorox.backends.torch_engine.layouts import zero_parameters
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.models.decoder.spec import decoder_spec
 

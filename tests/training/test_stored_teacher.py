@@ -81,8 +81,8 @@ def test_the_loss_equals_plain_pytorch() -> None:
     import torch
     from torch.nn import functional as F
 
-    from vorox.backends.torch_engine.loss import FusedLinearLoss, Labels, TeacherOutput, TopLogits
-    from vorox.backends.torch_engine.matrix_products import Products
+    from vorox.backends.torch_engine.device.matrix_products import Products
+    from vorox.backends.torch_engine.losses.loss import FusedLinearLoss, Labels, TeacherOutput, TopLogits
     from vorox.core.schema import DistillationConfig, LossConfig
 
     generator = torch.Generator().manual_seed(0)

@@ -309,4 +309,4 @@ def _size(directory: Path) -> int:
 
 
 def _quantizer() -> Any:
-    return importlib.import_module("vorox.backends.torch_engine.quantization")
+    return importlib.import_module("vorox.backends.torch_engine.low_precision.quantization")

@@ -44,13 +44,13 @@ _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_PER_STALL = 1.5
 """A rank on a busy machine may give no sign of life for some seconds."""
 
-_TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.huggingface_settings"}
+_TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.networks.huggingface_settings"}
 """Backends that compute transformers models, with the module that resolves them."""
 
-_USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.user_model"}
+_USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.networks.user_model"}
 """Backends that compute models by import path, with the module that resolves them."""
 
-_DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.devices"}
+_DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.device.devices"}
 """Backends whose memory is estimated from settings, with their devices; JAX's compiler plans a step itself."""
 
 _COMPILED_MEMORY: Mapping[str, str] = {"jax": "vorox.backends.jax_engine.compiled_memory"}

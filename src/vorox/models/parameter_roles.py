@@ -1,6 +1,6 @@
 """The role of a weight of a foreign module by its name and shape: biases, scales and states are never decayed.
 
-``backends/torch_engine/module_roles.py`` adds what modules say of their own weights.
+``backends/torch_engine/foreign/module_roles.py`` adds what modules say of their own weights.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_dropout_is_drawn_by_its_key_and_keeps_the_mean(name: str) -> None:
 
 @pytest.mark.torch
 def test_rotary_tables_are_those_of_the_torch_engine() -> None:
-    from vorox.backends.torch_engine import attention as torch_attention
+    from vorox.backends.torch_engine.attention import attention as torch_attention
 
     for ours, theirs in zip(
         attention.rotary_table(16, 4096, 10_000.0), torch_attention.rotary_table(16, 4096, 10_000.0), strict=True

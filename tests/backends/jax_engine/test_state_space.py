@@ -111,7 +111,7 @@ def test_both_engines_compute_the_same(packed: np.ndarray | None) -> None:
     """Scan, convolution and norm in float64."""
     import torch
 
-    from vorox.backends.torch_engine import state_space
+    from vorox.backends.torch_engine.layers import state_space
 
     values = inputs()
     generator = np.random.default_rng(2)

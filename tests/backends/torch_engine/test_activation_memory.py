@@ -10,9 +10,9 @@ import torch
 
 from backends.torch_engine.transformers_models import write_model
 from small_configurations import MODELS, POSITIONS, VOCAB, batch_of, configuration, random_rows
-from vorox.backends.torch_engine import huggingface_model
-from vorox.backends.torch_engine.activation_memory import measured
 from vorox.backends.torch_engine.engine import create
+from vorox.backends.torch_engine.foreign import huggingface_model
+from vorox.backends.torch_engine.networks.activation_memory import measured
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.models.decoder.spec import decoder_spec

@@ -29,8 +29,8 @@ from backends.torch_engine.transformers_models import (
     write_model,
 )
 from vorox import backends
-from vorox.backends.torch_engine.adapter_network import AdapterNetwork
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.backends.torch_engine.networks.adapter_network import AdapterNetwork
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files.staged_directory import StagedDirectory
 from vorox.models.arrays.fingerprint import fingerprint
@@ -133,7 +133,9 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 def test_loading_peft_recommends_no_download() -> None:
     """On CPUs with AVX512-BF16, bitsandbytes would ask for a kernel that plain adapters do not use."""
-    program = "from vorox.backends.torch_engine.adapters import _library; _library('peft'); import bitsandbytes"
+    program = (
+        "from vorox.backends.torch_engine.networks.adapters import _library; _library('peft'); import bitsandbytes"
+    )
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "pip install kernels" not in output.stderr
 

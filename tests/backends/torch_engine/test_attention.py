@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import attention
-from vorox.backends.torch_engine.attention import CAUSAL, FULL, AttentionMask
+from vorox.backends.torch_engine.attention import attention
+from vorox.backends.torch_engine.attention.attention import CAUSAL, FULL, AttentionMask
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

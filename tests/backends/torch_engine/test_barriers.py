@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 
-from vorox.backends.torch_engine import barriers
+from vorox.backends.torch_engine.device import barriers
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 COUNT_SLEEPS = """
 import os, resource, sys, time
-from vorox.backends.torch_engine import barriers
+from vorox.backends.torch_engine.device import barriers
 barriers._VARIABLES["GOMP_SPINCOUNT"] = "20000000000"  # never sleeps by itself, on a busy machine either
 barriers.INTERVAL_SECONDS = 1e6
 for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):

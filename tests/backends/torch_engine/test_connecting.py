@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 def test_a_peer_that_ended_is_waited_for_as_long_as_configured(joins_store: bool) -> None:
     import torch.distributed as dist
 
-    from vorox.backends.torch_engine import distributed
+    from vorox.backends.torch_engine.ranks import distributed
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -13,10 +13,10 @@ import torch
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, QWEN3, batch_of, make, random_rows
 from packed_rows import packed
 from small_configurations import configuration
-from vorox.backends.torch_engine import cuda_graphs
-from vorox.backends.torch_engine.cuda_graphs import WARMUP_PASSES, CudaGraphs
-from vorox.backends.torch_engine.decoder_network import DecoderNetwork
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.backends.torch_engine.layers import cuda_graphs
+from vorox.backends.torch_engine.layers.cuda_graphs import WARMUP_PASSES, CudaGraphs
+from vorox.backends.torch_engine.networks.decoder_network import DecoderNetwork
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
 

@@ -28,7 +28,7 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 def content_of(folder: Path, content: Any, *overrides: str) -> dict[str, Any]:
     """What a file of this content becomes for two ranks."""
-    from vorox.backends.torch_engine.parallel.deepspeed_config import deepspeed_config
+    from vorox.backends.torch_engine.layouts.deepspeed_config import deepspeed_config
 
     file = folder / "ds.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
@@ -106,7 +106,7 @@ def test_settings_that_zero_does_not_support_are_refused(tmp_path: Path, overrid
 def test_without_deepspeed_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from vorox.backends.torch_engine.parallel import zero_parameters
+    from vorox.backends.torch_engine.layouts import zero_parameters
 
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.matrix_products import Products
+from vorox.backends.torch_engine.device.matrix_products import Products
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 
 pytestmark = pytest.mark.torch
 

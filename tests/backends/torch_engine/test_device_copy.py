@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vorox.backends.torch_engine.device_copy import to_device
+from vorox.backends.torch_engine.device.device_copy import to_device
 
 pytestmark = pytest.mark.torch
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from backends.torch_engine.small_models import LLAMA, configuration, engine_of
-from vorox.backends.torch_engine import devices
-from vorox.backends.torch_engine.distributed import ranks
+from vorox.backends.torch_engine.device import devices
+from vorox.backends.torch_engine.ranks.distributed import ranks
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig

@@ -10,8 +10,8 @@ import torch
 
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, MODELS, batch_of, make, random_rows, randomise
 from conformance.engines import packed_batch
-from vorox.backends.torch_engine import direct_block
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.backends.torch_engine.layers import direct_block
 from vorox.core.batch import Batch
 
 pytestmark = pytest.mark.torch

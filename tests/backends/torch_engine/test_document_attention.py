@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vorox.backends.torch_engine import attention
-from vorox.backends.torch_engine.document_attention import find_lengths
+from vorox.backends.torch_engine.attention import attention
+from vorox.backends.torch_engine.device.document_attention import find_lengths
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

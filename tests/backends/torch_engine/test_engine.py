@@ -26,7 +26,7 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
-from vorox.backends.torch_engine import matrix_products
+from vorox.backends.torch_engine.device import matrix_products
 from vorox.backends.torch_engine.engine import TorchEngine
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.engine import StepValues

@@ -14,13 +14,13 @@ import torch
 from backends.torch_engine.transformers_models import MODELS, SHARED
 from small_configurations import MODELS as NATIVE_MODELS
 from small_configurations import configuration
-from vorox.backends.torch_engine.huggingface_model import describe
+from vorox.backends.torch_engine.foreign.huggingface_model import describe
+from vorox.backends.torch_engine.layouts.divided_parameters import ExpertParallelParameters
+from vorox.backends.torch_engine.layouts.parameters import FlatParameters
 from vorox.backends.torch_engine.parallel import decoder_plan, module_plan
-from vorox.backends.torch_engine.parallel.divided_parameters import ExpertParallelParameters
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertGroup
-from vorox.backends.torch_engine.parallel.plan import ParallelPlan
 from vorox.backends.torch_engine.parallel.share import ExpertShare
-from vorox.backends.torch_engine.parameters import FlatParameters
+from vorox.backends.torch_engine.ranks.expert_parallel import ExpertGroup
+from vorox.backends.torch_engine.ranks.plan import ParallelPlan
 from vorox.models.decoder.spec import decoder_spec
 from vorox.models.optimizer_groups import optimizer_groups
 from vorox.models.spec import ModelSpec

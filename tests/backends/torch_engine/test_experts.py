@@ -24,10 +24,10 @@ from backends.torch_engine.small_models import (
     randomise,
     train,
 )
-from vorox.backends.torch_engine import kernels
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.experts import Experts, RouterMetrics, RouterStep
-from vorox.backends.torch_engine.parameters import module_name
+from vorox.backends.torch_engine.layers import kernels
+from vorox.backends.torch_engine.layers.experts import Experts, RouterMetrics, RouterStep
+from vorox.backends.torch_engine.layouts.parameters import module_name
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.schema import LossConfig
 from vorox.models.decoder.experts import split_expert
 from vorox.models.decoder.spec import DecoderSpec
@@ -249,7 +249,7 @@ def test_work_counts_the_active_experts_and_memory_all() -> None:
 @pytest.mark.parametrize(("width", "inner"), [(36, 44), (30, 41), (33, 64), (64, 33)])
 def test_experts_of_any_width(width: int, inner: int, dtype: str) -> None:
     """The grouped product takes multiples of 16 bytes; values and gradients against each expert by itself."""
-    from vorox.backends.torch_engine.kernels import _plain_grouped
+    from vorox.backends.torch_engine.layers.kernels import _plain_grouped
 
     kind, rng = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], np.random.default_rng()
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)

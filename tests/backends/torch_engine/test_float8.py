@@ -20,10 +20,12 @@ import tiny_runs
 import vorox
 from backends.torch_engine import transformers_models as hub
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, make, random_rows, randomise, train
-from vorox.backends.torch_engine import devices, float8_linear, kernels
+from vorox.backends.torch_engine.device import devices
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.float8_linear import float8_kernels
-from vorox.backends.torch_engine.model import Linear
+from vorox.backends.torch_engine.layers import kernels
+from vorox.backends.torch_engine.layers.model import Linear
+from vorox.backends.torch_engine.low_precision import float8_linear
+from vorox.backends.torch_engine.low_precision.float8_linear import float8_kernels
 from vorox.core.config import config_digest, load_config
 from vorox.core.errors import ConfigError
 
@@ -268,7 +270,7 @@ def test_transposed_matrices_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_teacher_is_not_rounded() -> None:
-    from vorox.backends.torch_engine.teacher import open_teacher
+    from vorox.backends.torch_engine.networks.teacher import open_teacher
 
     plain = make(LLAMA)
     outputs: list[np.ndarray] = []

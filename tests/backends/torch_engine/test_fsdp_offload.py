@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from backends.torch_engine.small_models import LLAMA, POSITIONS, VOCAB, configuration, make
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.optim import Optimizer
-from vorox.backends.torch_engine.parallel.sharded_parameters import ShardedParameters
-from vorox.backends.torch_engine.results import TorchStepResult
+from vorox.backends.torch_engine.device.results import TorchStepResult
+from vorox.backends.torch_engine.layouts.sharded_parameters import ShardedParameters
+from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.config import load_config
 from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError

@@ -19,9 +19,9 @@ from backends.torch_engine import transformers_models
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows
 from small_configurations import HYBRID
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.parallel import gradient_buckets
-from vorox.backends.torch_engine.parallel.gradient_buckets import GradientBuckets
-from vorox.backends.torch_engine.parameters import FlatParameters
+from vorox.backends.torch_engine.layouts import gradient_buckets
+from vorox.backends.torch_engine.layouts.gradient_buckets import GradientBuckets
+from vorox.backends.torch_engine.layouts.parameters import FlatParameters
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from small_configurations import configuration
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.parallel import gradient_sums
+from vorox.backends.torch_engine.layouts import gradient_sums
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.batch import DataShard
 from vorox.core.errors import ConfigError
 

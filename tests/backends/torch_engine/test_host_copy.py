@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from vorox.backends.torch_engine.host_copy import MAPPED_BYTES, host_copy
+from vorox.backends.torch_engine.device.host_copy import MAPPED_BYTES, host_copy
 
 pytestmark = pytest.mark.torch
 
 GROWTH = """
 import pathlib, torch
-from vorox.backends.torch_engine import devices
-from vorox.backends.torch_engine.host_copy import host_copy
+from vorox.backends.torch_engine.device import devices
+from vorox.backends.torch_engine.device.host_copy import host_copy
 def resident():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
 devices._keep_freed_memory()

@@ -29,7 +29,7 @@ from image_text_models import (
 )
 from pictures import picture
 from vorox.backends.torch_engine.engine import TorchEngine, create
-from vorox.backends.torch_engine.huggingface_images import multimodal_positions, pixel_values
+from vorox.backends.torch_engine.networks.huggingface_images import multimodal_positions, pixel_values
 from vorox.core.batch import Batch, BatchPatches, DataShard
 from vorox.core.errors import DataError
 from vorox.core.files.staged_directory import StagedDirectory

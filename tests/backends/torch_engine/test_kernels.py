@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import kernels
-from vorox.backends.torch_engine.devices import Compute, has_onednn_linear
+from vorox.backends.torch_engine.device.devices import Compute, has_onednn_linear
+from vorox.backends.torch_engine.layers import kernels
 
 pytestmark = pytest.mark.torch
 ROWS, WIDTH, OUT = 48, 40, 72

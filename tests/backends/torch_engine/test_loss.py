@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import matrix_products
-from vorox.backends.torch_engine.labels import Labels, labels_to_device
-from vorox.backends.torch_engine.loss import FusedLinearLoss, LossSums
-from vorox.backends.torch_engine.matrix_products import Products
+from vorox.backends.torch_engine.device import matrix_products
+from vorox.backends.torch_engine.device.labels import Labels, labels_to_device
+from vorox.backends.torch_engine.device.matrix_products import Products
+from vorox.backends.torch_engine.losses.loss import FusedLinearLoss, LossSums
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 from vorox.planning import memory_estimate

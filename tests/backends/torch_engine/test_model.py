@@ -21,7 +21,7 @@ from backends.torch_engine.small_models import (
     randomise,
 )
 from reference_decoder import numpy_logits
-from vorox.backends.torch_engine.parameters import module_name
+from vorox.backends.torch_engine.layouts.parameters import module_name
 
 pytestmark = pytest.mark.torch
 ALL = MODELS | PATTERNS

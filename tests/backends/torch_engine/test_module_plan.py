@@ -11,9 +11,9 @@ import pytest
 
 from backends.torch_engine.transformers_models import MODELS, SHARED
 from small_configurations import configuration
-from vorox.backends.torch_engine import huggingface_model
+from vorox.backends.torch_engine.foreign import huggingface_model
 from vorox.backends.torch_engine.parallel.module_plan import tensor_plan
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
+from vorox.backends.torch_engine.ranks.tensor_parallel import TensorGroup
 from vorox.core.errors import ConfigError
 from vorox.models.divisibility import check_divisible
 from vorox.models.huggingface.spec import HuggingFaceSpec

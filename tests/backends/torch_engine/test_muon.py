@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backends.torch_engine.small_models import GPT2, LLAMA, LR, batch_of, make, random_rows
-from vorox.backends.torch_engine import muon
+from vorox.backends.torch_engine.optimizers import muon
 from vorox.models.optimizer_groups import ORTHOGONAL
 from vorox.planning import cpu_memory
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from backends.torch_engine.small_models import GPT2, batch_of, configuration, engine_of, make, random_rows, train
-from vorox.backends.torch_engine import optim
 from vorox.backends.torch_engine.engine import TorchEngine
+from vorox.backends.torch_engine.optimizers import optimizer as optim
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError
 from vorox.core.schema.runtime import LARGEST_LOSS_SCALE

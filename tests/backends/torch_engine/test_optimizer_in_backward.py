@@ -15,7 +15,7 @@ from backends.torch_engine.small_models import LLAMA, MODELS, PATTERNS, batch_of
 from backends.torch_engine.test_checkpoint import save
 from tiny_runs import Killed, configuration, kill, result, run
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.optimizer_in_backward import TransientGradients
+from vorox.backends.torch_engine.optimizers.optimizer_in_backward import TransientGradients
 from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import ConfigError
 from vorox.planning.memory_estimate import memory_per_device

@@ -23,8 +23,8 @@ from backends.torch_engine.transformers_models import (
     engine_of,
     write_model,
 )
-from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
-from vorox.backends.torch_engine.state_space import scan, selective_scan
+from vorox.backends.torch_engine.layers.state_space import scan, selective_scan
+from vorox.backends.torch_engine.networks.huggingface_network import HuggingFaceNetwork
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

@@ -19,10 +19,10 @@ import tiny_runs
 from backends.torch_engine import transformers_models as hub
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, configuration, make, random_rows, randomise
 from rounding import round_int4, round_int8
-from vorox.backends.torch_engine import devices
+from vorox.backends.torch_engine.device import devices
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.fake_quantization import quantize_kernels
-from vorox.backends.torch_engine.kernels import select
+from vorox.backends.torch_engine.layers.kernels import select
+from vorox.backends.torch_engine.low_precision.fake_quantization import quantize_kernels
 from vorox.core.config import config_digest, load_config
 from vorox.core.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_a_linear_layer_equals_one_that_rounds_in_float64(scheme: Any, num_input
 
 def test_rounding_is_that_of_torchao() -> None:
     quantization = pytest.importorskip("torchao.quantization")
-    from vorox.backends.torch_engine import affine_quantization
+    from vorox.backends.torch_engine.low_precision import affine_quantization
 
     for dtype in (torch.float32, torch.bfloat16):
         x_RI = torch.randn(17, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -123,7 +123,7 @@ def test_loss_and_gradients_are_those_of_the_rounded_weights(
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
 def test_a_model_of_transformers_rounds_what_compress_quantises(scheme: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    from vorox.backends.torch_engine import quantization
+    from vorox.backends.torch_engine.low_precision import quantization
 
     directory = hub.write_model(tmp_path / "model", name)
     (tmp_path / "small").mkdir()
@@ -164,7 +164,7 @@ def test_transposed_matrices_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_teacher_is_not_rounded() -> None:
-    from vorox.backends.torch_engine.teacher import open_teacher
+    from vorox.backends.torch_engine.networks.teacher import open_teacher
 
     plain = make(LLAMA)
     outputs: list[np.ndarray] = []

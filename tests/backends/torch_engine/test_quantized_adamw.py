@@ -8,8 +8,8 @@ import torch
 
 from backends.torch_engine.small_models import GPT2, LLAMA, batch_of, make, random_rows, train
 from backends.torch_engine.test_optim import LOSS, set_gradients, state_of
-from vorox.backends.torch_engine import quantized_adamw
-from vorox.backends.torch_engine.quantized_adamw import QuantizedAdamW, QuantizedTensor, dynamic_table
+from vorox.backends.torch_engine.optimizers import quantized_adamw
+from vorox.backends.torch_engine.optimizers.quantized_adamw import QuantizedAdamW, QuantizedTensor, dynamic_table
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import attention
-from vorox.backends.torch_engine.inputs import PositionPart
-from vorox.backends.torch_engine.parallel import ring_attention
-from vorox.backends.torch_engine.parallel.ring_attention import PassOn
+from vorox.backends.torch_engine.attention import attention, ring_attention
+from vorox.backends.torch_engine.attention.ring_attention import PassOn
+from vorox.backends.torch_engine.device.inputs import PositionPart
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

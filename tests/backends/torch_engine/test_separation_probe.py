@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vorox import backends
-from vorox.backends.torch_engine import huggingface_model, huggingface_probe
+from vorox.backends.torch_engine.foreign import huggingface_model, huggingface_probe
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import state_space
-from vorox.backends.torch_engine.state_space import causal_convolution, gated_norm, scan, scan_step
+from vorox.backends.torch_engine.layers import state_space
+from vorox.backends.torch_engine.layers.state_space import causal_convolution, gated_norm, scan, scan_step
 
 pytestmark = pytest.mark.torch
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

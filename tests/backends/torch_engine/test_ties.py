@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.compiled_loss import _chunk_loss
-from vorox.backends.torch_engine.labels import Labels, labels_to_device
-from vorox.backends.torch_engine.logits_loss import LogitsLoss
-from vorox.backends.torch_engine.loss import FusedLinearLoss
-from vorox.backends.torch_engine.matrix_products import Products
-from vorox.backends.torch_engine.parallel.vocabulary_loss import VocabularyLoss
+from vorox.backends.torch_engine.device.labels import Labels, labels_to_device
+from vorox.backends.torch_engine.device.matrix_products import Products
+from vorox.backends.torch_engine.losses.compiled_loss import _chunk_loss
+from vorox.backends.torch_engine.losses.logits_loss import LogitsLoss
+from vorox.backends.torch_engine.losses.loss import FusedLinearLoss
+from vorox.backends.torch_engine.losses.vocabulary_loss import VocabularyLoss
 from vorox.core.batch import IGNORED_LABEL
 from vorox.core.schema import LossConfig
 

@@ -29,8 +29,8 @@ from backends.torch_engine.transformers_models import (
     write_model,
 )
 from vorox import backends
-from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
-from vorox.backends.torch_engine.huggingface_settings import resolve
+from vorox.backends.torch_engine.networks.huggingface_network import HuggingFaceNetwork
+from vorox.backends.torch_engine.networks.huggingface_settings import resolve
 from vorox.core.config import load_config
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files.staged_directory import StagedDirectory

@@ -25,7 +25,7 @@ from backends.torch_engine.transformers_models import DOCUMENTS, LENGTH, VOCAB, 
 from training_device import DEVICE
 from vorox import backends
 from vorox.backends.torch_engine.engine import TorchEngine, create
-from vorox.backends.torch_engine.user_model import UserNetwork, resolve
+from vorox.backends.torch_engine.networks.user_model import UserNetwork, resolve
 from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.ranks.distributed_context import DistributedContext

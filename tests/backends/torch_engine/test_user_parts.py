@@ -25,12 +25,12 @@ from backends.torch_engine.small_models import (
     train,
 )  # fmt: skip
 from backends.torch_engine.test_checkpoint import save
-from vorox.backends.torch_engine.decoder_network import check_user_parts_alone
-from vorox.backends.torch_engine.devices import prepare
+from vorox.backends.torch_engine.device.devices import prepare
+from vorox.backends.torch_engine.device.labels import labels_to_device
+from vorox.backends.torch_engine.device.matrix_products import Products
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.labels import labels_to_device
-from vorox.backends.torch_engine.loss import FusedLinearLoss
-from vorox.backends.torch_engine.matrix_products import Products
+from vorox.backends.torch_engine.losses.loss import FusedLinearLoss
+from vorox.backends.torch_engine.networks.decoder_network import check_user_parts_alone
 from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.errors import ConfigError
 from vorox.core.schema import LossConfig, RunConfig

@@ -21,7 +21,8 @@ from backends.torch_engine.small_models import LLAMA, LR, QWEN3, engine_of, make
 from backends.torch_engine.test_document_attention import ROWS, check_equals_a_dense_mask
 from packed_rows import loss_of_documents, packed
 from small_configurations import configuration
-from vorox.backends.torch_engine import attention, devices, document_attention
+from vorox.backends.torch_engine.attention import attention
+from vorox.backends.torch_engine.device import devices, document_attention
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ import torch
 from pictures import COLOURS, VISION, picture, picture_configuration
 from tiny_runs import Killed
 from vorox.api.model import create_model, load_model
+from vorox.backends.torch_engine.device.results import TorchStepResult
 from vorox.backends.torch_engine.engine import TorchEngine
-from vorox.backends.torch_engine.kernels import PLAIN
-from vorox.backends.torch_engine.results import TorchStepResult
-from vorox.backends.torch_engine.vision import ImageEncoder, images_to_device
+from vorox.backends.torch_engine.layers.kernels import PLAIN
+from vorox.backends.torch_engine.layers.vision import ImageEncoder, images_to_device
 from vorox.core.batch import IGNORED_LABEL, Batch, BatchImages, DataCursor
 from vorox.core.errors import DataError
 from vorox.data.images.decoding import decode_image

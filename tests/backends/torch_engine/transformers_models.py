@@ -12,7 +12,7 @@ import torch
 
 from training_device import DEVICE
 from vorox.backends.torch_engine.engine import TorchEngine, create
-from vorox.backends.torch_engine.huggingface_settings import resolve
+from vorox.backends.torch_engine.networks.huggingface_settings import resolve
 from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.config import load_config
 from vorox.core.ranks.distributed_context import DistributedContext

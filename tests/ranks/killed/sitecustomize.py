@@ -26,8 +26,8 @@ if "RANK" in os.environ:
     distributed: Any
     engine: Any
     if os.environ["TESTS_BACKEND"] == "torch":
-        from vorox.backends.torch_engine import distributed
         from vorox.backends.torch_engine.engine import TorchEngine as engine
+        from vorox.backends.torch_engine.ranks import distributed
     else:
         from vorox.backends.jax_engine import distributed
         from vorox.backends.jax_engine.engine import JaxEngine as engine

@@ -1,8 +1,8 @@
 """Mixture of experts in Flax NNX: router, dispatch, grouped products, losses and metrics of routers.
 
-Computes what ``torch_engine/experts.py`` does: every token reaches all experts that its router chose, positions are
-sorted by expert and multiplied in contiguous segments. The gradient of the routers' losses is added where the backward
-pass reaches the routers; the value of the objective does not change.
+Computes what ``torch_engine/layers/experts.py`` does: every token reaches all experts that its router chose, positions
+are sorted by expert and multiplied in contiguous segments. The gradient of the routers' losses is added where the
+backward pass reaches the routers; the value of the objective does not change.
 
 Shape legend: B rows, T positions, M = B x T, D width, F width of an expert, E experts, K experts per token, S = M x K
 slots, A micro-batches, L layers.

@@ -6,7 +6,7 @@ Each head keeps a state, a matrix ``[H, S]``, that starts at zero in every docum
 
 ``scan`` computes all positions. Within a chunk of Q positions it multiplies matrices, as attention does; between chunks
 it carries the state. The result does not depend on the chunk, up to rounding. States and sums are fp32, or fp64 for
-fp64 inputs, in any compute precision. The formulas equal those of ``torch_engine/state_space.py``.
+fp64 inputs, in any compute precision. The formulas equal those of ``torch_engine/layers/state_space.py``.
 
 Shape legend: B rows, T positions, C chunks, Q positions of a chunk, N heads, G groups, R = N / G heads of a group,
 H head width, S state size, E channels of the convolution, K its taps.

@@ -3,6 +3,6 @@
 Importing it sets how OpenMP threads wait at barriers (``barriers.py``), before torch loads its runtime.
 """
 
-from vorox.backends.torch_engine import barriers
+from vorox.backends.torch_engine.device import barriers
 
 barriers.prepare()

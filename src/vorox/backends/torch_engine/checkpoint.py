@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.host_copy import host_copy
-from vorox.backends.torch_engine.optim import Optimizer
-from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import Buffers, Parameters, Piece
+from vorox.backends.torch_engine.device.host_copy import host_copy
+from vorox.backends.torch_engine.layouts.parameters import Buffers, Parameters, Piece
+from vorox.backends.torch_engine.layouts.zero_parameters import ZeroParameters
+from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.models.arrays.array_reader import WEIGHTS, ArrayReader

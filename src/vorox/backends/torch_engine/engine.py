@@ -23,27 +23,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine import checkpoint, compilation, cuda_graphs, devices, held_memory, kernels, teacher
-from vorox.backends.torch_engine.adapter_network import AdapterNetwork
-from vorox.backends.torch_engine.decoder_network import DecoderNetwork
-from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.distributed import Ranks, connect, ranks
-from vorox.backends.torch_engine.dpo_loss import PairSums, dpo_loss
-from vorox.backends.torch_engine.huggingface_network import HuggingFaceNetwork
-from vorox.backends.torch_engine.inputs import keyed_randomness, rows_of_rank
-from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine import checkpoint, held_memory
+from vorox.backends.torch_engine.device import devices
+from vorox.backends.torch_engine.device.devices import Compute
+from vorox.backends.torch_engine.device.inputs import keyed_randomness, rows_of_rank
+from vorox.backends.torch_engine.device.profiler import TorchRecording
+from vorox.backends.torch_engine.device.results import TorchStepResult, gradient_bits
+from vorox.backends.torch_engine.layers import compilation, cuda_graphs, kernels
+from vorox.backends.torch_engine.layouts import gradient_buckets, gradient_sums
+from vorox.backends.torch_engine.losses.dpo_loss import PairSums, dpo_loss
+from vorox.backends.torch_engine.losses.loss import LossSums
+from vorox.backends.torch_engine.losses.user_step import MicroBatch, load_step
 from vorox.backends.torch_engine.network import Network
-from vorox.backends.torch_engine.optim import global_norm
-from vorox.backends.torch_engine.optimizers import make_optimizer
-from vorox.backends.torch_engine.parallel import gradient_buckets, gradient_sums, pipeline_schedule
-from vorox.backends.torch_engine.parallel.decoder_pipeline import DecoderPipeline
-from vorox.backends.torch_engine.parallel.huggingface_pipeline import HuggingFacePipeline
-from vorox.backends.torch_engine.profiler import TorchRecording
-from vorox.backends.torch_engine.reference_model import ReferenceModel
-from vorox.backends.torch_engine.results import TorchStepResult, gradient_bits
+from vorox.backends.torch_engine.networks import teacher
+from vorox.backends.torch_engine.networks.adapter_network import AdapterNetwork
+from vorox.backends.torch_engine.networks.decoder_network import DecoderNetwork
+from vorox.backends.torch_engine.networks.decoder_pipeline import DecoderPipeline
+from vorox.backends.torch_engine.networks.huggingface_network import HuggingFaceNetwork
+from vorox.backends.torch_engine.networks.huggingface_pipeline import HuggingFacePipeline
+from vorox.backends.torch_engine.networks.reference_model import ReferenceModel
+from vorox.backends.torch_engine.networks.user_model import UserNetwork
+from vorox.backends.torch_engine.optimizers.make_optimizer import make_optimizer
+from vorox.backends.torch_engine.optimizers.optimizer import global_norm
+from vorox.backends.torch_engine.parallel import pipeline_schedule
+from vorox.backends.torch_engine.ranks.distributed import Ranks, connect, ranks
 from vorox.backends.torch_engine.taps import ActivationStatistics, Taps
-from vorox.backends.torch_engine.user_model import UserNetwork
-from vorox.backends.torch_engine.user_step import MicroBatch, load_step
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import TIMED_PRODUCTS, Decoder, Engine, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.preference_pairs import count_pairs

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import devices
+from vorox.backends.torch_engine.device import devices
+from vorox.backends.torch_engine.layouts.parameters import FlatParameters, Parameters
+from vorox.backends.torch_engine.layouts.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.network import Network
-from vorox.backends.torch_engine.optim import Optimizer
-from vorox.backends.torch_engine.optimizer_in_backward import TransientGradients
-from vorox.backends.torch_engine.parallel.zero_parameters import ZeroParameters
-from vorox.backends.torch_engine.parameters import FlatParameters, Parameters
-from vorox.backends.torch_engine.quantized_adamw import QuantizedTensor
-from vorox.backends.torch_engine.reference_model import ReferenceModel
+from vorox.backends.torch_engine.networks.reference_model import ReferenceModel
+from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
+from vorox.backends.torch_engine.optimizers.optimizer_in_backward import TransientGradients
+from vorox.backends.torch_engine.optimizers.quantized_adamw import QuantizedTensor
 
 MEASURE_EVERY_READS = 100
 """Sizes rarely change, and a measurement takes about 10 us for each parameter."""

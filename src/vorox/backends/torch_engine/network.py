@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.dpo_loss import PairSums
-from vorox.backends.torch_engine.loss import LossSums
-from vorox.backends.torch_engine.parameters import Parameters
+from vorox.backends.torch_engine.layouts.parameters import Parameters
+from vorox.backends.torch_engine.losses.dpo_loss import PairSums
+from vorox.backends.torch_engine.losses.loss import LossSums
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import Decoder, NamedArray

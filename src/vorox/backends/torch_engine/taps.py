@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.engine import TapPoint
 from vorox.models.decoder.tap_points import POINTS, LayerPoints, TapFunctions
 

@@ -1,7 +1,7 @@
 """How the documents of packed rows and sliding windows are separated: chosen here for the engine and for estimates.
 
-``slices`` and ``varlen`` (``backends/torch_engine/document_attention.py``) have no mask; their memory grows linearly
-with the length of a row. ``mask`` is a dense mask, a byte for every pair of positions.
+``slices`` and ``varlen`` (``backends/torch_engine/device/document_attention.py``) have no mask; their memory grows
+linearly with the length of a row. ``mask`` is a dense mask, a byte for every pair of positions.
 """
 
 from __future__ import annotations

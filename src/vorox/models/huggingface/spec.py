@@ -1,6 +1,7 @@
 """A causal language model in transformers (``models/module_spec.py``), described by its ``config.json``.
 
-The engine that computes it (``backends/torch_engine/huggingface_model.py``) fills the table in from the modules.
+The engine that computes it (``backends/torch_engine/foreign/huggingface_model.py``) fills the table in from the
+modules.
 """
 
 from __future__ import annotations

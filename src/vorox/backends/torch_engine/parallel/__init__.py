@@ -1,1 +1,1 @@
-"""Parameters, sums and losses of several ranks: FSDP2, tensor parallelism, pipelines, ZeRO."""
+"""Models divided among ranks: their plans, shares and pipelines."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vorox.backends.torch_engine.parallel.plan import ParallelPlan, Style
+from vorox.backends.torch_engine.ranks.plan import ParallelPlan, Style
 from vorox.models.decoder.experts import split_expert
 from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.spec import ParameterSpec

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.matrix_products import Products
-from vorox.backends.torch_engine.model import Linear
+from vorox.backends.torch_engine.device.matrix_products import Products
+from vorox.backends.torch_engine.layers.model import Linear
 from vorox.backends.torch_engine.parallel.divided_layers import DividedLayer
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 
 
 class DeferredGradients:

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.experts import Experts, apply_experts
-from vorox.backends.torch_engine.model import Embedding, Linear
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertGroup
-from vorox.backends.torch_engine.parallel.plan import ParallelPlan, Style
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
+from vorox.backends.torch_engine.layers.experts import Experts, apply_experts
+from vorox.backends.torch_engine.layers.model import Embedding, Linear
+from vorox.backends.torch_engine.ranks.expert_parallel import ExpertGroup
+from vorox.backends.torch_engine.ranks.plan import ParallelPlan, Style
+from vorox.backends.torch_engine.ranks.tensor_parallel import TensorGroup
 from vorox.models.spec import ParameterSpec
 
 

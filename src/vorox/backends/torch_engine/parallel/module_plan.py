@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from vorox.backends.torch_engine.module_table import named_tensors
-from vorox.backends.torch_engine.parallel.plan import ParallelPlan, Style, not_divisible
+from vorox.backends.torch_engine.foreign.module_table import named_tensors
+from vorox.backends.torch_engine.ranks.plan import ParallelPlan, Style, not_divisible
 
 _STYLES = {
     "colwise": Style.COLWISE, "rowwise": Style.ROWWISE, "replicated_with_grad_allreduce": Style.PER_HEAD,

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine import kernels
-from vorox.backends.torch_engine.devices import Compute
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.labels import Labels, labels_of
-from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine.device.devices import Compute
+from vorox.backends.torch_engine.device.labels import Labels, labels_of
+from vorox.backends.torch_engine.layers import kernels
+from vorox.backends.torch_engine.layouts.pipeline_parameters import PipelineParameters
+from vorox.backends.torch_engine.losses.loss import LossSums
 from vorox.backends.torch_engine.network import EnterMicroBatch, Network
 from vorox.backends.torch_engine.parallel.deferred_gradients import DeferredGradients
-from vorox.backends.torch_engine.parallel.pipeline_parameters import PipelineParameters
 from vorox.backends.torch_engine.parallel.pipeline_schedule import StageRunner, TrainingStep
 from vorox.backends.torch_engine.parallel.share import Share
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.batch import Batch
 from vorox.core.schema import RunConfig
 from vorox.models.optimizer_groups import optimizer_groups

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.distributed import Ranks
-from vorox.backends.torch_engine.loss import LossSums
+from vorox.backends.torch_engine.losses.loss import LossSums
 from vorox.backends.torch_engine.network import EnterMicroBatch
+from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.batch import Batch
 from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from vorox.backends.torch_engine.distributed import Ranks
+from vorox.backends.torch_engine.layouts.divided_parameters import ExpertParallelParameters, TensorParallelParameters
+from vorox.backends.torch_engine.layouts.parameters import Parameters, fused_parts
 from vorox.backends.torch_engine.parallel.divided_layers import divide_experts, divide_layers
-from vorox.backends.torch_engine.parallel.divided_parameters import ExpertParallelParameters, TensorParallelParameters
-from vorox.backends.torch_engine.parallel.expert_parallel import ExpertGroup
-from vorox.backends.torch_engine.parallel.plan import ParallelPlan, Style
-from vorox.backends.torch_engine.parallel.tensor_parallel import TensorGroup
-from vorox.backends.torch_engine.parameters import Parameters, fused_parts
+from vorox.backends.torch_engine.ranks.distributed import Ranks
+from vorox.backends.torch_engine.ranks.expert_parallel import ExpertGroup
+from vorox.backends.torch_engine.ranks.plan import ParallelPlan, Style
+from vorox.backends.torch_engine.ranks.tensor_parallel import TensorGroup
 from vorox.models.optimizer_groups import Group
 from vorox.models.spec import ModelSpec, ParameterSpec
 

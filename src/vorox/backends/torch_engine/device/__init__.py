@@ -1,0 +1,1 @@
+"""What this machine computes with: its device, threads and precision, copies between it and the host, inputs."""

@@ -1,0 +1,1 @@
+"""What is known about modules that others wrote: roles of their parameters, sizes, whether they separate documents."""

@@ -1,0 +1,1 @@
+"""Where parameters and gradients are: flat buffers, shards of FSDP2 or ZeRO, shares of tensor parallelism, stages."""

@@ -1,0 +1,1 @@
+"""Objectives and their sums over the targets of a batch."""

@@ -1,0 +1,1 @@
+"""Optimizers, and the one that a configuration names."""

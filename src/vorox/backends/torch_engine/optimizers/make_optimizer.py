@@ -1,0 +1,40 @@
+"""The optimizer that a configuration names."""
+
+from __future__ import annotations
+
+from vorox.backends.torch_engine.device.devices import Compute
+from vorox.backends.torch_engine.layouts.parameters import Parameters
+from vorox.backends.torch_engine.layouts.zero_parameters import ZeroParameters
+from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
+from vorox.backends.torch_engine.optimizers.optimizer_in_backward import InBackwardOptimizer, TransientGradients
+from vorox.backends.torch_engine.optimizers.quantized_adamw import QuantizedAdamW
+from vorox.backends.torch_engine.optimizers.user_optimizer import UserOptimizer
+from vorox.backends.torch_engine.optimizers.zero_optimizer import ZeroOptimizer
+from vorox.backends.torch_engine.ranks.distributed import Ranks
+from vorox.core.schema import RunConfig
+from vorox.core.user_code.extensions import is_extension
+from vorox.models.pruning import pruned_matrices
+from vorox.models.spec import ModelSpec
+
+
+def make_optimizer(
+    config: RunConfig, spec: ModelSpec, parameters: Parameters, compute: Compute, ranks: Ranks
+) -> Optimizer:
+    """Create the optimizer of ``optimizer.name``.
+
+    Raises:
+        ConfigError: A user's optimizer cannot be imported, or its state cannot be saved.
+    """
+    if isinstance(parameters, ZeroParameters):
+        return ZeroOptimizer(config, parameters, compute, ranks)
+    kind = QuantizedAdamW if config.optimizer.name == "adamw_8bit" else Optimizer
+    if is_extension(config.optimizer.name):
+        kind = UserOptimizer
+    if isinstance(parameters, TransientGradients):
+        optimizer = InBackwardOptimizer(config, parameters, compute, ranks)
+    else:
+        optimizer = kind(config, parameters, compute, ranks)
+    optimizer.layouts.update((row.name, row.layout) for row in spec.parameters)
+    if config.train.keep_zeros:
+        optimizer.keep_zeros(matrix.name for matrix in pruned_matrices(spec))
+    return optimizer
