@@ -22,7 +22,7 @@ from vorox.core.batch import Batch, BatchImages, BatchPatches, DataCursor, DataS
 from vorox.core.row_set_hash import add_encoded, decode_lanes, element, encode_lanes, finish, no_lanes, row_digest
 from vorox.data.order.loader import first_cursor, open_batches
 from vorox.data.order.plan import DataPlan
-from vorox.data.order.plan_events import PlanSource, PlanStart, StageEvent
+from vorox.data.order.plan_events import MixtureStageEvent, PlanSource, PlanStart
 from vorox.data.rows import RowBlock, row_digests
 
 ROWS = 6
@@ -128,7 +128,7 @@ def test_the_definition_for_any_world(tmp_path: Path, document_mask: bool, token
 
 def test_pieces_of_a_row_are_rows_of_their_own(tmp_path: Path) -> None:
     readers = [FakeRows("a", [30], max_segments=1)]
-    plan = make_plan(tmp_path, readers, StageEvent(0, {"a": Fraction(1)}, row_pieces=2, draw_counts={"a": 0}))
+    plan = make_plan(tmp_path, readers, MixtureStageEvent(0, {"a": Fraction(1)}, row_pieces=2, draw_counts={"a": 0}))
     rows = list[bytes]()
     for row in plan.locate(np.arange(ROWS)).row.tolist():
         tokens = readers[0].tokens(row)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import ConfigError
-from vorox.data.order.mixture import NEVER, Mixture, MixtureStages, Stage
+from vorox.data.order.mixture import NEVER, Mixture, MixtureStage, MixtureStages
 
 weights_strategy = st.lists(
     st.fractions(min_value=Fraction(1, 1000), max_value=50, max_denominator=1000), min_size=1, max_size=9
@@ -157,7 +157,9 @@ def test_impossible_weights_are_refused(weights: list[Fraction], message: str) -
 
 def test_stages_with_sources_that_rest_and_come_back() -> None:
     thirds = {0: Fraction(2, 3), 2: Fraction(1, 3)}
-    stages = MixtureStages([Stage(0, {0: Fraction(1)}), Stage(5, thirds), Stage(11, {1: Fraction(1)})], 3)
+    stages = MixtureStages(
+        [MixtureStage(0, {0: Fraction(1)}), MixtureStage(5, thirds), MixtureStage(11, {1: Fraction(1)})], 3
+    )
     source, draw = stages.locate(np.arange(14))
     assert source.tolist()[:5] == [0] * 5
     assert source.tolist()[11:] == [1] * 3
@@ -176,7 +178,9 @@ def test_any_stages_invert_and_count(data: st.DataObject) -> None:
     starts = [0, *sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))]
     stages = MixtureStages(
         [
-            Stage(at, data.draw(st.dictionaries(st.integers(0, number - 1), weight, min_size=1, max_size=number)))
+            MixtureStage(
+                at, data.draw(st.dictionaries(st.integers(0, number - 1), weight, min_size=1, max_size=number))
+            )
             for at in starts
         ],
         number,

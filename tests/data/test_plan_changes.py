@@ -20,7 +20,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.order.loader import first_cursor, open_batches
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_changes import (
-    RequestedStage,
+    RequestedMixtureStage,
     cache_growth_events,
     horizon_update_events,
     make_segment,
@@ -32,11 +32,11 @@ from vorox.data.order.plan_events import (
     HorizonEvent,
     MaskedDocument,
     MaskEvent,
+    MixtureStageEvent,
     PlanSource,
     PlanStart,
     Segment,
     SourceEvent,
-    StageEvent,
     UnitRange,
 )
 from vorox.data.permutation import permutation_key, permute
@@ -170,7 +170,7 @@ def test_random_event_sequences_against_the_interpreter(
             chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
             weights = {name: data.draw(weight) for name in chosen}
             position = data.draw(st.integers(0, 12)) * batch
-            plan.add([StageEvent(position, weights)])
+            plan.add([MixtureStageEvent(position, weights)])
             naive.stage(position, weights)
         elif kind == "source" and len(plan.sources) < len(readers):
             reader = readers[len(plan.sources)]
@@ -237,19 +237,19 @@ def two(batch: int = 10, **limits: Any) -> tuple[PlanStart, list[FakeRows]]:
     return PlanStart(7, True, batch, sources), readers
 
 
-def wanted(**weights: str) -> list[RequestedStage]:
-    return [RequestedStage(0, {name: Fraction(weight) for name, weight in weights.items()})]
+def wanted(**weights: str) -> list[RequestedMixtureStage]:
+    return [RequestedMixtureStage(0, {name: Fraction(weight) for name, weight in weights.items()})]
 
 
 def says(events: list[Any]) -> list[str]:
-    return [text for event in events if isinstance(event, StageEvent) for text in event.messages]
+    return [text for event in events if isinstance(event, MixtureStageEvent) for text in event.messages]
 
 
 def test_what_is_declared_already_is_no_event(tmp_path: Path) -> None:
     start, readers = two()
     plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     assert mixture_update_events(plan.state, start.sources, wanted(code="7", text="3")) == []
-    stages = [*wanted(code="7", text="3"), RequestedStage(50, {"text": Fraction(1)}, 2)]
+    stages = [*wanted(code="7", text="3"), RequestedMixtureStage(50, {"text": Fraction(1)}, 2)]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
     assert [(stage.start_position, stage.row_pieces) for stage in plan.stages] == [(0, 1), (50, 2)]
     plan.extend_to(100, readers)
@@ -394,11 +394,11 @@ def test_the_length_in_force_at_every_position_is_recorded(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("event", "message"),
     [
-        (StageEvent(5, {"code": Fraction(1)}), "in the middle of a step"),
-        (StageEvent(10, {"other": Fraction(1)}), "Invalid stage event"),
-        (StageEvent(10, {}), "Invalid stage event"),
-        (StageEvent(10, {"code": Fraction(1)}, 0), "Invalid stage event"),
-        (StageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "continues from"),
+        (MixtureStageEvent(5, {"code": Fraction(1)}), "in the middle of a step"),
+        (MixtureStageEvent(10, {"other": Fraction(1)}), "Invalid stage event"),
+        (MixtureStageEvent(10, {}), "Invalid stage event"),
+        (MixtureStageEvent(10, {"code": Fraction(1)}, 0), "Invalid stage event"),
+        (MixtureStageEvent(10, {"code": Fraction(1)}, draw_counts={"code": 8, "text": 2}), "continues from"),
         (CutEvent("other", 1), "does not have"),
         (SourceEvent(PlanSource("code", Fraction(1), "other", 9)), "has changed"),
         (MaskEvent(10, ()), "Invalid mask event"),
@@ -451,7 +451,7 @@ def test_the_fewest_events_that_decide_everything_before_a_position(tmp_path: Pa
     start, readers = two()
     plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
     plan.extend_to(30, readers)
-    plan.add([StageEvent(20, {"code": Fraction(1)}), HorizonEvent(40, 20, 2)])
+    plan.add([MixtureStageEvent(20, {"code": Fraction(1)}), HorizonEvent(40, 20, 2)])
     plan.extend_to(90, readers)
     covered, decided = plan.state.covered_positions, plan.state.effective_from
     numbers = range(1, len(covered) + 1)
@@ -469,7 +469,7 @@ def test_rows_are_cut_from_a_stage_on_and_every_token_is_predicted_as_often(tmp_
     reader = FakeRows("code", [40], row_tokens=13)
     start = PlanStart(11, True, 4, (source_of(reader),))
     plan = DataPlan.create(tmp_path / "plan.jsonl", start, [reader])
-    stages = [*wanted(code="1"), RequestedStage(20, {"code": Fraction(1)}, 3)]
+    stages = [*wanted(code="1"), RequestedMixtureStage(20, {"code": Fraction(1)}, 3)]
     plan.add(mixture_update_events(plan.state, start.sources, stages))
     plan.extend_to(40, [reader])
     options: dict[str, Any] = {"global_batch_sequences": 4, "micro_batch_sequences": 2, "document_mask": True}
@@ -561,9 +561,9 @@ def test_the_state_has_one_length_for_a_position(tmp_path: Path) -> None:
         (HorizonEvent(0, 0, 0), "Invalid horizon event"),
         (HorizonEvent(0, 5, -1), "Invalid horizon event"),
         (HorizonEvent(5, 5, 0), "in the middle of a step"),
-        (StageEvent(-10, {"code": Fraction(1)}), "Invalid stage event"),
-        (StageEvent(10, {"code": Fraction(0)}), "Invalid stage event"),
-        (StageEvent(10, {"code": Fraction(-1), "text": Fraction(1)}), "Invalid stage event"),
+        (MixtureStageEvent(-10, {"code": Fraction(1)}), "Invalid stage event"),
+        (MixtureStageEvent(10, {"code": Fraction(0)}), "Invalid stage event"),
+        (MixtureStageEvent(10, {"code": Fraction(-1), "text": Fraction(1)}), "Invalid stage event"),
         (Segment("code", 0, 0, 0, (UnitRange(0, 1, 5),), "c"), "Invalid segment event"),
         (Segment("code", 0, 0, 1, (), "c"), "Invalid segment event"),
         (Segment("code", 0, 0, 1, (UnitRange(0, 1, 5), UnitRange(1, 2, 0)), "c"), "Invalid segment event"),

@@ -22,7 +22,7 @@ from vorox.core.schema.data import GrowthConfig
 from vorox.data.order.growth import PlanGrower
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_changes import (
-    RequestedStage,
+    RequestedMixtureStage,
     cache_growth_events,
     horizon_update_events,
     mixture_update_events,
@@ -49,8 +49,10 @@ def complete_readers() -> list[FakeRows]:
     return [FakeRows("code", [40, 60]), FakeRows("text", [30, 0, 3])]
 
 
-def wanted(start_position: int = 0, row_pieces: int = 1, **weights: str) -> RequestedStage:
-    return RequestedStage(start_position, {name: Fraction(weight) for name, weight in weights.items()}, row_pieces)
+def wanted(start_position: int = 0, row_pieces: int = 1, **weights: str) -> RequestedMixtureStage:
+    return RequestedMixtureStage(
+        start_position, {name: Fraction(weight) for name, weight in weights.items()}, row_pieces
+    )
 
 
 def exhausted_source(path: Path) -> DataPlan:

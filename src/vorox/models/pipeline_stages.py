@@ -14,7 +14,7 @@ from vorox.models.spec import ModelSpec, ParameterSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """Consecutive blocks of a decoder.
 
     Attributes:
@@ -44,7 +44,7 @@ class StagePlacement:
         devices: The stages of each device, in the order of the forward pass.
     """
 
-    devices: tuple[tuple[Stage, ...], ...]
+    devices: tuple[tuple[PipelineStage, ...], ...]
 
     @classmethod
     def of(cls, num_layers: int, parallel: ParallelConfig) -> StagePlacement:
@@ -64,10 +64,10 @@ class StagePlacement:
         return next(device for device, stages in enumerate(self.devices) if any(one.index == index for one in stages))
 
 
-def _stage(num_layers: int, count: int, index: int) -> Stage:
+def _stage(num_layers: int, count: int, index: int) -> PipelineStage:
     each, more = divmod(num_layers, count)
     first = each * index + min(index, more)
-    return Stage(index, count, range(first, first + each + (index < more)))
+    return PipelineStage(index, count, range(first, first + each + (index < more)))
 
 
 def tied_embedding(spec: ModelSpec) -> str | None:
@@ -77,7 +77,7 @@ def tied_embedding(spec: ModelSpec) -> str | None:
     return next((row.name for row in spec.parameters if row.kind == "embedding"), None)  # those of positions are later
 
 
-def parameters_of(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParameterSpec, ...]:
+def parameters_of(spec: ModelSpec, stages: Sequence[PipelineStage]) -> tuple[ParameterSpec, ...]:
     """Return the parameters that stages need, in table order.
 
     Args:

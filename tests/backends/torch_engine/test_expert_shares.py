@@ -60,8 +60,8 @@ def test_gradients_are_added_once_and_in_few_sums(name: str, index: int) -> None
     experts = sum(one.num_elements for one in spec.parameters if has_experts[one.name])
     assert experts
     found = dict.fromkeys((True, False), 0)
-    for piece in parameters.pieces(parameters.gradients):
-        assert (piece.view == (3.0 if has_experts[piece.name] else 2.0)).all(), piece.name
-        found[has_experts[piece.name]] += piece.view.numel()
+    for part in parameters.local_parts(parameters.gradients):
+        assert (part.view == (3.0 if has_experts[part.name] else 2.0)).all(), part.name
+        found[has_experts[part.name]] += part.view.numel()
     assert found == {True: experts // SIZE, False: spec.num_parameters - experts}
     assert len(sums) == len({(groups[name], is_expert) for name, is_expert in has_experts.items()})

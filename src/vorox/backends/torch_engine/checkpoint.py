@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vorox.backends.torch_engine.device.host_copy import host_copy
-from vorox.backends.torch_engine.layouts.parameters import Buffers, Parameters, Piece
+from vorox.backends.torch_engine.layouts.parameters import Buffers, ParameterPart, Parameters
 from vorox.backends.torch_engine.layouts.zero_parameters import ZeroParameters
 from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
 from vorox.backends.torch_engine.ranks.distributed import Ranks
@@ -46,23 +46,23 @@ def set_parameters(parameters: Parameters, weights: Iterable[NamedArray], spec: 
             undefined.
     """
     values = parameters.values
-    missing = {piece.name: piece for piece in parameters.pieces(values)}
+    missing = {part.name: part for part in parameters.local_parts(values)}
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
     for name, array in weights:
-        piece = missing.pop(name, None)
-        if piece is None:
+        part = missing.pop(name, None)
+        if part is None:
             raise CheckpointError(f"Parameter {name} is unknown or duplicated")
         if shapes[name] != array.shape:
             raise CheckpointError(f"Parameter {name} has shape {array.shape}; the model needs {shapes[name]}")
-        _copy(piece, array)
+        _copy(part, array)
     if missing:
         raise CheckpointError(f"Parameter {next(iter(missing))} is missing ({len(missing)} in total)")
     parameters.store(values)
 
 
-def _copy(piece: Piece, array: np.ndarray[Any, Any]) -> None:
+def _copy(part: ParameterPart, array: np.ndarray[Any, Any]) -> None:
     with torch.no_grad():
-        piece.view.copy_(torch.from_numpy(np.require(array[piece.place], np.float32, "C")))
+        part.view.copy_(torch.from_numpy(np.require(array[part.place], np.float32, "C")))
 
 
 def state(parameters: Parameters, optimizer: Optimizer, *, detached: bool = False) -> EngineState:
@@ -97,11 +97,11 @@ def snapshot(
     copies = (detached or ranks.tensor_parallel_size > 1) and not isinstance(parameters, ZeroParameters)
     rows: list[ShardRows] = []
     for kind, buffers in kinds.items():
-        for piece in parameters.whole_rows(buffers):
-            if len(piece.view):
-                view = host_copy(piece.view) if copies else piece.view
+        for part in parameters.whole_rows(buffers):
+            if len(part.view):
+                view = host_copy(part.view) if copies else part.view
                 rows.append(
-                    ShardRows(f"{kind}.{piece.name}", piece.first_row, tuple(view.shape), partial(_on_host, view))
+                    ShardRows(f"{kind}.{part.name}", part.first_row, tuple(view.shape), partial(_on_host, view))
                 )
     return ShardedSnapshot(spec, shard, rows, _moment_names(parameters, moments), _counters(optimizer))
 
@@ -113,8 +113,8 @@ def fingerprint(spec: ModelSpec, parameters: Parameters, optimizer: Optimizer, r
     here, moments = StateHash(), optimizer.buffers
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters}
     for kind, buffers in {WEIGHTS: parameters.values, **moments}.items():
-        for piece in parameters.whole_rows(buffers):
-            here.add(f"{kind}.{piece.name}", _on_host(piece.view), piece.first_row, shapes[piece.name])
+        for part in parameters.whole_rows(buffers):
+            here.add(f"{kind}.{part.name}", _on_host(part.view), part.first_row, shapes[part.name])
     whole = StateHash()
     for report in ranks.gather_from_shards(here.report()):
         whole.merge(StateHash.from_report(report))
@@ -126,7 +126,7 @@ def _on_host(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def _moment_names(parameters: Parameters, moments: Mapping[str, Buffers]) -> dict[str, tuple[str, ...]]:
-    return {kind: tuple(piece.name for piece in parameters.pieces(buffers)) for kind, buffers in moments.items()}
+    return {kind: tuple(part.name for part in parameters.local_parts(buffers)) for kind, buffers in moments.items()}
 
 
 def _counters(optimizer: Optimizer) -> dict[str, float]:
@@ -145,11 +145,11 @@ def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Op
     moments = optimizer.buffers
     if stored.pieces is None:
         set_parameters(parameters, stored.weights, spec)
-        pieces = {
-            (kind, piece.name): piece for kind, buffers in moments.items() for piece in parameters.pieces(buffers)
+        parts = {
+            (kind, part.name): part for kind, buffers in moments.items() for part in parameters.local_parts(buffers)
         }
         for kind, name, array in stored.moments:
-            _copy(pieces[kind, name], array)
+            _copy(parts[kind, name], array)
     else:
         values = parameters.values
         _read_rows(stored.pieces, parameters, {WEIGHTS: values, **moments})
@@ -160,7 +160,7 @@ def load(directory: Path, spec: ModelSpec, parameters: Parameters, optimizer: Op
 def _read_rows(stored: ArrayReader, parameters: Parameters, kinds: Mapping[str, Buffers]) -> None:
     """Read only the rows of this rank."""
     for kind, buffers in kinds.items():
-        for piece in parameters.pieces(buffers):
-            if len(piece.view):
-                read = stored.read(f"{kind}.{piece.name}", piece.place)
-                _copy(piece._replace(first_row=0, first_column=0), read)
+        for part in parameters.local_parts(buffers):
+            if len(part.view):
+                read = stored.read(f"{kind}.{part.name}", part.place)
+                _copy(part._replace(first_row=0, first_column=0), read)

@@ -209,8 +209,8 @@ class TorchEngine(Engine):
                     names, values = self._statistics.take(Ranks())
                     activations = dict(zip(names, [] if values is None else values.tolist(), strict=True))
                     finite = {
-                        piece.name: bool(piece.view.isfinite().all())
-                        for piece in self.parameters.pieces(self.parameters.gradients)
+                        part.name: bool(part.view.isfinite().all())
+                        for part in self.parameters.local_parts(self.parameters.gradients)
                     }
                     found = NonfiniteOrigin.locate(index, loss, activations, finite)
                     if found is not None:

@@ -443,7 +443,7 @@ class GrowthConfig(Section):
     )
 
 
-class StageConfig(Section):
+class MixtureStageConfig(Section):
     """One stage of a curriculum."""
 
     start_tokens: int = setting(
@@ -511,7 +511,7 @@ class DataConfig(Section):
     loader: LoaderConfig = setting(
         default_factory=LoaderConfig, description="Prefetching of batches.", digest="none", resume="allowed"
     )
-    stages: tuple[StageConfig, ...] = setting(
+    stages: tuple[MixtureStageConfig, ...] = setting(
         default=(),
         description="Curriculum: mixtures and row lengths by tokens; before the first stage, the weights of the "
         "sources apply.",

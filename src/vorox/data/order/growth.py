@@ -20,7 +20,7 @@ from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
 from vorox.data.order.growth_policies import GrowthPolicies
 from vorox.data.order.plan import DataPlan
-from vorox.data.order.plan_events import GrowthRule, PlanEvent, Segment, StageEvent
+from vorox.data.order.plan_events import GrowthRule, MixtureStageEvent, PlanEvent, Segment
 from vorox.data.order.plan_state import PlanState
 from vorox.data.rows import GrowingReader
 
@@ -222,7 +222,7 @@ def _report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
     for event in events:
         if isinstance(event, Segment):
             report("segment", _describe(event))
-        elif isinstance(event, StageEvent):
+        elif isinstance(event, MixtureStageEvent):
             for text in event.messages:
                 report("mixture", text)
 

@@ -147,7 +147,7 @@ def _go_left(k: _Integers, left_weight: _Integers, total: _Integers) -> _Integer
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class MixtureStage:
     """The mixture that applies from a position onwards.
 
     Attributes:
@@ -160,7 +160,7 @@ class Stage:
     weights: Mapping[int, Fraction]
     row_pieces: int = 1
 
-    def is_like(self, other: Stage) -> bool:
+    def is_like(self, other: MixtureStage) -> bool:
         """Return whether both stages have the same shares and row pieces; their positions may differ."""
         mine, theirs = sum(self.weights.values()), sum(other.weights.values())
         shares = {source: weight / mine for source, weight in self.weights.items()}
@@ -180,7 +180,7 @@ class MixtureStages:
         ConfigError: A stage has no source, or a weight that is not above zero.
     """
 
-    def __init__(self, stages: Sequence[Stage], num_sources: int) -> None:
+    def __init__(self, stages: Sequence[MixtureStage], num_sources: int) -> None:
         starts = [stage.start_position for stage in stages]
         assert starts[:1] == [0], "the first stage starts at 0"
         assert starts == sorted(set(starts)), "stages are in ascending order"
@@ -201,7 +201,7 @@ class MixtureStages:
             self._bases_GS[index, self._active[index - 1]] += np.array(counts, np.int64)
         self._is_one = len(stages) == 1 and len(self._active[0]) == num_sources
 
-    def stage_at(self, position: int) -> Stage:
+    def stage_at(self, position: int) -> MixtureStage:
         """Return the stage in force at a position."""
         return self.stages[int(np.searchsorted(self._starts, position, side="right")) - 1]
 

@@ -18,7 +18,7 @@ from typing import Any
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
 from vorox.core.run_layout import RunLayout
-from vorox.data.order.mixture import Stage
+from vorox.data.order.mixture import MixtureStage
 from vorox.data.order.plan_changes import Readers, covering_events
 from vorox.data.order.plan_events import (
     FORMAT,
@@ -140,7 +140,7 @@ class DataPlan:
         return self._state.sources
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[MixtureStage, ...]:
         """The mixtures in force, by position."""
         return self._state.stages
 

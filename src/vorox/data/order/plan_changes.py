@@ -13,15 +13,15 @@ from fractions import Fraction
 import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
-from vorox.data.order.mixture import Stage
+from vorox.data.order.mixture import MixtureStage
 from vorox.data.order.plan_events import (
     CutEvent,
     HorizonEvent,
+    MixtureStageEvent,
     PlanEvent,
     PlanSource,
     Segment,
     SourceEvent,
-    StageEvent,
     UnitRange,
     combined_digest,
 )
@@ -33,7 +33,7 @@ Readers = Sequence[RowReader | None]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedStage:
+class RequestedMixtureStage:
     """A configured mixture from a position onwards.
 
     Attributes:
@@ -48,7 +48,7 @@ class RequestedStage:
 
 
 def mixture_update_events(
-    state: PlanState, sources: Sequence[PlanSource], requested: Sequence[RequestedStage], position: int = 0
+    state: PlanState, sources: Sequence[PlanSource], requested: Sequence[RequestedMixtureStage], position: int = 0
 ) -> list[PlanEvent]:
     """Return the events that give a plan the configured mixture from a position onwards; none if it already has it.
 
@@ -75,7 +75,7 @@ def mixture_update_events(
     is_fresh = position == 0 and not any(after.segments)
     messages = () if is_fresh else _consequences(after, wanted[0], position)
     stages = [
-        StageEvent(
+        MixtureStageEvent(
             max(stage.start_position, position),
             {after.names[index]: weight for index, weight in stage.weights.items()},
             stage.row_pieces,
@@ -182,7 +182,7 @@ def exhausted_error(state: PlanState, source_index: int, last_draw: int, num_row
     )
 
 
-def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
+def exhausted_events(state: PlanState, where: str) -> list[MixtureStageEvent]:
     """Return the stages that continue without the source that runs out first, from the step that needs it.
 
     Raises:
@@ -197,7 +197,7 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
         f"from step {sizes.step_at(position) + 1:,} on; the {unread:,} rows left of it do not fill their share of that "
         "step and are skipped; the other sources share its weight in proportion to theirs"
     )  # recorded in plan.jsonl: the wording is part of the format
-    events: list[StageEvent] = []
+    events: list[MixtureStageEvent] = []
     for number, stage in enumerate(_from_position(position, state.stages)):
         weights = {state.names[i]: weight for i, weight in stage.weights.items() if i != index}
         if not weights:
@@ -206,7 +206,9 @@ def exhausted_events(state: PlanState, where: str) -> list[StageEvent]:
                 where=where, hint="train for fewer steps, raise max_epochs, or add text to the sources",
             )  # fmt: skip
         messages = (message,) if number == 0 else ()
-        events.append(StageEvent(stage.start_position, weights, stage.row_pieces, "exhausted", messages=messages))
+        events.append(
+            MixtureStageEvent(stage.start_position, weights, stage.row_pieces, "exhausted", messages=messages)
+        )
     return events
 
 
@@ -235,12 +237,12 @@ def _next_passes(
     return make_segment(reader, source.name, start_draw, epoch, num_epochs, [(0, num_units)])
 
 
-def _stage(state: PlanState, requested: RequestedStage) -> Stage:
+def _stage(state: PlanState, requested: RequestedMixtureStage) -> MixtureStage:
     weights = {state.names.index(name): weight for name, weight in requested.weights.items()}
-    return Stage(requested.start_position, weights, requested.row_pieces)
+    return MixtureStage(requested.start_position, weights, requested.row_pieces)
 
 
-def _from_position(position: int, stages: Sequence[Stage]) -> list[Stage]:
+def _from_position(position: int, stages: Sequence[MixtureStage]) -> list[MixtureStage]:
     """Return the distinct stages in force from a position onwards; the first starts there."""
     last_before = max(number for number, stage in enumerate(stages) if stage.start_position <= position)
     kept = [replace(stages[last_before], start_position=position), *stages[last_before + 1 :]]
@@ -283,7 +285,7 @@ def _cut_from(state: PlanState, source_index: int, epoch: int) -> list[CutEvent]
     return [CutEvent(state.names[source_index], epoch)] if segments and segments[-1].next_epoch > epoch else []
 
 
-def _consequences(state: PlanState, stage: Stage, position: int) -> tuple[str, ...]:
+def _consequences(state: PlanState, stage: MixtureStage, position: int) -> tuple[str, ...]:
     """Return what a change of the mixture repeats and skips, one message per source.
 
     The messages are recorded in ``plan.jsonl``: their wording is part of the format.

@@ -184,7 +184,7 @@ class SourceEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class StageEvent:
+class MixtureStageEvent:
     """The mixture that applies from a position onwards; it replaces all later stages.
 
     Attributes:
@@ -298,7 +298,15 @@ class MaskEvent:
 
 
 PlanEvent = (
-    PlanStart | Segment | SourceEvent | StageEvent | CutEvent | HorizonEvent | SkipEvent | RollbackEvent | MaskEvent
+    PlanStart
+    | Segment
+    | SourceEvent
+    | MixtureStageEvent
+    | CutEvent
+    | HorizonEvent
+    | SkipEvent
+    | RollbackEvent
+    | MaskEvent
 )
 _EVENT: TypeAdapter[PlanEvent] = TypeAdapter(Annotated[PlanEvent, Field(discriminator="kind")])
 

@@ -23,11 +23,12 @@ from vorox.core.batch_sizes import BatchSizes
 from vorox.core.config.checks.sources import name_problems, refuse
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
-from vorox.data.order.mixture import NEVER, MixtureStages, Stage
+from vorox.data.order.mixture import NEVER, MixtureStage, MixtureStages
 from vorox.data.order.plan_events import (
     CutEvent,
     HorizonEvent,
     MaskEvent,
+    MixtureStageEvent,
     PlanEvent,
     PlanSource,
     PlanStart,
@@ -35,7 +36,6 @@ from vorox.data.order.plan_events import (
     Segment,
     SkipEvent,
     SourceEvent,
-    StageEvent,
     encode_event,
 )
 from vorox.data.permutation import permutation_key, permute, unpermute
@@ -85,8 +85,8 @@ class PlanState:
 
     start: PlanStart
     sources: tuple[PlanSource, ...]
-    requested_stages: tuple[Stage, ...]
-    stages: tuple[Stage, ...]
+    requested_stages: tuple[MixtureStage, ...]
+    stages: tuple[MixtureStage, ...]
     segments: tuple[tuple[Segment, ...], ...]
     horizons: tuple[HorizonEvent, ...]
     digests: tuple[str, ...]
@@ -107,7 +107,7 @@ class PlanState:
         if (batch := start.global_batch_sequences) < 1:
             raise ConfigError(f"A global batch of {batch} rows is impossible", where="train.global_batch_sequences")
         weights = {index: source.weight for index, source in enumerate(start.sources) if source.weight != 0}
-        stages, digest = (Stage(0, weights),), hashlib.sha256(canonical_json(encode_event(start))).hexdigest()
+        stages, digest = (MixtureStage(0, weights),), hashlib.sha256(canonical_json(encode_event(start))).hexdigest()
         state = cls(start, start.sources, stages, stages, ((),) * len(start.sources), (), (digest,), (0,), (0,))
         assert state.mixture is not None  # building the mixture refuses invalid weights
         return state
@@ -130,7 +130,7 @@ class PlanState:
                 state = self._with_segment(event, where)
             case SourceEvent(source):
                 state, effective_from = self._with_source(source, where), 0
-            case StageEvent():
+            case MixtureStageEvent():
                 state, effective_from = self._with_stage(event, where), event.start_position
             case CutEvent():
                 state = self._with_cut(event, where)
@@ -184,7 +184,7 @@ class PlanState:
 
     def encode(self, event: PlanEvent) -> dict[str, Any]:
         """Return the JSON of the next event; a stage event records the number of draws per source."""
-        if isinstance(event, StageEvent) and event.draw_counts is None:
+        if isinstance(event, MixtureStageEvent) and event.draw_counts is None:
             event = replace(event, draw_counts=self._draw_counts(event.start_position))
         return encode_event(event)
 
@@ -354,7 +354,7 @@ class PlanState:
             raise DataError(f"Source {source.name!r} has changed", where=where)
         return replace(self, sources=(*self.sources[:index], source, *self.sources[index + 1 :]))
 
-    def _with_stage(self, event: StageEvent, where: str) -> PlanState:
+    def _with_stage(self, event: MixtureStageEvent, where: str) -> PlanState:
         is_sound = event.start_position >= 0 and event.row_pieces > 0 and min(event.weights.values(), default=0) > 0
         _require(is_sound, event, where)
         if not self._sizes.is_start(event.start_position):
@@ -365,9 +365,9 @@ class PlanState:
             raise DataError(
                 f"The stage continues from draws {event.draw_counts}, the data plan has {draw_counts}", where=where
             )
-        stage = Stage(event.start_position, weights, event.row_pieces)
+        stage = MixtureStage(event.start_position, weights, event.row_pieces)
 
-        def replaced(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        def replaced(stages: Sequence[MixtureStage]) -> tuple[MixtureStage, ...]:
             return (*(known for known in stages if known.start_position < stage.start_position), stage)
 
         requested = self.requested_stages if event.reason == "exhausted" else replaced(self.requested_stages)

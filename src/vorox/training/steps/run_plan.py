@@ -20,24 +20,24 @@ from vorox.data.order.difficulty_buckets import BucketReader, SourceReader, read
 from vorox.data.order.growth import PlanReporter, await_planned_units
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_changes import (
-    RequestedStage,
+    RequestedMixtureStage,
     cache_growth_events,
     covering_events,
     grown_sources,
     horizon_update_events,
     mixture_update_events,
 )
-from vorox.data.order.plan_events import CutEvent, PlanEvent, PlanStart, SourceEvent, StageEvent
+from vorox.data.order.plan_events import CutEvent, MixtureStageEvent, PlanEvent, PlanStart, SourceEvent
 from vorox.data.order.size_estimate import DatasetEstimate, estimate
 from vorox.records.run_lookup import saved_state
 from vorox.training.steps.schedule import Horizon
 
 
-def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage]:
+def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedMixtureStage]:
     """Return the mixtures of a configuration, by position."""
     sizes, length = start.batch_sizes, config.data.sequence_length_tokens
     weights = {source.name: source.weight for source in start.sources}
-    stages = [RequestedStage(0, weights)]
+    stages = [RequestedMixtureStage(0, weights)]
     for stage in config.data.stages:
         position = sizes.position_of(sizes.num_steps(-(-stage.start_tokens // length)))
         shares: dict[str, Fraction] = {}
@@ -50,7 +50,7 @@ def requested_stages(config: RunConfig, start: PlanStart) -> list[RequestedStage
                 shares[name] = shares.get(name, Fraction(0)) + exact_weight(weight)
         pieces = length // (stage.sequence_length_tokens or length)
         stages = [known for known in stages if known.start_position < position]
-        stages.append(RequestedStage(position, shares or weights, pieces))
+        stages.append(RequestedMixtureStage(position, shares or weights, pieces))
     return stages
 
 
@@ -164,5 +164,5 @@ def report_events(events: Sequence[PlanEvent], report: PlanReporter) -> None:
         if isinstance(event, CutEvent) and not isinstance(before, SourceEvent):
             text = f"Source {event.source!r} grew: used from pass {event.epoch + 1:,} on"
             report("cache_grown", text)
-        for text in event.messages if isinstance(event, StageEvent) else ():
+        for text in event.messages if isinstance(event, MixtureStageEvent) else ():
             report("mixture", text)

@@ -29,7 +29,7 @@ from vorox.backends.torch_engine.ranks.tensor_parallel import TensorGroup
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.engine import TapPoint
 from vorox.models.decoder.spec import DecoderSpec
-from vorox.models.pipeline_stages import Stage
+from vorox.models.pipeline_stages import PipelineStage
 from vorox.models.user_layer import load_layer
 
 
@@ -241,7 +241,7 @@ def call_block(block: ResidualBlock, x_MD: Tensor, context: ForwardContext) -> T
 class Decoder(nn.Module):
     """The decoder, or one stage of it."""
 
-    def __init__(self, parts: Parts, stage: Stage | None = None, make_block: MakeBlock = Block) -> None:
+    def __init__(self, parts: Parts, stage: PipelineStage | None = None, make_block: MakeBlock = Block) -> None:
         super().__init__()
         spec = parts.spec
         layers = range(spec.num_layers) if stage is None else stage.layers

@@ -14,7 +14,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.layouts.parameters import Buffers, FlatParameters, Parameters, Piece, WrappedParameters
+from vorox.backends.torch_engine.layouts.parameters import (
+    Buffers,
+    FlatParameters,
+    ParameterPart,
+    Parameters,
+    WrappedParameters,
+)
 from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.backends.torch_engine.ranks.plan import ParallelPlan, Style
 from vorox.backends.torch_engine.ranks.rank_group import RankGroup
@@ -49,7 +55,7 @@ class DividedParameters(WrappedParameters):
     @cached_property
     def _here(self) -> set[str]:
         """The parameters that this rank has a part of."""
-        return {piece.name for piece in self._inner.pieces(self._inner.values)}
+        return {part.name for part in self._inner.local_parts(self._inner.values)}
 
     @property
     def local(self) -> Parameters:
@@ -73,32 +79,32 @@ class DividedParameters(WrappedParameters):
         return self._plan.dim(name) is not None or self._plan.owner(name) == self._group.index
 
     def owned(self, buffers: Buffers) -> Iterator[Tensor]:
-        return (piece.view for piece in self._inner.whole_rows(buffers) if self._is_counted(piece.name))
+        return (part.view for part in self._inner.whole_rows(buffers) if self._is_counted(part.name))
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
+    def local_parts(self, buffers: Buffers) -> Iterator[ParameterPart]:
         """Yield all parameters; those of other ranks have no rows."""
-        here = {piece.name: self._placed(piece) for piece in self._inner.pieces(buffers)}
+        here = {part.name: self._placed(part) for part in self._inner.local_parts(buffers)}
         return (
-            here[row.name] if row.name in here else Piece(row.name, 0, self._empty(0, *row.shape[1:]))
+            here[row.name] if row.name in here else ParameterPart(row.name, 0, self._empty(0, *row.shape[1:]))
             for row in self._rows(buffers)
         )
 
-    def _placed(self, piece: Piece) -> Piece:
-        """Return a piece with its place in the canonical parameter."""
-        dim = self._plan.dim(piece.name)
+    def _placed(self, part: ParameterPart) -> ParameterPart:
+        """Return a part with its place in the canonical parameter."""
+        dim = self._plan.dim(part.name)
         if dim is None:
-            return piece
-        first, _ = self._group.range_of(self._shapes[piece.name][dim])
-        return piece._replace(first_column=first) if dim else piece._replace(first_row=piece.first_row + first)
+            return part
+        first, _ = self._group.range_of(self._shapes[part.name][dim])
+        return part._replace(first_column=first) if dim else part._replace(first_row=part.first_row + first)
 
-    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
+    def whole_rows(self, buffers: Buffers) -> Iterator[ParameterPart]:
         """Yield rows; ranks exchange columns for rows."""
-        for piece in map(self._placed, self._inner.whole_rows(buffers)):
-            if self._plan.dim(piece.name) == 1:
-                first, rows = self._group.exchange_columns(piece.view)
-                yield Piece(piece.name, piece.first_row + first, rows)
-            elif self._is_counted(piece.name):
-                yield piece
+        for part in map(self._placed, self._inner.whole_rows(buffers)):
+            if self._plan.dim(part.name) == 1:
+                first, rows = self._group.exchange_columns(part.view)
+                yield ParameterPart(part.name, part.first_row + first, rows)
+            elif self._is_counted(part.name):
+                yield part
 
     def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
         """Yield whole parameters; ranks join their parts, or the first one that has a parameter sends it."""
@@ -120,19 +126,19 @@ class TensorParallelParameters(DividedParameters):
     def finish_gradients(self) -> None:
         """Sum gradients of whole parameters that each rank has a part of; give all ranks the others of rank 0."""
         super().finish_gradients()
-        pieces = [piece for piece in self._inner.pieces(self._inner.gradients) if self._plan.dim(piece.name) is None]
+        held = [part for part in self._inner.local_parts(self._inner.gradients) if self._plan.dim(part.name) is None]
         all_are_parts = self._group.divides_positions or self._group.index == 0
         parts = [
-            piece.view
-            if all_are_parts or self._plan.styles[piece.name] == Style.PER_HEAD
-            else torch.zeros_like(piece.view)
-            for piece in pieces
+            part.view
+            if all_are_parts or self._plan.styles[part.name] == Style.PER_HEAD
+            else torch.zeros_like(part.view)
+            for part in held
         ]
         if parts:
             total = torch.cat([part.reshape(-1) for part in parts])
             self._group.sum_(total)
-            for piece, values in zip(pieces, total.split([part.numel() for part in parts]), strict=True):
-                piece.view.copy_(values.view(piece.view.shape))
+            for part, values in zip(held, total.split([part.numel() for part in parts]), strict=True):
+                part.view.copy_(values.view(part.view.shape))
 
 
 class ExpertParallelParameters(DividedParameters):

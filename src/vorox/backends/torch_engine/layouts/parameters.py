@@ -47,7 +47,7 @@ _FUSED = {
 }
 
 
-class Piece(NamedTuple):
+class ParameterPart(NamedTuple):
     """The part of a canonical parameter on this rank: rows from ``first_row``, possibly none.
 
     With tensor parallelism, ``view`` may have some of the columns only, from ``first_column``.
@@ -122,11 +122,11 @@ class Parameters(Protocol):
         """Yield tensors that hold every element of a replica once over its ranks."""
         ...
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
+    def local_parts(self, buffers: Buffers) -> Iterator[ParameterPart]:
         """Yield the parts of canonical parameters on this rank, in table order; other groups are skipped."""
         ...
 
-    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
+    def whole_rows(self, buffers: Buffers) -> Iterator[ParameterPart]:
         """Yield rows of canonical parameters, each on one rank of a replica. A collective of its ranks."""
         ...
 
@@ -244,12 +244,12 @@ class FlatParameters:
     def backward(self, objective: Tensor, loss_scale: Tensor | None = None) -> None:
         (objective if loss_scale is None else objective * loss_scale).backward()
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
+    def local_parts(self, buffers: Buffers) -> Iterator[ParameterPart]:
         for name, view in self.whole(buffers):
-            yield Piece(name, 0, view)
+            yield ParameterPart(name, 0, view)
 
-    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
-        return self.pieces(buffers)
+    def whole_rows(self, buffers: Buffers) -> Iterator[ParameterPart]:
+        return self.local_parts(buffers)
 
     def whole(self, buffers: Buffers) -> Iterator[tuple[str, Tensor]]:
         """Yield views; nothing is copied."""

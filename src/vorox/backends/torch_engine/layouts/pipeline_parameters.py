@@ -1,6 +1,6 @@
 """Parameters of the pipeline stages on one rank.
 
-Parameters of other stages are pieces without rows here. With tied embeddings, the ranks of the first and the last stage
+Parameters of other stages are parts without rows here. With tied embeddings, the ranks of the first and the last stage
 have the embedding; both copies stay equal bit by bit, because they get the same gradient before every update.
 """
 
@@ -74,7 +74,7 @@ class PipelineParameters(DividedParameters):
         group, holders = self._group, self._plan.holders[self._tied]
         if len(holders) == 1 or group.index not in holders:
             return
-        gradient = next(piece.view for piece in self._inner.pieces(self._inner.gradients) if piece.name == self._tied)
+        gradient = next(part.view for part in self._inner.local_parts(self._inner.gradients) if part.name == self._tied)
         if not gradient.numel():  # FSDP has fewer rows than ranks
             return
         first, last = (group.global_rank(index) for index in holders)

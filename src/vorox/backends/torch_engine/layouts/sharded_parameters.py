@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vorox.backends.torch_engine.layouts.parameters import Buffers, Piece, fused_group, fused_parts, fused_shape
+from vorox.backends.torch_engine.layouts.parameters import Buffers, ParameterPart, fused_group, fused_parts, fused_shape
 from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.models.optimizer_groups import Group, in_order
 from vorox.models.spec import ModelSpec, ParameterSpec
@@ -208,11 +208,11 @@ class ShardedParameters:
     def owned(self, buffers: Buffers) -> Iterator[Tensor]:
         return (tensor for tensors in buffers.values() for tensor in tensors)
 
-    def whole_rows(self, buffers: Buffers) -> Iterator[Piece]:
-        return self.pieces(buffers)
+    def whole_rows(self, buffers: Buffers) -> Iterator[ParameterPart]:
+        return self.local_parts(buffers)
 
-    def pieces(self, buffers: Buffers) -> Iterator[Piece]:
-        found: dict[str, Piece] = {}
+    def local_parts(self, buffers: Buffers) -> Iterator[ParameterPart]:
+        found: dict[str, ParameterPart] = {}
         for one in self._sharded:
             if one.group in buffers:
                 local, end = buffers[one.group][one.place], one.first_row + one.num_rows
@@ -220,7 +220,7 @@ class ShardedParameters:
                     start = max(first, one.first_row)
                     stop = max(start, min(last, end))
                     view = local[start - one.first_row : stop - one.first_row]
-                    found[part.name] = Piece(part.name, start - first, view)
+                    found[part.name] = ParameterPart(part.name, start - first, view)
         for parameter in self._spec.parameters:
             if parameter.name in found:
                 yield found[parameter.name]

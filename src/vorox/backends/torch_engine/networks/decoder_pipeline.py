@@ -18,7 +18,7 @@ from vorox.backends.torch_engine.networks.decoder_network import DecoderNetwork,
 from vorox.backends.torch_engine.networks.user_part_probe import user_parts
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.core.batch import Batch
-from vorox.models.pipeline_stages import Stage
+from vorox.models.pipeline_stages import PipelineStage
 
 
 class _Inputs(NamedTuple):
@@ -37,7 +37,7 @@ class DecoderPipeline(PipelineNetwork, DecoderNetwork):
         module = self._place_stages()
         return module, module
 
-    def _build_stage(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> Decoder:
+    def _build_stage(self, stage: PipelineStage, parameters: Mapping[str, nn.Parameter]) -> Decoder:
         return Decoder(self._parts(parameters), stage)
 
     def _stage_inputs(self, batch: Batch, index: int, *, is_training: bool) -> tuple[Tensor, _Inputs]:

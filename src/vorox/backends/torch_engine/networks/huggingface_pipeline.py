@@ -23,7 +23,7 @@ from vorox.backends.torch_engine.losses.loss import LossSums
 from vorox.backends.torch_engine.networks.huggingface_network import HuggingFaceNetwork, recompute_blocks
 from vorox.backends.torch_engine.parallel.pipeline_network import PipelineNetwork
 from vorox.core.batch import Batch
-from vorox.models.pipeline_stages import Stage
+from vorox.models.pipeline_stages import PipelineStage
 
 
 class _OtherBlock(nn.Module):
@@ -53,7 +53,7 @@ class ModelStage(nn.Module):
         blocks: The blocks of the stage.
     """
 
-    def __init__(self, model: Any, stage: Stage) -> None:
+    def __init__(self, model: Any, stage: PipelineStage) -> None:
         super().__init__()
         canonical = {id(tensor): name for name, tensor in named_tensors(model)}
         self.model, self.stage = model, stage
@@ -99,7 +99,7 @@ class HuggingFacePipeline(PipelineNetwork, HuggingFaceNetwork):
     def _place(self) -> None:
         self._place_stages()
 
-    def _build_stage(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> ModelStage:
+    def _build_stage(self, stage: PipelineStage, parameters: Mapping[str, nn.Parameter]) -> ModelStage:
         model = self._models[stage.index]
         replace_tensors(model, {path: parameters[name] for path, name in model.names.items()})
         move_buffers(model, self._compute.device)

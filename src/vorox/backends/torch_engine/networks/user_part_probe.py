@@ -185,10 +185,10 @@ def _fill(parameters: Parameters) -> None:
     """Fill all parameters so that every layer affects the logits; equal on ranks with the same part."""
     values = parameters.values
     generator = torch.Generator(next(iter(values.values()))[0].device)
-    for number, piece in enumerate(parameters.pieces(values)):
+    for number, part in enumerate(parameters.local_parts(values)):
         generator.manual_seed(number)
-        if piece.view.ndim < 2:
-            piece.view.uniform_(0.5, 1.5, generator=generator)
+        if part.view.ndim < 2:
+            part.view.uniform_(0.5, 1.5, generator=generator)
         else:
-            piece.view.normal_(std=piece.view.shape[-1] ** -0.5, generator=generator)
+            part.view.normal_(std=part.view.shape[-1] ** -0.5, generator=generator)
     parameters.store(values)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vorox.backends.torch_engine.layouts.parameters import Parameters, Piece
+from vorox.backends.torch_engine.layouts.parameters import ParameterPart, Parameters
 from vorox.models.matrix_layout import MatrixLayout
 from vorox.models.optimizer_groups import Group
 
@@ -30,14 +30,14 @@ class _Update:
     """A parameter, or its part on this rank, with the directions of its matrices.
 
     Attributes:
-        piece: The part on this rank.
+        part: The part on this rank.
         layout: The matrices of the whole parameter.
         shape: Shape of the whole parameter.
         matrices_COI: The directions of each fused projection, then its orthogonal matrices.
         missing: Projections that are not yet orthogonal.
     """
 
-    piece: Piece
+    part: ParameterPart
     layout: MatrixLayout
     shape: torch.Size
     matrices_COI: list[Tensor]
@@ -51,8 +51,8 @@ class _Update:
             if factor != factors[0]:
                 self.matrices_COI[index] = self.matrices_COI[index] * (factor / factors[0])
         orthogonal = self.layout.join(self.matrices_COI, self.shape, torch.cat)
-        changed = self.piece.view.mul(1 - lr * weight_decay).sub_(orthogonal[self.piece.place], alpha=rate)
-        self.piece.view.copy_(torch.where(finite, changed, self.piece.view))
+        changed = self.part.view.mul(1 - lr * weight_decay).sub_(orthogonal[self.part.place], alpha=rate)
+        self.part.view.copy_(torch.where(finite, changed, self.part.view))
         self.matrices_COI.clear()
 
 
@@ -78,10 +78,10 @@ def update(
         for gradient, buffer in zip(gradients, momentum_buffers, strict=True)
     ]
     by_shape: dict[tuple[int, ...], list[tuple[_Update, int]]] = {}
-    pieces = parameters.pieces({group: parameters.values[group]})
-    for piece, (name, direction) in zip(pieces, parameters.whole({group: directions}), strict=True):
+    parts = parameters.local_parts({group: parameters.values[group]})
+    for part, (name, direction) in zip(parts, parameters.whole({group: directions}), strict=True):
         matrices_COI = layouts[name].split(direction)
-        one = _Update(piece, layouts[name], direction.shape, matrices_COI, len(matrices_COI))
+        one = _Update(part, layouts[name], direction.shape, matrices_COI, len(matrices_COI))
         for index, matrix_COI in enumerate(matrices_COI):
             by_shape.setdefault(tuple(matrix_COI.shape[1:]), []).append((one, index))
     for _, entries in sorted(by_shape.items(), key=lambda item: item[0]):

@@ -163,11 +163,11 @@ class Optimizer:
         """Return value, gradient and zeros of each parameter whose zeros are kept and that is trained."""
         if not self._kept_zeros:
             return []
-        values = {piece.name: piece.view for piece in self._parameters.pieces(self._parameters.values)}
+        values = {part.name: part.view for part in self._parameters.local_parts(self._parameters.values)}
         return [
-            (values[piece.name], piece.view, values[piece.name] == 0)
-            for piece in self._parameters.pieces(self._parameters.gradients)
-            if piece.name in self._kept_zeros
+            (values[part.name], part.view, values[part.name] == 0)
+            for part in self._parameters.local_parts(self._parameters.gradients)
+            if part.name in self._kept_zeros
         ]
 
     def _update(self, gradients: Buffers, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:

@@ -56,8 +56,8 @@ class UserOptimizer(Optimizer):
         """Return one tensor per canonical parameter that is trained, by group and name."""
         return {
             group: {
-                piece.name: nn.Parameter(piece.view.detach(), requires_grad=True)
-                for piece in self._parameters.pieces({group: buffers[group]})
+                part.name: nn.Parameter(part.view.detach(), requires_grad=True)
+                for part in self._parameters.local_parts({group: buffers[group]})
             }
             for group in buffers
             if not group.is_frozen
@@ -128,8 +128,8 @@ class UserOptimizer(Optimizer):
             settings["lr"] = lr * group.lr_scale
             settings["weight_decay"] = weight_decay if _is_decayed(group) else 0.0
         tensors_by_name = {name: tensor for named in self._tensors.values() for name, tensor in named.items()}
-        for piece in self._parameters.pieces(gradients):
-            tensors_by_name[piece.name].grad = piece.view
+        for part in self._parameters.local_parts(gradients):
+            tensors_by_name[part.name].grad = part.view
         self._optimizer.step()
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class UserOptimizer(Optimizer):
             if (kind, group) not in views:
                 new = self._parameters.new_buffers((group,))
                 found.setdefault(kind, {}).update(new)
-                views[kind, group] = {piece.name: piece.view for piece in self._parameters.pieces(new)}
+                views[kind, group] = {part.name: part.view for part in self._parameters.local_parts(new)}
             views[kind, group][name].copy_(value)
         return found
 
@@ -190,9 +190,9 @@ class UserOptimizer(Optimizer):
     def restore(self, buffers: Mapping[str, Buffers], counters: Mapping[str, float]) -> None:
         super().restore(buffers, counters)
         views = {
-            (kind, piece.name): piece.view
+            (kind, part.name): part.view
             for kind, groups in buffers.items()
-            for piece in self._parameters.pieces(groups)
+            for part in self._parameters.local_parts(groups)
         }
         for kind, _, name, value in self._moments():
             value.copy_(views[kind, name])

@@ -28,7 +28,7 @@ from vorox.backends.torch_engine.ranks.distributed import Ranks
 from vorox.core.batch import Batch
 from vorox.core.schema import RunConfig
 from vorox.models.optimizer_groups import optimizer_groups
-from vorox.models.pipeline_stages import Stage, StagePlacement
+from vorox.models.pipeline_stages import PipelineStage, StagePlacement
 
 
 class PipelineNetwork(Network):
@@ -46,7 +46,7 @@ class PipelineNetwork(Network):
     # -- what a kind of model says ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _build_stage(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> Any:
+    def _build_stage(self, stage: PipelineStage, parameters: Mapping[str, nn.Parameter]) -> Any:
         """Return a stage over its parameters, by their names in the modules; ``blocks`` are its blocks."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class PipelineNetwork(Network):
         return StagePlacement.of(self._spec.num_layers, self._config.parallel)
 
     @property
-    def _stages(self) -> tuple[Stage, ...]:
+    def _stages(self) -> tuple[PipelineStage, ...]:
         """The stages of this rank."""
         return self._placement.devices[self._ranks.pipeline_index]
 
@@ -99,7 +99,7 @@ class PipelineNetwork(Network):
         self.parameters = self._share.place(placed, groups)
         return module
 
-    def _compute_stage(self, stage: Stage, x: Tensor, inputs: Any, finish: Callable[..., Any]) -> Any:
+    def _compute_stage(self, stage: PipelineStage, x: Tensor, inputs: Any, finish: Callable[..., Any]) -> Any:
         def apply(*outputs: Any) -> Any:
             with self._compute.no_autocast():
                 return finish(*outputs)
@@ -123,7 +123,7 @@ class PipelineNetwork(Network):
     def _training_stream(self, batch: Batch) -> tuple[int, ...]:
         return self._stream_shape(*self._stage_inputs(batch, 0, is_training=True))
 
-    def _train_stage(self, stage: Stage, step: TrainingStep, x: Tensor, index: int) -> Tensor:
+    def _train_stage(self, stage: PipelineStage, step: TrainingStep, x: Tensor, index: int) -> Tensor:
         with step.enter(index):
             tokens, inputs = self._stage_inputs(step.batch, index, is_training=True)
             x = tokens if stage.is_first else x

@@ -25,7 +25,7 @@ from vorox.core.batch import Batch
 from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
-from vorox.models.pipeline_stages import Stage, StagePlacement
+from vorox.models.pipeline_stages import PipelineStage, StagePlacement
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -94,7 +94,7 @@ class StageRunner:
         placement: StagePlacement,
         *,
         stream_shape: Callable[[Batch], tuple[int, ...]],
-        train: Callable[[Stage, TrainingStep, Tensor, int], Tensor],
+        train: Callable[[PipelineStage, TrainingStep, Tensor, int], Tensor],
         take_weight_gradients: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self._name, self._ranks, self._device = config.parallel.pipeline_schedule, ranks, device
@@ -145,7 +145,7 @@ class StageRunner:
             )
         return self._schedules[shape_ABT]
 
-    def _pipeline_stage(self, stage: Stage, shape: tuple[int, ...]) -> PipelineStage:
+    def _pipeline_stage(self, stage: PipelineStage, shape: tuple[int, ...]) -> PipelineStage:
         from torch.distributed.pipelining import PipelineStage
 
         stream = torch.empty(shape, device="meta", requires_grad=True)
@@ -156,13 +156,13 @@ class StageRunner:
             dw_builder=self._take_weight_gradients,
         )  # fmt: skip
 
-    def _run(self, stage: Stage, x: Tensor, index: int) -> Tensor:
+    def _run(self, stage: PipelineStage, x: Tensor, index: int) -> Tensor:
         assert self._step is not None
         return self._train(stage, self._step, x, index)
 
     # -- evaluation and decoding --------------------------------------------------------------------------------------
 
-    def forward(self, first: Tensor, stream_shape: tuple[int, ...], run: Callable[[Stage, Tensor], Any]) -> Any:
+    def forward(self, first: Tensor, stream_shape: tuple[int, ...], run: Callable[[PipelineStage, Tensor], Any]) -> Any:
         """Run the stages without gradients, each when its input arrives.
 
         Args:
