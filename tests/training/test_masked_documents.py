@@ -25,6 +25,7 @@ from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import MaskedDocument, MaskEvent
 from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
+from vorox.data.provenance.training_content import training_content
 from vorox.data.rows import RowBlock
 from vorox.experiments.metadata import MetadataCache
 from vorox.records.log import RunLog
@@ -160,6 +161,12 @@ def test_the_rows_of_a_masked_run_are_those_of_the_run_with_a_filler(tmp_path: P
         num_changed += is_changed
     assert num_changed > 1
     assert replayed(masked.directory)
+    with RunDataIndex.open(masked.directory) as run_data:
+        parts = [part for step in range(1, 13) for row in where(run_data, step) for part in row.documents]
+        (content,) = training_content(run_data, np.arange(1, 13))
+    read = [part for part in parts if not part.is_masked]
+    assert content.tokens == sum(part.num_tokens for part in read) < sum(part.num_tokens for part in parts)
+    assert content.documents == len({part.ordinal for part in read})
 
 
 def with_other_text(patch: pytest.MonkeyPatch, ordinal: int) -> None:

@@ -55,6 +55,10 @@ class DocumentMasks:
         )
         self._lock = threading.Lock()
 
+    def starts_of(self, source: str) -> Mapping[Record, int]:
+        """Return the masked documents of a configured source, each with the first position of its filler."""
+        return self._starts.get(source, {})
+
     def is_masked(self, source_index: int, file_version: str, ordinal: int, position: int) -> bool:
         """Whether a document is masked in the row at a position."""
         start = self._of(source_index).get((file_version, ordinal))
@@ -100,7 +104,7 @@ class DocumentMasks:
         return replace(block, tokens_NC=tokens_NC, masked_NC=masked_NC)
 
     def _of(self, source_index: int) -> Mapping[Record, int]:
-        return self._starts.get(self._sources[source_index], {})
+        return self.starts_of(self._sources[source_index])
 
     def _units_of(self, source_index: int, reader: SourceReader) -> npt.NDArray[np.int64]:
         """Return the units of a cache that may hold a masked document of a source."""

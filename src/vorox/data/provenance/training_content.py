@@ -2,7 +2,7 @@
 
 The plan gives the rows of the steps, the chunks give the documents and tokens of a row; no row is decompressed and no
 log is trusted. A row that is read again counts again in ``tokens``, and once in ``distinct_tokens``. Padding is not
-counted.
+counted, and neither is the filler in place of a masked document.
 
 Shape legend: R rows of a chunk, S segments, D documents, K documents read in a unit, F files.
 """
@@ -19,6 +19,7 @@ from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.report import transform_counts
 from vorox.data.order.difficulty_buckets import cache_of
+from vorox.data.order.document_masks import DocumentMasks, Record
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.transforms.apply import TransformCount
 
@@ -50,7 +51,7 @@ class SourceContent:
 
     Attributes:
         name: Name of the source; its difficulty buckets are added up.
-        rows: Rows read, every reading counted.
+        rows: Rows read, every reading counted, with their fillers.
         distinct_rows: Rows read at least once.
         tokens: Tokens of the rows, including end-of-text tokens, every reading counted.
         distinct_tokens: Tokens of the distinct rows.
@@ -96,22 +97,39 @@ def training_content(run_data: RunDataIndex, steps: Int64Array) -> tuple[SourceC
     Raises:
         DataError: A chunk is missing or damaged.
     """
+    masks = DocumentMasks(run_data.plan.state)
+    masked_uses = {
+        start: _uses_by_source(run_data, steps[steps >= run_data.step_and_slot(start)[0]])
+        for start in {event.start_position for event in masks.events}
+    }
     caches: dict[str, CacheReader] = {}
-    uses_by_name: dict[str, Int64Array] = {}
+    for source, reader in zip(run_data.plan.sources, run_data.readers, strict=True):
+        caches.setdefault(source.configured_name, cache_of(reader))
+    found: list[SourceContent] = []
+    for name, uses in _uses_by_source(run_data, steps).items():
+        masked = {record: masked_uses[start][name] for record, start in masks.starts_of(name).items()}
+        found.append(_source_content(name, caches[name], uses, masked))
+    return tuple(found)
+
+
+def _uses_by_source(run_data: RunDataIndex, steps: Int64Array) -> dict[str, Int64Array]:
+    """Return how often some steps read each row of the cache of each source."""
+    found: dict[str, Int64Array] = {}
     sources = zip(run_data.plan.sources, run_data.readers, run_data.row_uses(steps), strict=True)
     for source, reader, uses in sources:
-        name, cache = source.configured_name, cache_of(reader)
-        caches.setdefault(name, cache)
-        total = uses_by_name.setdefault(name, np.zeros(cache.num_rows, np.int64))
+        total = found.setdefault(source.configured_name, np.zeros(cache_of(reader).num_rows, np.int64))
         if isinstance(reader, CacheReader):
             total += uses
         else:
             rows = np.flatnonzero(uses)
             total[reader.base_rows(rows)] += uses[rows]
-    return tuple(_source_content(name, cache, uses_by_name[name]) for name, cache in caches.items())
+    return found
 
 
-def _source_content(name: str, cache: CacheReader, uses: Int64Array) -> SourceContent:
+def _source_content(
+    name: str, cache: CacheReader, uses: Int64Array, masked: Mapping[Record, Int64Array]
+) -> SourceContent:
+    """Count what was read of a source; ``masked`` has the uses of rows in which a document was a filler."""
     tokens_F, documents_F = np.zeros((2, len(cache.files)), np.int64)
     distinct_tokens = 0
     manifest, starts = cache.manifest, cache.manifest.chunk_row_starts
@@ -121,10 +139,11 @@ def _source_content(name: str, cache: CacheReader, uses: Int64Array) -> SourceCo
     for indexes in chunks_by_unit.values():  # a document is in one unit, but may be in several chunks of it
         documents: list[npt.NDArray[np.void]] = []
         for index in indexes:
-            chunk = cache.chunk(index)
-            distinct_tokens += _count_chunk(
-                chunk, cache.documents(index), uses[starts[index] : starts[index + 1]], tokens_F, documents
-            )
+            rows = slice(starts[index], starts[index + 1])
+            here = cache.documents(index)
+            fillers = _fillers(here, cache, masked)
+            uses_S = _segment_uses(cache.chunk(index), uses[rows], {at: all_[rows] for at, all_ in fillers.items()})
+            distinct_tokens += _count_chunk(cache.chunk(index), here, uses_S, tokens_F, documents)
         found_K = np.unique(np.concatenate(documents)[["file", "ordinal"]])
         np.add.at(documents_F, found_K["file"], 1)
     return SourceContent(
@@ -149,16 +168,33 @@ def _source_content(name: str, cache: CacheReader, uses: Int64Array) -> SourceCo
     )
 
 
+def _fillers(
+    documents_D: npt.NDArray[np.void], cache: CacheReader, masked: Mapping[Record, Int64Array]
+) -> dict[int, Int64Array]:
+    """Return the masked documents of a chunk, by index, with the uses of rows in which they were a filler."""
+    records = ((cache.files[file].version, ordinal) for file, ordinal in documents_D[["file", "ordinal"]].tolist())
+    return {index: masked[record] for index, record in enumerate(records) if record in masked} if masked else {}
+
+
+def _segment_uses(chunk: Chunk, uses_R: Int64Array, fillers: Mapping[int, Int64Array]) -> Int64Array:
+    """Return how often the tokens of each segment were read: with its row, except as a filler."""
+    row_ptr, segments_S3 = chunk.segment_table()
+    num_segments_R = np.diff(row_ptr.astype(np.int64))
+    uses_S = np.repeat(uses_R, num_segments_R)
+    for document, filler_R in fillers.items():
+        uses_S -= np.where(segments_S3[:, 0] == document, np.repeat(filler_R, num_segments_R), 0)
+    return uses_S
+
+
 def _count_chunk(
     chunk: Chunk,
     documents_D: npt.NDArray[np.void],
-    uses_R: Int64Array,
+    uses_S: Int64Array,
     tokens_F: Int64Array,
     documents: list[npt.NDArray[np.void]],
 ) -> int:
     """Add the tokens of a chunk to those of its files, and its documents to a list; return its distinct tokens."""
-    row_ptr, segments_S3 = chunk.segment_table()
-    uses_S = np.repeat(uses_R, np.diff(row_ptr.astype(np.int64)))
+    _, segments_S3 = chunk.segment_table()
     document_S, length_S = segments_S3[:, 0], segments_S3[:, 2].astype(np.int64)
     np.add.at(tokens_F, documents_D["file"][document_S], length_S * uses_S)
     documents.append(documents_D[np.unique(document_S[uses_S > 0])])
