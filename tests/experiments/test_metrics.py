@@ -27,7 +27,7 @@ NEEDED = [
     "data_wait_seconds",
     "data_wait_fraction",
     "mfu_fraction",
-    "ceiling_fraction",
+    "matmul_peak_fraction",
     "eval/loss",
     "eval/perplexity",
     "eval/bits_per_byte",
@@ -62,7 +62,7 @@ def test_names_are_unique_and_units_agree_with_names() -> None:
 
 
 HIGHER = {
-    "accuracy", "eval/accuracy", "tokens_per_second", "mfu_fraction", "ceiling_fraction", "queue_depth",
+    "accuracy", "eval/accuracy", "tokens_per_second", "mfu_fraction", "matmul_peak_fraction", "queue_depth",
     "memory/host_available_bytes", "model_flops_per_second", "rewards/accuracy", "rewards/margin",
 }  # fmt: skip
 LOWER = {

@@ -162,7 +162,7 @@ def test_every_number_is_registered() -> None:
     clock.now += 1.0
     meter.count(work(1))
     names = meter.read().metrics()
-    assert {"tokens_per_second", "mfu_fraction", "ceiling_fraction", "time/compute_fraction"} <= set(names)
+    assert {"tokens_per_second", "mfu_fraction", "matmul_peak_fraction", "time/compute_fraction"} <= set(names)
     for name in names:
         metric(name)
 

@@ -11,6 +11,7 @@ import pytest
 
 from numpy_engine import NumpyEngine
 from tiny_runs import Killed, at_step, configuration, events, kill, result, run, use_numpy_engine, write_text
+from vorox.core.config.schema_fields import facts_at, leaf_keys
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.files.file_holder import FileLock
 from vorox.core.files.json_lines import read_lines
@@ -80,6 +81,35 @@ def test_resume_refuses_another_model_or_other_data(tmp_path: Path) -> None:
         assert text in str(refused.value)
     for path, content in files.items():
         assert path.read_bytes() == content, f"{path} was changed by a refused resume"
+
+
+WITHOUT_BITS = {
+    "data.sources.*.metadata_fields": '["author"]',
+    "data.sources.*.max_decompressed_bytes": "1000000",
+    "data.sources.*.max_decompression_ratio": "50",
+    "data.sources.*.max_retries_per_unit": "3",
+    "data.sources.*.stall_seconds": "7",
+    "data.cache.codec": "zstd",
+    "data.cache.block_rows": "2",
+}
+
+
+def test_a_setting_of_the_data_that_decides_no_bit_may_change(
+    straight: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = [
+        key for key in leaf_keys()
+        if key.startswith(("data.sources.*.", "data.cache.")) and facts_at(key).resume == "allowed"
+        and key not in {"data.cache.directory", "data.cache.grow"}
+    ]  # fmt: skip
+    assert sorted(declared) == sorted(WITHOUT_BITS)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_step(patch, 7, kill)
+        run(configuration(tmp_path))
+    changed = [f"{key.replace('*', '0')}={value}" for key, value in WITHOUT_BITS.items()]
+    outcome = run(configuration(tmp_path, changed))
+    assert outcome.start_step > 0
+    assert result(outcome) == straight
 
 
 def test_resume_refuses_a_changed_argument_of_a_transform(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from vorox.core.config import flat_values, in_digest
+from vorox.core.config import decides_bits, flat_values
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.platform.environment import package_versions
@@ -294,7 +294,7 @@ def _start_facts(config: RunConfig) -> dict[str, Any]:
     settings = {
         key: value
         for key, value in flat_values(config).items()
-        if in_digest(key) or key.startswith(_SECTIONS_WITH_COLLECTIVES)
+        if decides_bits(key) or key.startswith(_SECTIONS_WITH_COLLECTIVES)
     }
     return {"vorox": __version__, "Python": python, **engine, **redact_value(settings)}
 

@@ -37,6 +37,15 @@ _LARGEST_VOCABULARY_OF_TWO_BYTES = 1 << 16
 _ENTRIES_PER_LINE = 1000
 
 
+def stored_token_bytes(vocab_size: int, images: ImageLayout | None) -> int:
+    """Return the bytes of a token in a cache."""
+    return 2 if _num_ids(vocab_size, images) <= _LARGEST_VOCABULARY_OF_TWO_BYTES else 4
+
+
+def _num_ids(vocab_size: int, images: ImageLayout | None) -> int:
+    return vocab_size if images is None else END_OF_IMAGE_IDS
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The identity of a cache.
@@ -78,11 +87,11 @@ class Recipe:
     @cached_property
     def num_ids(self) -> int:
         """All ids are below: the vocabulary, and those of images (``data/images/tokens.py``)."""
-        return self.vocab_size if self.images is None else END_OF_IMAGE_IDS
+        return _num_ids(self.vocab_size, self.images)
 
     @cached_property
     def token_bytes(self) -> int:
-        return 2 if self.num_ids <= _LARGEST_VOCABULARY_OF_TWO_BYTES else 4
+        return stored_token_bytes(self.vocab_size, self.images)
 
     @property
     def uses_paths(self) -> bool:

@@ -155,7 +155,7 @@ _METRICS = (
         "Model FLOPs utilisation: model_flops_per_second / data-sheet peak of the devices.",
         "higher",
     ),
-    Metric("ceiling_fraction", "fraction", "mean", "model_flops_per_second / measured matmul peak.", "higher"),
+    Metric("matmul_peak_fraction", "fraction", "mean", "model_flops_per_second / measured matmul peak.", "higher"),
     Metric("eval/loss", "nats/token", "last", f"{_LOSS} Over the fixed validation rows.", "lower"),
     Metric("eval/perplexity", "1", "last", "exp(eval/loss).", "lower"),
     Metric("eval/bits_per_byte", "bits/byte", "last", f"{_BITS} Over the fixed validation rows.", "lower"),

@@ -14,6 +14,8 @@ from pathlib import Path
 from vorox.core.errors import DoesNotFitError
 from vorox.core.platform.environment import existing_parent, free_disk_bytes
 from vorox.core.schema import CheckpointConfig, RunConfig
+from vorox.data.images.layout import image_layout
+from vorox.data.recipe import stored_token_bytes
 from vorox.models.spec import ModelSpec
 from vorox.planning.memory_estimate import checkpoint_state_bytes
 from vorox.records.step_environments import StepEnvironments
@@ -184,7 +186,7 @@ def plan_disk(
         checkpoints=checkpoints,
         directory=directory,
         free_bytes=free_disk_bytes(directory),
-        cache_bytes=round(new_tokens * (2 if spec.vocab_size <= 1 << 16 else 4)),
+        cache_bytes=round(new_tokens * stored_token_bytes(spec.vocab_size, image_layout(config.model))),
         cache_root=cache_root,
         cache_free_bytes=free_disk_bytes(cache_root),
         is_shared=existing_parent(directory).stat().st_dev == existing_parent(cache_root).stat().st_dev,

@@ -64,7 +64,7 @@ class Limits:
 
     Attributes:
         peak_flops_per_second: Data-sheet peak in the run's precision.
-        matmul_peak_flops_per_second: Measured peak on the matrix shapes of the model (``runtime.matmul_peak``).
+        matmul_peak_flops_per_second: Measured peak on the matrix shapes of the model (``runtime/matmul_peak.py``).
     """
 
     peak_flops_per_second: float | None = None
@@ -118,7 +118,7 @@ class Reading:
             "data_wait_fraction": self.seconds["data"] / self.training_seconds if self.training_seconds > 0 else None,
             "model_flops_per_second": self.model_flops_per_second,
             "mfu_fraction": self.mfu_fraction,
-            "ceiling_fraction": self.matmul_peak_fraction,
+            "matmul_peak_fraction": self.matmul_peak_fraction,
             **{f"time/{use}_fraction": fraction for use, fraction in self.time_fractions.items()},
         }
         return {name: value for name, value in values.items() if value is not None}

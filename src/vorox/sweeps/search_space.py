@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from vorox.core.config import flatten, in_digest
+from vorox.core.config import decides_bits, flatten
 from vorox.core.config.layers.synonyms import key_of
 from vorox.core.config.schema_fields import SchemaField, admits, did_you_mean, find_field, nearest
 from vorox.core.config.yaml.reader import Json, read_mapping, read_value
@@ -137,7 +137,7 @@ def _refuse_incomparable(key: str, where: str) -> None:
             f"{key} changes what the validation loss measures, so trials could not be compared", where=where,
             hint="run one sweep for each value, as in `vorox tune CONFIG KEY=VALUE ...`",
         )  # fmt: skip
-    if not in_digest(key) and key not in _CHOOSES_DEFAULTS:
+    if not decides_bits(key) and key not in _CHOOSES_DEFAULTS:
         raise ConfigError(
             f"{key} does not change the trained weights", where=where, hint="remove it from the search space"
         )

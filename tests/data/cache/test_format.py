@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from vorox.core.errors import DataError
 from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.format import (
+    CODECS,
     DOCUMENT,
     ChunkContent,
     ChunkOrigin,
@@ -64,7 +65,7 @@ def assert_equal(found: ChunkContent, expected: ChunkContent) -> None:
     num_rows=st.integers(1, 20),
     row_tokens=st.integers(4, 70),
     dtype=st.sampled_from(["uint16", "uint32"]),
-    codec=st.sampled_from(["raw", "lz4", "lz4hc"]),
+    codec=st.sampled_from(sorted(CODECS)),
     block_rows=st.one_of(st.none(), st.integers(1, 25)),
     seed=st.integers(0, 1000),
 )
@@ -213,7 +214,7 @@ def test_content_is_the_identity_and_the_codec_is_not():
     content = make_content(num_rows=9)
     records = [
         encode_chunk(content, ORIGIN, codec=codec, block_rows=block_rows)[1]
-        for codec in ("raw", "lz4", "lz4hc")
+        for codec in CODECS
         for block_rows in (1, 4)
     ]
     assert len({record.content for record in records}) == 1

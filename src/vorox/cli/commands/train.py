@@ -24,7 +24,7 @@ Configuration = Annotated[
 Resume = Annotated[
     str,
     typer.Option(
-        metavar="auto|never|RUN|CHECKPOINT|gs://...|s3://...",
+        metavar="auto|never|RUN|CHECKPOINT|s3://...",
         help="auto: resume the run of this configuration, if there is one; never: start a new run; or a run or "
         "checkpoint to resume, with its recorded configuration, downloaded first if it is in a store. A run resumes "
         "from its mirror if that is ahead; a checkpoint resumes from exactly that state.",
@@ -33,7 +33,7 @@ Resume = Annotated[
 FromWeights = Annotated[
     str | None,
     typer.Option(
-        metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|gs://...",
+        metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|s3://...",
         help="Initialise from these weights, with their architecture and tokenizer (train.from_weights).",
     ),
 ]

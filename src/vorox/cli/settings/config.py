@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from vorox.cli.settings.arguments import ParsedArguments, parse_arguments
 from vorox.cli.terminal.output import print_unicode_json, print_wrapped
-from vorox.core.config import ConfigSource, ResolvedConfig, config_values, differences, dump_yaml, in_digest
+from vorox.core.config import ConfigSource, ResolvedConfig, config_values, differences, dump_yaml, identifies_run
 from vorox.core.config.config_for_text import config_for_text
 from vorox.core.config.layers.presets import run_presets
 from vorox.core.errors import ConfigError
@@ -41,13 +41,13 @@ def diff(before: str, after: str, arguments: list[str] | None, as_json: bool) ->
     if as_json:
         print_unicode_json(
             [
-                {"key": item.key, "before": item.before, "after": item.after, "changes_run": in_digest(item.key)}
+                {"key": item.key, "before": item.before, "after": item.after, "changes_run": identifies_run(item.key)}
                 for item in found
             ]
         )
         return
     for item in found:
-        typer.echo(f"{'*' if in_digest(item.key) else ' '} {item}")
+        typer.echo(f"{'*' if identifies_run(item.key) else ' '} {item}")
     if not found:
         typer.echo("No difference")
 

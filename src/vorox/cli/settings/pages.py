@@ -63,6 +63,7 @@ def _explanation_lines(explanation: Explanation) -> list[str]:
         lines.append(f"  needs     {explanation.needs}, else it is refused")
     if not explanation.changes_run:
         lines.append("  identity  not part of the run's identity")
+    lines.append(f"  resume    {explanation.resume}")
     for value in explanation.values:
         name = "value" if len(explanation.values) == 1 else value.key
         lines.append(f"  {name:<8}  {write_inline(value.value)}  ({value.origin})")

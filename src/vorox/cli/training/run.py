@@ -18,7 +18,7 @@ from vorox.cli.training.menu.start_menu import Command, open_menu
 from vorox.cli.training.run_choice import ChosenRun, choose_run, parse_command
 from vorox.cli.training.summary import summary_lines
 from vorox.core.batch_sizes import batch_sizes_of
-from vorox.core.config import differences, in_digest, model_label
+from vorox.core.config import decides_bits, differences, model_label
 from vorox.core.config.config_for_text import expected_ids
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
@@ -130,7 +130,7 @@ def _unfinished_run(run: ChosenRun, minutes: float) -> tuple[ChosenRun, float | 
         timed = with_num_steps(run.config, recorded.train.num_steps)
         for same in (timed, fit_warmup(timed, _MANY_TOKENS)[0]):
             changed = (item.key for item in differences(recorded, same))
-            if not any(in_digest(key) or key == "run.name" for key in changed):
+            if not any(decides_bits(key) or key == "run.name" for key in changed):
                 steps = pluralize(recorded.train.num_steps, "step")
                 typer.echo(
                     f"Resuming {directory.name} (--minutes {minutes:g}, {steps}). `--resume never` starts a new run."

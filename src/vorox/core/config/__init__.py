@@ -4,11 +4,12 @@ from vorox.core.config.digest import (
     Difference,
     config_digest,
     config_values,
+    decides_bits,
     differences,
     digest_values,
     flat_values,
     flatten,
-    in_digest,
+    identifies_run,
 )
 from vorox.core.config.explain import json_schema
 from vorox.core.config.resolve import (
@@ -34,12 +35,13 @@ __all__ = [
     "config_digest",
     "config_from_record",
     "config_values",
+    "decides_bits",
     "differences",
     "digest_values",
     "dump_yaml",
     "flat_values",
     "flatten",
-    "in_digest",
+    "identifies_run",
     "json_schema",
     "load_config",
     "locate_config",

@@ -1,4 +1,4 @@
-"""The digest of a configuration: a hash of the settings that decide the bits of a run, and no others.
+"""The digest of a configuration: a hash of the settings that decide which run it is, and no others.
 
 A ``RunConfig`` goes in; its values by dotted key, its digest, and its differences from another configuration come out.
 What a setting decides is declared with it (``core/schema/setting.py``). Left out are names and paths, prefetching,
@@ -58,19 +58,24 @@ def flatten(values: Json) -> dict[str, Json]:
     return flat
 
 
-def in_digest(key: str) -> bool:
+def identifies_run(key: str) -> bool:
+    """Whether another value of a key makes another run."""
+    return facts_at(key).digest == "identity"
+
+
+def decides_bits(key: str) -> bool:
     """Whether a key decides bits of a run: its identity, or what is decided when it is created."""
     return facts_at(key).digest != "none"
 
 
 def config_digest(config: RunConfig) -> str:
-    """Return the SHA-256, in hex, of all settings that decide the bits of the run."""
+    """Return the SHA-256, in hex, of all settings that decide which run it is."""
     return hashlib.sha256(canonical_json(digest_values(config))).hexdigest()
 
 
 def digest_values(config: RunConfig) -> dict[str, Json]:
     """Return the keys that decide which run it is, with their values."""
-    return {key: value for key, value in flat_values(config).items() if facts_at(key).digest == "identity"}
+    return {key: value for key, value in flat_values(config).items() if identifies_run(key)}
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[Difference]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
-from vorox.core.config.digest import flat_values, in_digest
+from vorox.core.config.digest import flat_values, identifies_run
 from vorox.core.config.layers.preset_rules import WITH_ITS_SOURCES
 from vorox.core.config.layers.presets import model_presets, run_presets
 from vorox.core.config.layers.setting_dependencies import dependencies
@@ -26,6 +26,16 @@ from vorox.core.config.yaml.reader import Json
 from vorox.core.config.yaml.writer import write_inline
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
+from vorox.core.schema.setting import Resume
+
+_RESUME: Final[Mapping[Resume, str]] = {
+    "logged": "may change, and the change is recorded",
+    "refused": "may not change",
+    "allowed": "may change",
+    "recorded": "sources may be added and removed, but not change in this",
+    "mixture": "may change, and the data plan records it",
+    "length": "may change, and the data plan records it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Explanation:
         values: Its value in the given configuration: several for a key of a list, none without a configuration.
         needs: The setting without which it has no effect; empty if it always has one.
         changes_run: Whether another value makes another run (see ``schema/setting.py``).
+        resume: Whether it may change at a resume, in words.
         keys: For a section, the keys directly inside it.
         synonyms: Its synonyms.
         rules: How its default depends on what is trained, one line each.
@@ -55,6 +66,7 @@ class Explanation:
     values: tuple[Value, ...]
     needs: str
     changes_run: bool
+    resume: str
     keys: tuple[str, ...]
     synonyms: tuple[str, ...]
     rules: tuple[str, ...] = ()
@@ -77,6 +89,7 @@ class Explanation:
             "description": self.field.description,
             "needs": self.needs,
             "changes_run": self.changes_run,
+            "resume": self.resume,
             "keys": list(self.keys),
             "synonyms": list(self.synonyms),
             "default_rules": list(self.rules),
@@ -103,7 +116,8 @@ def explain(key: str, resolved: ResolvedConfig | None = None) -> Explanation:
         name for name in schema_fields() if name.startswith(f"{field.key}.") and name.count(".") == depth
     )  # fmt: skip
     values, rules = _values(key, field, resolved), default_rules(field.key)
-    return Explanation(field, values, needs, in_digest(field.key), inside, synonyms_of(key), rules)
+    resume = _RESUME[field.facts.resume or "logged"]
+    return Explanation(field, values, needs, identifies_run(field.key), resume, inside, synonyms_of(key), rules)
 
 
 def sections() -> dict[str, str]:

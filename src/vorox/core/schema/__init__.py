@@ -5,8 +5,6 @@ Units are part of the names.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from vorox.core.schema.adapter import AdapterConfig
 from vorox.core.schema.data import DataConfig, SourceConfig
 from vorox.core.schema.distillation import DistillationConfig
@@ -14,7 +12,7 @@ from vorox.core.schema.model import ModelConfig
 from vorox.core.schema.optimizer import LossConfig, OptimizerConfig, ScheduleConfig
 from vorox.core.schema.runtime import ParallelConfig, PrecisionConfig, RunSection, RuntimeConfig
 from vorox.core.schema.section import Section
-from vorox.core.schema.setting import setting
+from vorox.core.schema.setting import Engine, setting
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.core.schema.train import (
     CheckpointConfig,
@@ -52,7 +50,7 @@ __all__ = [
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    backend: Literal["torch", "jax"] = setting(default="torch", description="Framework that trains the model.")
+    backend: Engine = setting(default="torch", description="Framework that trains the model.")
     model: ModelConfig = setting(
         default_factory=ModelConfig, description="Architecture of the decoder.", resume="refused"
     )

@@ -141,6 +141,7 @@ class SourceConfig(Section):
         default=(),
         description="Further keys or columns returned with a document when it is inspected or streamed.",
         digest="none",
+        resume="allowed",
         needs=_HAS_FIELDS,
     )
     encoding: str = setting(
@@ -180,13 +181,18 @@ class SourceConfig(Section):
         "cache.unit_bytes.",
     )
     max_decompressed_bytes: int = setting(
-        default=1 << 40, ge=1, description="Refuse compressed files that decompress to more than this.", digest="none"
+        default=1 << 40,
+        ge=1,
+        description="Refuse compressed files that decompress to more than this.",
+        digest="none",
+        resume="allowed",
     )
     max_decompression_ratio: float = setting(
         default=1000.0,
         ge=1,
         description="Refuse compressed files with a higher compression ratio, from 256 MiB on.",
         digest="none",
+        resume="allowed",
     )
     weight: float | str = setting(
         default=1.0,
@@ -246,12 +252,14 @@ class SourceConfig(Section):
         description="Retries of requests to a store (S3, GCS, Azure, Hub, web) per unit before the build stops; 60 "
         "cover an outage of about 13 minutes.",
         digest="none",
+        resume="allowed",
     )
     stall_seconds: float = setting(
         default=20.0,
         gt=0,
         description="Timeout without a byte from a store; retries continue after the last byte.",
         digest="none",
+        resume="allowed",
     )
 
     @field_validator("delimiter", mode="before")
@@ -272,7 +280,7 @@ class ValidationConfig(Section):
     split: Literal["auto", "named", "file", "document", "span"] = setting(
         default="auto",
         description="What is held out. file, document: a fraction of the files or documents; span: seeded spans of "
-        "every file; named: files with val or validation in their name or folder. auto: the first that fits the "
+        "every file; named: files with val, valid, validation or dev in their name or folder. auto: the first that fits the "
         "source: named for token shards and folders with splits, file for many files, document for records, else "
         "span; the choice is printed.",
         needs=_HELD_OUT,
@@ -301,7 +309,7 @@ class CacheConfig(Section):
         resume="allowed",
     )
     codec: Literal["lz4", "lz4hc", "zstd", "raw"] = setting(
-        default="lz4", description="Compression of the packed rows."
+        default="lz4", description="Compression of the packed rows.", digest="none", resume="allowed"
     )
     unit_bytes: int = setting(
         default=64 << 20, ge=1, description="Text per unit; a unit is built, leased and rebuilt as a whole."
@@ -311,6 +319,8 @@ class CacheConfig(Section):
         default=None,
         ge=1,
         description="Rows compressed together. None: 1 for rows of 1,024 tokens or more, more for shorter rows.",
+        digest="none",
+        resume="allowed",
     )
     grow: bool = setting(
         default=False,

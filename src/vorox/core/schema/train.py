@@ -110,7 +110,8 @@ class TrainConfig(Section):
     from_weights: str | None = setting(
         default=None,
         description="Initialise from these weights: a run, a checkpoint of either backend or a transformers "
-        "directory, local or under gs:// or s3://; or hf://OWNER/NAME@REVISION. The optimizer state starts at zero.",
+        "directory, local or in a store (s3://, gs://, az://); or hf://OWNER/NAME@REVISION. The optimizer state starts "
+        "at zero.",
         resume="allowed",
         location="model",
         needs=Need("model.kind", ("decoder",), remedy="model.kind=decoder; or set model.name_or_path", is_feature=True),
@@ -303,7 +304,7 @@ class CheckpointConfig(Section):
     )
     every_seconds: Annotated[float, Field(gt=0)] | Literal["auto"] | None = setting(
         default="auto",
-        description="Checkpoint interval in seconds, in addition to steps. auto: 900, or None with every_steps. None: "
+        description="Checkpoint interval in seconds, in addition to steps. auto: 900, or none with every_steps. None: "
         "none by time.",
     )
     keep_last: int = setting(
@@ -318,9 +319,9 @@ class CheckpointConfig(Section):
     at_end: bool = setting(default=True, description="Save a checkpoint after the last step.")
     mirror: str | None = setting(
         default=None,
-        description="Folder in an object store (gs://BUCKET/FOLDER, s3://BUCKET/FOLDER) to which every checkpoint and "
-        "the run's records are copied in the background. A run that is not on this machine, or is ahead in the store, "
-        "is restored from it.",
+        description="Folder in an object store (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER) to "
+        "which every checkpoint and the run's records are copied in the background. A run that is not on this machine, or is "
+        "ahead in the store, is restored from it.",
     )
     notice_seconds: float | None = setting(
         default=None,

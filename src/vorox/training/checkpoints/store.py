@@ -76,7 +76,7 @@ class RunState:
 
     Attributes:
         progress: How far the run is.
-        horizon: The length of the run, fixed at its start.
+        horizon: The length of the run, as in force at this step.
         nonfinite_in_a_row: Consecutive steps up to this one whose loss or gradient was not finite.
     """
 

@@ -3,7 +3,7 @@
 In: the settings that name a model (``train.from_weights``, or ``model.name_or_path`` of ``model.kind: huggingface``).
 Out: a ``ModelOrigin``, read from manifests, ``config.json`` and headers of safetensors files; no weights are read. A
 name is a directory of transformers, an export, a checkpoint, averaged or pruned weights, a run, or a repository of the
-hub, pinned to a commit. Weights at ``gs://`` or ``s3://`` are described after their download, when the run starts.
+hub, pinned to a commit. Weights in a store are described after their download, when the run starts.
 
 ``vorox.training.origin.configuration`` applies an origin to a configuration, and states the precedence.
 """

@@ -19,10 +19,10 @@ from vorox.core.config import (
     Difference,
     config_from_record,
     config_values,
+    decides_bits,
     differences,
     dump_yaml,
     flat_values,
-    in_digest,
     load_config,
 )
 from vorox.core.config.locations import (
@@ -102,7 +102,7 @@ def report_same_name(config: RunConfig, directory: Path, log: RunLog) -> None:
         recorded = recorded_config(earlier)
     except ConfigError:
         return
-    changed = [entry for entry in differences(recorded, config) if in_digest(entry.key)]
+    changed = [entry for entry in differences(recorded, config) if decides_bits(entry.key)]
     if not changed or not (config.run.name or all(decides_length(entry.key) for entry in changed)):
         return  # the same command, as a new run; or a name that many configurations get
     command = f"vorox train --resume {run_argument(earlier)}"
@@ -261,7 +261,7 @@ def _made_with(checkpoint: Checkpoint) -> RunConfig:
 
 def _decides_bits(key: str) -> bool:
     """Whether a setting decides the bits of a run; of a place, its content does."""
-    return in_digest(key) and key not in LOCATIONS
+    return decides_bits(key) and key not in LOCATIONS
 
 
 def _bit_affecting_differences(before: RunConfig, after: RunConfig) -> list[Difference]:
@@ -306,7 +306,7 @@ def _is_refused(key: str) -> bool:
 
 
 def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Difference]:
-    """Return differences that change the text of a source of the same name; its mixture settings may change."""
+    """Return differences that change the text of a source of the same name; its other settings may change."""
     before = {source.name: source for source in recorded.data.sources}
     return [
         Difference(f"data.sources.{index}.{key}", old[key], new[key])
@@ -314,7 +314,7 @@ def _refused_of_sources(recorded: RunConfig, current: RunConfig) -> list[Differe
         if source.name in before
         for old, new in [(before[source.name].model_dump(mode="json"), source.model_dump(mode="json"))]
         for key in new
-        if old[key] != new[key] and facts_at(f"data.sources.*.{key}").resume != "mixture"
+        if old[key] != new[key] and facts_at(f"data.sources.*.{key}").resume not in ("mixture", "allowed")
     ]
 
 

@@ -1,8 +1,9 @@
 """The length of a run, and the learning rate and weight decay of every step.
 
 In: the configuration and the size of the dataset. Out: a ``Horizon`` (total and warm-up steps) and a ``Schedule``, a
-pure function of the step index; neither has state to save. The horizon is fixed at the start and recorded in every
-checkpoint, so a growing cache does not change the learning rate of a resumed run.
+pure function of the step index; neither has state to save. The horizon is decided at the start and recorded in every
+checkpoint, so a growing cache does not change the learning rate of a resumed run, unless `follow_growth` asks for it; a
+resume may set another one.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class LossSums(NamedTuple):
     Attributes:
         cross_entropy: Nats.
         squared_log_partition: Squared log-sum-exp of the logits, for the z-loss.
-        objective: The objective of a user function; else 0.
+        objective: The objective of a user function, or with a teacher; else 0.
         num_correct: Targets that are the arg max of their logits; of equal logits, the first is.
     """
 
@@ -97,7 +97,7 @@ class FusedLinearLoss:
         dtype: Precision of the products.
         count_correct: Whether training counts correct targets.
         distillation: Temperature and weight of a teacher.
-        choices: Whether chunks are compiled, where there is neither a user function nor a teacher.
+        compiled: Whether chunks are compiled, where there is neither a user function nor a teacher.
 
     Attributes:
         sum_dtype: Number format of the loss sums.
@@ -140,9 +140,10 @@ class FusedLinearLoss:
     def train(
         self, hidden_MD: Tensor, head_VD: Tensor, labels: Labels, scale: float, loss_scale: Tensor | None = None
     ) -> tuple[Tensor, LossSums]:
-        """Return the scaled objective, to call ``backward`` on, and the loss sums.
+        """Return a scalar to call ``backward`` on, and the loss sums.
 
-        The gradients are computed here; ``backward`` passes them on. If ``head_VD.grad`` exists, the head's gradient is
+        The gradients of the objective are computed here; ``backward`` passes them on. The value of the scalar is the
+        scaled cross entropy. If ``head_VD.grad`` exists, the head's gradient is
         added to it directly. A frozen head has none.
 
         Args:

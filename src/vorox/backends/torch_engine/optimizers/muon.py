@@ -43,7 +43,7 @@ class _Update:
     matrices_COI: list[Tensor]
     missing: int
 
-    def apply(self, finite: Tensor, *, lr: float, weight_decay: float) -> None:
+    def apply(self, applied: Tensor, *, lr: float, weight_decay: float) -> None:
         """Update the parameter once all its matrices are orthogonal."""
         factors = [_shape_factor(matrix_COI) for matrix_COI in self.matrices_COI]
         rate = lr * factors[0]
@@ -52,7 +52,7 @@ class _Update:
                 self.matrices_COI[index] = self.matrices_COI[index] * (factor / factors[0])
         orthogonal = self.layout.join(self.matrices_COI, self.shape, torch.cat)
         changed = self.part.view.mul(1 - lr * weight_decay).sub_(orthogonal[self.part.place], alpha=rate)
-        self.part.view.copy_(torch.where(finite, changed, self.part.view))
+        self.part.view.copy_(torch.where(applied, changed, self.part.view))
         self.matrices_COI.clear()
 
 
@@ -62,19 +62,19 @@ def update(
     gradients: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     divisor: Tensor,
-    finite: Tensor,
+    applied: Tensor,
     *,
     layouts: Mapping[str, MatrixLayout],
     lr: float,
     weight_decay: float,
     momentum: float,
 ) -> None:
-    """Update an orthogonal group with Nesterov momentum; changes nothing unless ``finite``.
+    """Update an orthogonal group with Nesterov momentum; changes nothing unless ``applied``.
 
     Sharded directions are gathered: every rank orthogonalises whole matrices and updates its own part.
     """
     directions = [
-        _direction(gradient / divisor, buffer, finite, momentum)
+        _direction(gradient / divisor, buffer, applied, momentum)
         for gradient, buffer in zip(gradients, momentum_buffers, strict=True)
     ]
     by_shape: dict[tuple[int, ...], list[tuple[_Update, int]]] = {}
@@ -88,7 +88,7 @@ def update(
         _orthogonalise_shape(entries)
         for one, _ in entries:
             if not one.missing and one.matrices_COI:
-                one.apply(finite, lr=lr, weight_decay=weight_decay)
+                one.apply(applied, lr=lr, weight_decay=weight_decay)
 
 
 def _orthogonalise_shape(entries: Sequence[tuple[_Update, int]]) -> None:
@@ -100,10 +100,10 @@ def _orthogonalise_shape(entries: Sequence[tuple[_Update, int]]) -> None:
         one.missing -= 1
 
 
-def _direction(scaled: Tensor, buffer: Tensor, finite: Tensor, momentum: float) -> Tensor:
+def _direction(scaled: Tensor, buffer: Tensor, applied: Tensor, momentum: float) -> Tensor:
     """Update the momentum of a scaled gradient, and return Nesterov's direction in place of the gradient."""
     new_momentum = buffer.lerp(scaled, 1 - momentum)
-    torch.where(finite, new_momentum, buffer, out=buffer)
+    torch.where(applied, new_momentum, buffer, out=buffer)
     return scaled.lerp_(new_momentum, momentum)
 
 

@@ -1,7 +1,8 @@
 """AdamW and Muon with gradient clipping and a finite check, over the tensors of a rank.
 
-Nothing here synchronises the host with the device. If the loss or the gradient norm is not finite, no bit of
-parameters, moments or counters changes; only the loss scale of fp16 is lowered. All of this is decided on the device.
+Nothing here synchronises the host with the device. If the loss or the gradient norm is not finite, or the loss is above
+``max_loss``, the update is not ``applied``: no bit of parameters, moments or counters changes; only the loss scale of
+fp16 is lowered after a step that is not finite. All of this is decided on the device.
 
 State: first and second moments of the AdamW groups, Muon's momentum, the number of updates, the loss scale, and the
 moving average of the parameters (``train.ema_decay``).
@@ -170,33 +171,33 @@ class Optimizer:
             if part.name in self._kept_zeros
         ]
 
-    def _update(self, gradients: Buffers, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:
-        """Update parameters and moments from gradients divided by ``divisor``; change nothing unless ``finite``."""
+    def _update(self, gradients: Buffers, divisor: Tensor, applied: Tensor, *, lr: float, weight_decay: float) -> None:
+        """Update parameters and moments from gradients divided by ``divisor``; change nothing unless ``applied``."""
         for group, tensors in gradients.items():
             if group.rule == ORTHOGONAL.rule:
                 muon.update(
-                    self._parameters.local, group, tensors, self.momentum[group], divisor, finite,
+                    self._parameters.local, group, tensors, self.momentum[group], divisor, applied,
                     layouts=self.layouts, lr=self._config.muon_lr * lr / self._config.lr * group.lr_scale,
                     weight_decay=weight_decay,
                     momentum=self._config.muon_momentum,
                 )  # fmt: skip
             elif tensors:  # a stage of a pipeline may have none of a group
                 decay = weight_decay if group.rule == DECAYED.rule else 0.0
-                self._update_group(group, tensors, divisor, finite, lr=lr * group.lr_scale, weight_decay=decay)
+                self._update_group(group, tensors, divisor, applied, lr=lr * group.lr_scale, weight_decay=decay)
 
     def _update_group(
         self,
         group: Group,
         gradients: Sequence[Tensor],
         divisor: Tensor,
-        finite: Tensor,
+        applied: Tensor,
         *,
         lr: float,
         weight_decay: float,
     ) -> None:
         """Update the parameters of a group that Muon does not: what another optimizer replaces."""
         self._adamw_tensors(
-            self._parameters.values[group], gradients, self.exp_avg[group], self.exp_avg_sq[group], divisor, finite,
+            self._parameters.values[group], gradients, self.exp_avg[group], self.exp_avg_sq[group], divisor, applied,
             lr=lr, weight_decay=weight_decay,
         )  # fmt: skip
 
@@ -207,7 +208,7 @@ class Optimizer:
         exp_avg: Sequence[Tensor],
         exp_avg_sq: Sequence[Tensor],
         divisor: Tensor,
-        finite: Tensor,
+        applied: Tensor,
         *,
         lr: float,
         weight_decay: float,
@@ -217,24 +218,24 @@ class Optimizer:
             torch.ops.aten._fused_adamw_(
                 values, gradients, exp_avg, exp_avg_sq, [], [self.updates] * len(values),
                 lr=lr, beta1=config.beta1, beta2=config.beta2, weight_decay=weight_decay, eps=config.eps,
-                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=1.0 - finite.float(),
+                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=1.0 - applied.float(),
             )  # fmt: skip
             return
         for value, gradient, first, second in zip(values, gradients, exp_avg, exp_avg_sq, strict=True):
             vector_adamw(
-                value, gradient / divisor, first, second, self.updates, finite,
+                value, gradient / divisor, first, second, self.updates, applied,
                 lr=lr, betas=(config.beta1, config.beta2), weight_decay=weight_decay, eps=config.eps,
             )  # fmt: skip
 
-    def _update_average(self, finite: Tensor) -> None:
-        """Move the average towards the updated parameters; change nothing unless ``finite``."""
+    def _update_average(self, applied: Tensor) -> None:
+        """Move the average towards the updated parameters; change nothing unless ``applied``."""
         if self._ema_decay is None:
             return
         decay = torch.full_like(self.updates, self._ema_decay)
         if self._ema_warmup:
             decay = torch.minimum(decay, (1 + self.updates) / (10 + self.updates))
         for value, average in self._average_pieces():
-            average.copy_(torch.where(finite, average.add((value - average).mul_(1 - decay)), average))
+            average.copy_(torch.where(applied, average.add((value - average).mul_(1 - decay)), average))
 
     @torch.no_grad()
     def exchange_average(self) -> None:
@@ -291,7 +292,7 @@ def vector_adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     updates: Tensor,
-    finite: Tensor,
+    applied: Tensor,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -304,4 +305,4 @@ def vector_adamw(
     root = (second / (1 - betas[1] ** updates)).sqrt_().add_(eps)
     changed = (values * (1 - lr * weight_decay)).sub_(first / (1 - betas[0] ** updates) / root * lr)
     for old, new in ((values, changed), (exp_avg, first), (exp_avg_sq, second)):
-        old.copy_(torch.where(finite, new, old))
+        old.copy_(torch.where(applied, new, old))

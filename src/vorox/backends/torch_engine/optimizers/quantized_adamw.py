@@ -123,13 +123,13 @@ class QuantizedAdamW(Optimizer):
         group: Group,
         gradients: Sequence[Tensor],
         divisor: Tensor,
-        finite: Tensor,
+        applied: Tensor,
         *,
         lr: float,
         weight_decay: float,
     ) -> None:
         if group.rule != DECAYED.rule:
-            super()._update_group(group, gradients, divisor, finite, lr=lr, weight_decay=weight_decay)
+            super()._update_group(group, gradients, divisor, applied, lr=lr, weight_decay=weight_decay)
             return
         values = self._parameters.values[group]
         moments = self._first[group], self._root_second[group]
@@ -139,7 +139,7 @@ class QuantizedAdamW(Optimizer):
                 end = min(start + PIECE_ELEMENTS, len(flat))
                 exp_avg, exp_avg_sq = first.read(start, end), root.read(start, end).square_()
                 self._adamw_tensors(
-                    [flat[start:end]], [flat_gradient[start:end]], [exp_avg], [exp_avg_sq], divisor, finite,
+                    [flat[start:end]], [flat_gradient[start:end]], [exp_avg], [exp_avg_sq], divisor, applied,
                     lr=lr, weight_decay=weight_decay,
                 )  # fmt: skip
                 first.write(start, exp_avg)

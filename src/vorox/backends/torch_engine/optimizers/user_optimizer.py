@@ -17,7 +17,6 @@ from vorox.backends.torch_engine.device.devices import Compute
 from vorox.backends.torch_engine.layouts.parameters import Buffers, Parameters
 from vorox.backends.torch_engine.optimizers.optimizer import Optimizer
 from vorox.backends.torch_engine.ranks.distributed import Ranks
-from vorox.core.config.schema_fields import schema_fields
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.user_code.extensions import load_function
@@ -35,12 +34,6 @@ class UserOptimizer(Optimizer):
 
     def __init__(self, config: RunConfig, parameters: Parameters, compute: Compute, ranks: Ranks) -> None:
         self._name = config.optimizer.name
-        if ranks.num_fsdp_shards > 1:
-            *others, last = schema_fields()[_KEY].choices
-            raise ConfigError(
-                f"Optimizer {self._name} needs whole parameters, but fsdp_size = {ranks.num_fsdp_shards}",
-                where="parallel.fsdp_size", hint=f"set it to 1, or use the optimizer {', '.join(others)} or {last}",
-            )  # fmt: skip
         self._factory = load_function(self._name, kind="optimizer", where=_KEY)
         super().__init__(config, parameters, compute, ranks)
         self._check()
@@ -116,8 +109,8 @@ class UserOptimizer(Optimizer):
     ) -> ConfigError:
         return ConfigError(f"{self._name} is not usable as an optimizer: {why}", where=_KEY, hint=hint)
 
-    def _update(self, gradients: Buffers, divisor: Tensor, finite: Tensor, *, lr: float, weight_decay: float) -> None:
-        if not bool(finite):
+    def _update(self, gradients: Buffers, divisor: Tensor, applied: Tensor, *, lr: float, weight_decay: float) -> None:
+        if not bool(applied):
             return
         for tensors in gradients.values():
             for tensor in tensors:

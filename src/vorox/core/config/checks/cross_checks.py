@@ -310,10 +310,10 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    if checkpoint.mirror is not None and not re.fullmatch(r"(gs|s3)://[^/\s]+(/.*)?", checkpoint.mirror):
+    if checkpoint.mirror is not None and not re.fullmatch(r"(s3|gs|az)://[^/\s]+(/.*)?", checkpoint.mirror):
         yield Problem(
             f"checkpoint.mirror={redact(checkpoint.mirror)} is not a folder in an object store; "
-            "write gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
+            "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER",
             keys=("checkpoint.mirror",),
         )
     if checkpoint.keep_best and config.eval.every_steps is None:

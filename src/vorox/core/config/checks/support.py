@@ -245,6 +245,7 @@ RULES: Final = (
     Rule((_TENSOR, _PIPELINE, _CONTEXT), ("own block", "own step"), "nothing says how to divide it"),
     Rule((_TENSOR,), ("own MLP", "own function", "own optimizer"), "a rank has only a part of the values", _is_torch,
          "torch"),
+    Rule(("FSDP2",), ("own optimizer",), "a rank has only a part of the values"),
     Rule((_TENSOR,), ("QK norm over the full width",), "a rank has some of the heads only", _is_torch, "torch"),
     Rule((_TENSOR,), ("embedding noise",), "ranks would draw different noise"),
     Rule((_PIPELINE,), ("dropout",), "stages would draw different random numbers"),

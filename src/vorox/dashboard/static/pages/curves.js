@@ -10,12 +10,12 @@ export const CURVE_CHARTS = [
   { title: "Learning rate", names: ["learning_rate"], format: short },
   { title: "Gradient norm", names: ["grad_norm"], format: short },
   { title: "Throughput", names: ["tokens_per_second"], format: count },
-  { title: "Utilization", names: ["mfu_fraction", "ceiling_fraction"], format: (v) => percent(v, 0), hasNames: true },
+  { title: "Utilization", names: ["mfu_fraction", "matmul_peak_fraction"], format: (v) => percent(v, 0), hasNames: true },
   { title: "Memory", names: ["memory/device_peak_bytes", "memory/device_bytes", "memory/host_bytes"], format: bytes, hasNames: true, isBinary: true },
   { title: "Bits per byte", names: ["eval/bits_per_byte"], format: (v) => fixed(v, 3), axis: short },
 ];
 export const CURVE_LABELS = {
-  loss: "train", "eval/loss": "validation", mfu_fraction: "MFU", ceiling_fraction: "of measured matmul peak",
+  loss: "train", "eval/loss": "validation", mfu_fraction: "MFU", matmul_peak_fraction: "of measured matmul peak",
   "memory/device_peak_bytes": "device, peak", "memory/device_bytes": "device", "memory/host_bytes": "host",
 };
 const MARK_COLORS = {
