@@ -327,6 +327,29 @@ def test_compare_shows_what_people_compare(two_runs: Path, vorox: Run, monkeypat
     assert len(as_json["metrics"]) > 20
 
 
+def test_the_latest_run_is_one_that_this_version_reads(vorox: Run) -> None:
+    old, own = make_run("old", step=3), make_run("own", step=1)
+    shutil.rmtree(own / "checkpoints")
+    record = json.loads((old / "run.json").read_text())
+    (old / "run.json").write_text(json.dumps(record | {"format": "vorox-run/1"}))
+    assert find_run("runs", "latest").samefile(own)
+
+
+def test_a_folder_that_may_not_be_read_hides_no_run(vorox: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("own", step=1)
+    (run.parent / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def refuse(self: Path) -> bool:
+        if "lost+found" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return is_file(self)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert find_run("runs", "own").samefile(run)
+    assert [row["run_id"] for row in json.loads(vorox("runs", "list", "--json")[1])] == [run.name]
+
+
 def test_a_run_of_another_format_is_refused_with_the_command_that_trains_it_again(vorox: Run) -> None:
     directory = make_run("old", step=3)
     record = json.loads((directory / "run.json").read_text())

@@ -284,13 +284,15 @@ def add_step(runs: Path) -> str:
 
 
 @pytest.mark.parametrize("browser", [(1280, "light")], indirect=True)
-@pytest.mark.parametrize("meanwhile", ["the page loads", "nothing watches", "an answer fails"])
+@pytest.mark.parametrize("meanwhile", ["the page loads", "the page cannot load", "nothing watches", "an answer fails"])
 def test_no_change_is_missed(browser: Watched, runs: Path, url: str, meanwhile: str) -> None:
     """The last change of a run is shown, wherever it falls."""
     page, facts, held = browser.page, browser.page.locator(".facts"), list[playwright.Route]()
     if meanwhile == "nothing watches":  # this connection ends at once, the browser makes another after some seconds
         ended = "event: watching\ndata: {}\n\n"
         page.route("**/api/live", lambda route: route.fulfill(content_type="text/event-stream", body=ended), times=1)
+    if meanwhile == "the page cannot load":
+        page.route("**/api/curves?*", lambda route: route.fulfill(status=500, body="{}"), times=1)
     if meanwhile == "the page loads":
         page.route("**/api/curves?*", lambda route: held.append(route), times=1)
     browser.open(url, HOSTILE)

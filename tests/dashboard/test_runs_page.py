@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.dashboard.downsampling import default_smoothing, moving_average
 from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.run_index import RunIndex, _sparkline, _typed_settings
+from vorox.dashboard.run_index import RunIndex, _sparkline, _typed_settings, signature_of
 from vorox.dashboard.run_pages import _changed_settings, curves
 from vorox.records.run_lookup import read_run_record
 
@@ -84,6 +86,33 @@ def test_changed_settings_are_those_that_differ_from_the_defaults(tmp_path: Path
     defaults = {"optimizer.beta2", "parallel.fsdp_size", "loss.z_loss_weight"}
     assert not defaults & set(changed)
     assert isinstance(config, RunConfig)
+
+
+HOLDER = "import sys; from pathlib import Path; from vorox.core.run_layout import lock_run\n" + (
+    "lock = lock_run(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_killed_run_is_not_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The death of a process changes no file."""
+    use_numpy_engine(monkeypatch)
+    directory = run(configuration(tmp_path)).run_directory
+    record = read_run_record(directory)
+    record["attempts"][-1]["outcome"] = "running"
+    (directory / "run.json").write_text(json.dumps(record))
+    index = RunIndex(directory.parent)
+    command = [sys.executable, "-c", HOLDER, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        before = signature_of(directory)
+        assert [row["state"] for row in index.rows()] == ["running"]
+        holder.kill()
+        holder.wait()
+    assert signature_of(directory) != before
+    assert [row["state"] for row in index.rows()] == ["killed"]
+    (directory / "failure.json").write_text(json.dumps({"what": "The disk is full"}))
+    assert [row["failure"] for row in index.rows()] == ["The disk is full"]
 
 
 def test_a_run_of_ones_own_is_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

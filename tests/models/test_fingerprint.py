@@ -96,6 +96,24 @@ def test_rows_that_no_rank_holds_are_refused() -> None:
         total.fingerprint({})
 
 
+@pytest.mark.parametrize(
+    ("spans", "where"),
+    [
+        ([(0, 32)], "no rank"), ([(32, 64)], "no rank"), ([(0, 16), (32, 64)], "no rank"),
+        ([(0, 64), (0, 32)], "several ranks"), ([(0, 32), (0, 32)], "several ranks"),
+        ([(0, 33), (31, 64)], "several ranks"),
+    ],
+)  # fmt: skip
+def test_whole_blocks_that_are_missing_or_doubled_are_refused(spans: list[tuple[int, int]], where: str) -> None:
+    array, total = random_array(10, 64, 1024), StateHash()
+    for first, end in spans:
+        part = StateHash()
+        part.add("weights.x", array[first:end], first, array.shape)
+        total.merge(StateHash.from_report(json.loads(json.dumps(part.report()))))
+    with pytest.raises(CheckpointError, match=f"Rows of weights.x are on {where}"):
+        total.fingerprint({})
+
+
 @pytest.mark.parametrize("change", ["bit", "sign of zero", "exchange", "blocks", "rows", "name", "shape", "counter"])
 def test_every_change_shows(change: str) -> None:
     array, name, counters = random_array(4, 4, 8192), "x", dict(COUNTERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,12 +17,20 @@ import pytest
 
 import tiny_runs
 from vorox.cli import main
+from vorox.core.batch import Progress
 from vorox.core.errors import CheckpointError, DataError
 from vorox.core.files import atomic
 from vorox.core.files.staged_directory import hash_file
 from vorox.core.run_layout import RunLayout
-from vorox.records.replay_chain import link
-from vorox.training.checkpoints.signature import load_private_key, load_public_key, sign_checkpoint, verify_signature
+from vorox.records.replay_chain import StateChain, link, read_chain, read_states
+from vorox.training.checkpoints.signature import (
+    PAYLOAD_TYPE,
+    PREDICATE_TYPE,
+    load_private_key,
+    load_public_key,
+    sign_checkpoint,
+    verify_signature,
+)
 
 pytest.importorskip("cryptography")
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
@@ -288,6 +297,83 @@ def test_a_statement_of_another_type_is_no_signature_of_a_checkpoint(signed: Pat
     path.write_text(json.dumps(envelope))
     with pytest.raises(CheckpointError, match="not for a checkpoint"):
         verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+BODIES: dict[str, Any] = {
+    "type no text": {"payloadType": 5, "payload": "", "signatures": []},
+    "no type": {"payloadType": None, "payload": "", "signatures": []},
+    "lone surrogate": {"payloadType": "\ud800", "payload": "", "signatures": []},
+    "signatures of texts": {"payloadType": "a", "payload": "", "signatures": ["a"]},
+    "signature of a number": {"payloadType": "a", "payload": "", "signatures": [{"sig": 5}]},
+    "payload of a list": {"payloadType": "a", "payload": [], "signatures": []},
+}
+STATEMENTS: dict[str, Any] = {
+    "no predicate": {"subject": []},
+    "predicate of a list": {"subject": [], "predicate": []},
+    "no states": {"subject": [], "predicate": {"run": "a", "step": 12, "chain": ""}},
+    "subject without names": {"subject": [{}], "predicate": {"run": "a", "step": 12, "chain": "", "states": ""}},
+    "run of two folders": {"subject": [], "predicate": {"run": "a/b", "step": 12, "chain": "", "states": ""}},
+}
+
+
+@pytest.mark.parametrize("name", [*BODIES, *STATEMENTS])
+def test_a_signature_of_another_form_is_refused(name: str, signed: Path, tmp_path: Path) -> None:
+    """Even one that the key signed."""
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    envelope = BODIES.get(name)
+    if envelope is None:
+        payload = json.dumps(STATEMENTS[name] | {"predicateType": PREDICATE_TYPE}).encode()
+        key: Any = load_pem_private_key((signed / "ed25519.pem").read_bytes(), None)
+        message = f"DSSEv1 {len(PAYLOAD_TYPE)} {PAYLOAD_TYPE} {len(payload)} ".encode() + payload
+        body, signature = (base64.b64encode(data).decode() for data in (payload, key.sign(message)))
+        envelope = {"payloadType": PAYLOAD_TYPE, "payload": body, "signatures": [{"sig": signature}]}
+    path = RunLayout(run).signature(12)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(envelope))
+    with pytest.raises(CheckpointError, match=r"damaged|lacks what|is for run a/b"):
+        verify_signature(run, 12, load_public_key(signed / "ed25519.pub"))
+
+
+def test_a_state_after_the_signature_decides_nothing(signed: Path, tmp_path: Path) -> None:
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    key, public = load_private_key(signed / "ed25519.pem"), load_public_key(signed / "ed25519.pub")
+    path = RunLayout(run).states
+    sign_checkpoint(run, 8, key)
+    *before, last = path.read_text().splitlines()
+    path.write_text("\n".join([*before, last.replace('"step":12', '"step":13')]) + "\n")
+    verify_signature(run, 8, public)
+    with pytest.raises(DataError, match="does not follow"):
+        read_states(run)
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo"])
+def test_a_chain_of_states_that_is_no_file_is_told_with_its_place(kind: str, signed: Path, tmp_path: Path) -> None:
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    path = RunLayout(run).states
+    state = json.loads((RunLayout(run).checkpoint(12) / "state.json").read_text())
+    progress = Progress.from_json(state["progress"])
+    path.unlink()
+    path.mkdir() if kind == "directory" else os.mkfifo(path)
+    with pytest.raises(DataError, match="Chain of states cannot be read") as caught:
+        read_states(run)
+    assert caught.value.where == str(path)
+    with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+        StateChain(run, 12).record(progress, "cd")
+
+
+def test_later_versions_may_add_fields_to_the_lines_of_both_chains(signed: Path, tmp_path: Path) -> None:
+    run = tmp_path / run_of(signed).name
+    shutil.copytree(run_of(signed), run)
+    before = read_chain(run), read_states(run)
+    for path in (RunLayout(run).chain, RunLayout(run).states):
+        lines = [json.loads(line) | {"added": [1]} for line in path.read_text().splitlines()]
+        path.write_bytes(b"".join(atomic.canonical_json(line) + b"\n" for line in lines))
+    assert (read_chain(run), read_states(run)) == before
 
 
 def test_an_added_file_is_named_by_the_signature_alone(signed: Path, tmp_path: Path) -> None:

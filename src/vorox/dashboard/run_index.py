@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vorox.core.errors import ConfigError
+from vorox.core.files.file_holder import lock_holder
 from vorox.core.files.json_lines import as_number, read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.metric_series import MetricSeries
@@ -28,7 +29,7 @@ _TAIL_BYTES = 1 << 13
 _MAX_OPEN_SERIES = 24
 _LARGE_BYTES = 1 << 26
 
-Signature = tuple[tuple[int, int], ...]
+Signature = tuple[object, ...]
 
 
 class RunIndex:
@@ -102,13 +103,16 @@ class RunIndex:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Return sizes and times of the files that change while a run trains, ends or resumes."""
+    """Return what differs once a run trains, ends or resumes: sizes and times of files, and who holds its lock.
+
+    A process that is killed changes no file.
+    """
     layout = RunLayout(directory)
     watched = (
-        layout.metrics, layout.record, layout.events, layout.evaluations, layout.lock, layout.checkpoints,
+        layout.metrics, layout.record, layout.events, layout.evaluations, layout.failure, layout.checkpoints,
         layout.verdicts,
     )  # fmt: skip
-    found: list[tuple[int, int]] = []
+    found: list[object] = [lock_holder(layout.lock)]
     for path in watched:
         try:
             status = path.stat()

@@ -26,7 +26,6 @@ from starlette.staticfiles import StaticFiles
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.files.json_lines import finite_json
 from vorox.core.files.json_reader import parse_json
-from vorox.core.run_layout import RunLayout
 from vorox.dashboard import comparison_page, prometheus, prompting, resource_page, run_pages, snapshot
 from vorox.dashboard.chart_marks import chart_marks
 from vorox.dashboard.data_pages import DataPages, queue_names
@@ -248,8 +247,7 @@ async def _changes(index: RunIndex, is_stopping: Callable[[], bool]) -> AsyncIte
     """
 
     def signatures() -> dict[str, Any]:
-        return {run_id: (signature_of(path), RunLayout(path).failure.exists())
-                for run_id, path in index.directories().items()}  # fmt: skip
+        return {run_id: signature_of(path) for run_id, path in index.directories().items()}
 
     known, quiet_polls = await run_in_threadpool(signatures), 0
     yield "event: watching\ndata: {}\n\n"

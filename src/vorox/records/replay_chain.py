@@ -28,6 +28,7 @@ from vorox.core.errors import CheckpointError, DataError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.files.disk_errors import disk_error
 from vorox.core.files.json_lines import StepHistory, last_record, read_history
+from vorox.core.files.json_reader import MAX_STEP
 from vorox.core.run_layout import RunLayout
 
 _NOT_A_NUMBER = "7ff8000000000000"
@@ -137,14 +138,18 @@ class RecordedState(NamedTuple):
     states: str
 
 
-def read_states(run_directory: Path) -> dict[int, RecordedState]:
-    """Return every recorded state by step.
+def read_states(run_directory: Path, last_step: int = MAX_STEP) -> dict[int, RecordedState]:
+    """Return the recorded states up to a step, by step.
 
     Raises:
-        DataError: A state does not follow from the previous one.
+        CheckpointError: The disk failed.
+        DataError: The file cannot be read, or a state does not follow from the previous one.
     """
     path, head, found = RunLayout(run_directory).states, "", dict[int, RecordedState]()
-    for step, record in read_history(path, skip_damaged=True).items():
+    records = _read(path, "Chain of states", "move it away to compare kept checkpoints only")
+    for step, record in records.items():
+        if step > last_step:
+            break
         chain, state = str(record.get("chain")), str(record.get("state"))
         if record.get("states") != _state_link(head, step, chain, state):
             raise DataError(
@@ -218,13 +223,7 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
         DataError: The file cannot be read.
     """
     path = RunLayout(run_directory).chain
-    try:
-        records = read_history(path, skip_damaged=True)
-    except OSError as error:
-        raise disk_error(error, str(path)) or DataError(
-            f"Replay chain cannot be read: {error.strerror}", where=str(path),
-            hint="check its permissions, or move it away: the run continues, earlier steps cannot be replayed",
-        ) from error  # fmt: skip
+    records = _read(path, "Replay chain", "move it away: the run continues, earlier steps cannot be replayed")
     entries = {step: entry for step, record in records.items() if (entry := _entry(record)) is not None}
     missing: list[range] = []
     changed: list[int] = []
@@ -238,6 +237,15 @@ def examine_chain(run_directory: Path, last_step: int = 0) -> RecordedChain:
     if last_step > before:
         missing.append(range(before + 1, last_step + 1))
     return RecordedChain(path, entries, tuple(missing), tuple(changed))
+
+
+def _read(path: Path, what: str, remedy: str) -> dict[int, dict[str, Any]]:
+    try:
+        return read_history(path, skip_damaged=True)
+    except OSError as error:
+        raise disk_error(error, str(path)) or DataError(
+            f"{what} cannot be read: {error.strerror}", where=str(path), hint=f"check its permissions, or {remedy}"
+        ) from error
 
 
 def check_chain(run_directory: Path, progress: Progress) -> RecordedChain:
@@ -303,10 +311,10 @@ def _words(steps: range) -> str:
 
 
 def _entry(record: Mapping[str, Any]) -> ChainEntry | None:
-    if set(record) != {"step", *_LENGTHS} or record["step"] < 1:
+    if record["step"] < 1:
         return None
-    for name, length in _LENGTHS.items():
-        value = record[name]
+    for name, length in _LENGTHS.items():  # later versions may add fields
+        value = record.get(name)
         if not isinstance(value, str) or len(value) != length or not _HEX.fullmatch(value):
             return None
-    return ChainEntry(**record)
+    return ChainEntry(record["step"], **{name: record[name] for name in _LENGTHS})

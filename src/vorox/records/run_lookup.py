@@ -105,8 +105,16 @@ def refuse_other_format(directory: Path) -> None:
     if found != RUN_FORMAT and str(found).startswith(_RUN_FORMATS):
         raise MalformedJson(
             f"The run has format {found!r}, but this version reads {RUN_FORMAT!r}", where=str(layout.record),
-            hint=f"train it again: {layout.training_command}",
+            hint=f"use the version of Vorox that wrote it, or train it again: {layout.training_command}",
         )  # fmt: skip
+
+
+def _has_own_format(directory: Path) -> bool:
+    try:
+        refuse_other_format(directory)
+    except MalformedJson:
+        return False
+    return True
 
 
 def latest_run_of_name(directory: Path) -> Path | None:
@@ -198,7 +206,7 @@ def _find_run(root: Path, name: str, *, exact: bool) -> Path:
             "or start a run with `vorox train quickstart`",
         )  # fmt: skip
     if name == "latest":
-        return max(runs, key=lambda path: (has_checkpoint(path), _last_start(path), path.name))
+        return max(runs, key=lambda path: (_has_own_format(path), has_checkpoint(path), _last_start(path), path.name))
     matching = found or [path for path in runs if name and (path.name.startswith(name) or name == _hash(path.name))]
     if len(matching) == 1 and not exact:
         return matching[0]
@@ -290,9 +298,12 @@ def run_argument(directory: Path) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory is a run directory."""
+    """Whether a directory is a run directory; one that may not be read is none."""
     layout = RunLayout(path)
-    return layout.record.is_file() or layout.config.is_file()
+    try:
+        return layout.record.is_file() or layout.config.is_file()
+    except PermissionError:
+        return False
 
 
 def has_checkpoint(directory: Path) -> bool:

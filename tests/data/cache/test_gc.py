@@ -113,6 +113,38 @@ def test_caches_are_listed_with_their_runs(tmp_path: Path) -> None:
         find_caches(root, runs)
 
 
+def test_a_growing_validation_cache_belongs_to_the_runs_of_its_training_cache(tmp_path: Path) -> None:
+    work, root, runs = work_of(CORPUS), tmp_path / "caches", tmp_path / "runs"
+    names = [f"a-b-{split}-{recipe * 12}-grow-{'12' * 6}-{number}" for split, recipe, number in
+             (("train", "a", 2), ("validation", "b", 1))]  # fmt: skip
+    names.append(f"a-train-{'c' * 12}-grow-{'12' * 6}-1")
+    for name in names:
+        build_corpus(root / name, CORPUS, recipe=recipe_for(work.tokenizer, source={"name": name}))
+    make_run(runs, "first", CacheReader.open(root / names[0]))
+    assert [cache.runs for cache in find_caches(root, runs)] == [("first",), ("first",), ()]
+
+
+@pytest.mark.parametrize(
+    ("number", "is_pinned", "is_garbage"), [(3, False, True), (3, True, False), (99, False, False)]
+)
+def test_only_unpinned_caches_of_earlier_formats_are_garbage(
+    tmp_path: Path, number: int, is_pinned: bool, is_garbage: bool
+) -> None:
+    directory = tmp_path / TRAIN
+    build_corpus(directory, CORPUS)
+    path = directory / "RECIPE.json"
+    value = json.loads(path.read_text())
+    value["recipe"]["format"] = f"vorox-cache/{number}"
+    path.write_text(json.dumps(value))
+    if is_pinned:
+        pin(directory, "paper")
+    found = find_garbage(tmp_path)
+    assert [item.path for item in found] == [directory] * is_garbage
+    pin(directory, "late")
+    assert remove_garbage(found) == 0
+    assert path.exists()
+
+
 # Rebuilding
 
 

@@ -119,6 +119,14 @@ def _open(path: Path) -> BinaryIO | None:
         return None
 
 
+def _open_or_fail(path: Path) -> BinaryIO:
+    """Open a file of lines; raises ``OSError`` if it is not a regular file, where a FIFO would be waited for."""
+    try:
+        return open_regular(path)
+    except MalformedJson as error:
+        raise OSError(errno.EINVAL, error.what, str(path)) from error
+
+
 def read_lines(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield all complete records of a file, in order. Torn and damaged lines are skipped; the file may not exist.
 
@@ -255,7 +263,7 @@ def _truncate_torn_line(path: Path) -> int:
         return 0
     size_bytes = path.stat().st_size
     end, position = 0, size_bytes
-    with path.open("rb") as file:
+    with _open_or_fail(path) as file:
         while position and not end:
             start = max(0, position - (1 << 16))
             file.seek(start)
@@ -377,10 +385,8 @@ def read_tails(path: Path) -> Iterator[Iterator[dict[str, Any]]]:
 
 def _complete_lines(path: Path) -> list[bytes]:
     try:
-        with open_regular(path) as file:
+        with _open_or_fail(path) as file:
             raw = file.read()
     except FileNotFoundError:
         raw = b""
-    except MalformedJson as error:
-        raise OSError(errno.EINVAL, error.what, str(path)) from error
     return raw.split(b"\n")[:-1]  # a last line without a line end is torn

@@ -280,9 +280,9 @@ class ValidationConfig(Section):
     split: Literal["auto", "named", "file", "document", "span"] = setting(
         default="auto",
         description="What is held out. file, document: a fraction of the files or documents; span: seeded spans of "
-        "every file; named: files with val, valid, validation or dev in their name or folder. auto: the first that fits the "
-        "source: named for token shards and folders with splits, file for many files, document for records, else "
-        "span; the choice is printed.",
+        "every file; named: files with val, valid, validation or dev in their name or folder. auto: the first that "
+        "fits the source: named for token shards and folders with splits, file for many files, document for records, "
+        "else span; the choice is printed.",
         needs=_HELD_OUT,
     )
     held_out_fraction: float = setting(

@@ -320,8 +320,8 @@ class CheckpointConfig(Section):
     mirror: str | None = setting(
         default=None,
         description="Folder in an object store (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER) to "
-        "which every checkpoint and the run's records are copied in the background. A run that is not on this machine, or is "
-        "ahead in the store, is restored from it.",
+        "which every checkpoint and the run's records are copied in the background. A run that is not on this machine, "
+        "or is ahead in the store, is restored from it.",
     )
     notice_seconds: float | None = setting(
         default=None,

@@ -55,7 +55,9 @@ async function route() {
     openPage = { close: () => page?.close?.(), refresh: async () => { await head?.refresh(); await page?.refresh?.(); } };
     if (isStale) refresh();
   } catch (error) {
-    if (mine === navigation) replace(root, h("p", { class: "problem", role: "alert" }, error.message));
+    if (mine !== navigation) return;
+    replace(root, h("p", { class: "problem", role: "alert" }, error.message));
+    openPage = { refresh: route };  // at the next change, or once there is a connection again
   }
 }
 

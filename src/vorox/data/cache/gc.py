@@ -31,6 +31,8 @@ from vorox.data.recipe import FORMAT, RECIPE_NAME, read_recipe
 
 STREAMS_NAME = "streams"
 """Folder below the root with the caches of streams, whose chunks are evicted and rebuilt."""
+_CACHE_NAME = re.compile(r"(?P<source>.+)-(?:train|validation)-[0-9a-f]+-(?P<content>grow-[0-9a-f]+|[^-]+)(?:-\d+)?")
+"""``SOURCE-SPLIT-RECIPE-FILES``, or of a growing cache ``SOURCE-SPLIT-RECIPE-grow-LISTING-NUMBER``."""
 _CHUNK_NAME = re.compile(r"u(?P<unit>\d{9,})-(?P<part>\d+)\.psc")
 
 
@@ -105,12 +107,14 @@ def _find_in_store(root: Path, now: float) -> Iterator[Garbage]:
 
 
 def _find_other_formats(root: Path) -> Iterator[Garbage]:
-    """Yield the caches of other formats, which no command opens."""
+    """Yield the caches of earlier formats, which no command opens, unless they are pinned."""
     for directory in (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = read_json(directory / RECIPE_NAME)["recipe"]["format"]
-            if found != FORMAT and str(found).startswith("vorox-cache/"):
-                yield Garbage(directory, _directory_bytes(directory), f"cache of another format ({found})")
+            found = str(read_json(directory / RECIPE_NAME)["recipe"]["format"])
+            family, _, number = found.partition("/")
+            own_family, _, own_number = FORMAT.partition("/")
+            if family == own_family and int(number) < int(own_number) and not read_pins(directory):
+                yield Garbage(directory, _directory_bytes(directory), f"cache of an earlier format ({found})")
 
 
 def remove_garbage(garbage: Sequence[Garbage]) -> int:
@@ -118,7 +122,8 @@ def remove_garbage(garbage: Sequence[Garbage]) -> int:
     freed = 0
     for item in garbage:
         if item.path.is_dir():
-            if _is_busy(item.path, disk_time_or_local(item.path)):
+            is_cache = not item.path.name.startswith((REBUILD_PREFIX, REPLACED_PREFIX))
+            if _is_busy(item.path, disk_time_or_local(item.path)) or (is_cache and read_pins(item.path)):
                 continue
             remove_cache(item.path)
         elif is_stored(item.path):
@@ -256,8 +261,8 @@ def _is_busy(directory: Path, now: float) -> bool:
 
 def _source_and_content(directory: Path) -> tuple[str, str]:
     """Return source and content from a cache's name: the parts that its training and validation caches share."""
-    source, _, _, content = (directory.name.rsplit("-", 3) + [""] * 4)[:4]
-    return source, content
+    found = _CACHE_NAME.fullmatch(directory.name)
+    return (found["source"], found["content"]) if found else (directory.name, "")
 
 
 def _runs_by_text(runs: Path) -> dict[str, set[str]]:

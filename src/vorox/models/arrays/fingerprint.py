@@ -71,6 +71,8 @@ class StateHash:
     _lanes: LaneArray = field(default_factory=no_lanes)
     _open: dict[_Block, dict[int, bytes]] = field(default_factory=dict[_Block, dict[int, bytes]])
     """Rows of blocks that are not whole yet: first row to bytes."""
+    _spans: dict[_Array, list[tuple[int, int]]] = field(default_factory=dict[_Array, list[tuple[int, int]]])
+    """Rows that were added: the first one, and the one after the last."""
 
     def add(self, name: str, rows: npt.NDArray[Any], first_row: int = 0, shape: tuple[int, ...] | None = None) -> None:
         """Add consecutive rows of an array.
@@ -85,6 +87,8 @@ class StateHash:
         array = _Array(name, str(rows.dtype), shape, row_bytes := rows.dtype.itemsize * prod(shape[1:]))
         flat = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
         end_row = first_row + (flat.size // row_bytes if row_bytes else 0)
+        if end_row > first_row:
+            self._spans.setdefault(array, []).append((first_row, end_row))
         whole: list[tuple[int, npt.NDArray[np.uint8]]] = []
         row = first_row
         while row < end_row:
@@ -124,6 +128,8 @@ class StateHash:
     def merge(self, other: StateHash) -> None:
         """Add the sum over other rows."""
         self._lanes = self._lanes + other._lanes
+        for array, spans in other._spans.items():
+            self._spans.setdefault(array, []).extend(spans)
         for (array, block), pieces in other._open.items():
             self._keep(array, block, pieces)
 
@@ -133,7 +139,8 @@ class StateHash:
             [*array, block, first_row, base64.b64encode(data).decode()]
             for (array, block), kept in self._open.items() for first_row, data in kept.items()
         ]  # fmt: skip
-        return {"lanes": encode_lanes(self._lanes), "rows": pieces}
+        spans = [[*array, spans] for array, spans in self._spans.items()]
+        return {"lanes": encode_lanes(self._lanes), "rows": pieces, "spans": spans}
 
     @classmethod
     def from_report(cls, report: PartReport) -> StateHash:
@@ -142,6 +149,8 @@ class StateHash:
         for name, dtype, shape, row_bytes, block, first_row, data in report["rows"]:
             array = _Array(name, dtype, tuple(shape), row_bytes)
             found._keep(array, block, {first_row: base64.b64decode(data)})
+        for name, dtype, shape, row_bytes, spans in report["spans"]:
+            found._spans[_Array(name, dtype, tuple(shape), row_bytes)] = [tuple(span) for span in spans]
         return found
 
     def fingerprint(self, counters: Mapping[str, float]) -> str:
@@ -151,10 +160,18 @@ class StateHash:
             counters: Scalars of the optimizer.
 
         Raises:
-            CheckpointError: Rows of an array were not added.
+            CheckpointError: Rows of an array were not added, or more than once.
         """
-        for array, _ in self._open:
-            raise CheckpointError(f"Rows of {array.name} are on no rank")
+        for array, spans in self._spans.items():
+            end = 0
+            for first, after in sorted(spans):
+                if first != end:
+                    raise CheckpointError(
+                        f"Rows of {array.name} are on {'no rank' if first > end else 'several ranks'}"
+                    )
+                end = after
+            if end != array.num_rows and array.row_bytes:
+                raise CheckpointError(f"Rows of {array.name} are on no rank")
         found = hashlib.blake2b(digest_size=32, person=_STATE)
         for name, value in sorted(counters.items()):
             found.update(_text(name) + struct.pack("<d", value))

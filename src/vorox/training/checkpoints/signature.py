@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files import atomic
@@ -65,7 +65,7 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
     checkpoint = RunLayout(run_directory).checkpoint(step)
     metadata = verify_directory(checkpoint, step=step)
     _check_chain(run_directory, step, metadata.get("chain"))
-    state = read_states(run_directory).get(step)
+    state = read_states(run_directory, step).get(step)
     if state is None or state[:2] != (metadata.get("chain"), metadata.get("fingerprint")):
         raise _other_states(run_directory, step)
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in _digests(checkpoint).items()]
@@ -96,23 +96,21 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
     path, checkpoint = layout.signature(step), layout.checkpoint(step)
     key_id = _key_id(key)
     statement = _signed_statement(path, key, key_id)
-    predicate = statement["predicate"]
     name = run_directory.resolve().name
-    if predicate["step"] == step and predicate["run"] != name:
+    if statement.step == step and statement.run != name:
         raise CheckpointError(
-            f"The signature is for run {predicate['run']}, but this directory is {name}: it was renamed, or the "
+            f"The signature is for run {statement.run}, but this directory is {name}: it was renamed, or the "
             "signature was copied here",
             where=str(path), saved="nothing was changed",
             hint=f"if you renamed it, give it its old name: mv {shlex.quote(str(run_directory))} "
-            f"{shlex.quote(str(run_directory.with_name(str(predicate['run']))))}",
+            f"{shlex.quote(str(run_directory.parent / statement.run))}",
         )  # fmt: skip
-    if predicate["step"] != step:
+    if statement.step != step:
         raise CheckpointError(
-            f"The signature is for step {predicate['step']} of run {predicate['run']}", where=str(path),
+            f"The signature is for step {statement.step} of run {statement.run}", where=str(path),
             hint="a signature belongs to one checkpoint; it cannot be moved or renamed",
         )  # fmt: skip
-    signed = {entry["name"]: entry["digest"]["sha256"] for entry in statement["subject"]}
-    found = _digests(checkpoint)
+    signed, found = statement.files, _digests(checkpoint)
     for name in sorted(signed.keys() | found.keys(), key=lambda name: (name == MANIFEST_NAME, name)):
         if signed.get(name) != found.get(name):
             what = "was added" if name not in signed else "is missing" if name not in found else "has changed"
@@ -120,9 +118,9 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
                 f"File {name} {what} since step {step:,} was signed", where=str(checkpoint / name),
                 hint="restore the checkpoint from a copy; do not use it",
             )  # fmt: skip
-    _check_chain(run_directory, step, predicate["chain"])
-    state = read_states(run_directory).get(step)
-    if state is None or state.states != predicate["states"]:
+    _check_chain(run_directory, step, statement.chain)
+    state = read_states(run_directory, step).get(step)
+    if state is None or state.states != statement.states:
         raise _other_states(run_directory, step)
     return Signature(step, path, key_id)
 
@@ -179,32 +177,48 @@ def load_public_key(path: Path) -> PublicKey:
     return _checked(found, kinds[1], path)
 
 
-def _signed_statement(path: Path, key: PublicKey, key_id: str) -> Mapping[str, Any]:
+class _Statement(NamedTuple):
+    run: str
+    step: int
+    chain: str
+    states: str
+    files: Mapping[str, str]
+    """SHA-256 of every file, by name."""
+
+
+def _signed_statement(path: Path, key: PublicKey, key_id: str) -> _Statement:
     """Return the statement of an envelope if the key has signed it."""
     try:
         envelope = read_json(path, dict)
         payload_type, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
+        message = _encoded_for_signature(payload_type, payload)
     except FileNotFoundError as error:
         raise CheckpointError(
             "The checkpoint is not signed", where=str(path), hint="sign it with `vorox checkpoints sign`"
         ) from error
     except OSError as error:
         raise unreadable_error(error, path) from error
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
         raise CheckpointError("The signature file is damaged", where=str(path), hint="sign the checkpoint") from error
-    message = _encoded_for_signature(payload_type, payload)
     if not any(_is_valid(key, one, message) for one in signatures):
         raise CheckpointError(
             f"The signature is not by this key, or was changed (key {key_id[:16]})", where=str(path),
             hint="use the public key of the signer; if it is the right one, do not use the checkpoint",
         )  # fmt: skip
-    statement: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
-    if statement.get("predicateType") != PREDICATE_TYPE:
+    body: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
+    if body.get("predicateType") != PREDICATE_TYPE:
         raise CheckpointError(
             "The signature is not for a checkpoint of this format", where=str(path), hint="sign the checkpoint"
         )
-    return statement
+    try:
+        files = {str(entry["name"]): str(entry["digest"]["sha256"]) for entry in body["subject"]}
+        facts = body["predicate"]
+        return _Statement(str(facts["run"]), facts["step"], facts["chain"], facts["states"], files)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            "The signed statement lacks what a checkpoint has", where=str(path), hint="sign the checkpoint"
+        ) from error
 
 
 def _check_chain(run_directory: Path, step: int, head: str | None) -> None:

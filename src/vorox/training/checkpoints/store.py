@@ -26,7 +26,6 @@ from vorox.core.batch import Progress
 from vorox.core.engine import EngineSnapshot, PartReport
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.files import atomic, staged_directory
-from vorox.core.files.json_lines import read_history
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import FileEntry, StagedDirectory, StagedPart
 from vorox.core.ranks.distributed_context import DistributedContext
@@ -40,6 +39,7 @@ from vorox.core.run_layout import (
 from vorox.core.schema import CheckpointConfig
 from vorox.core.user_code import trusted_code
 from vorox.records.log import RunLog
+from vorox.records.replay_chain import examine_chain
 from vorox.records.run_lookup import refuse_links, run_argument
 from vorox.training.steps.schedule import Horizon
 
@@ -321,7 +321,10 @@ def restore_quarantined(run_directory: Path) -> list[RestoreResult]:
     """
     refuse_links(run_directory)
     with lock_run(run_directory):
-        heads = {step: record.get("chain") for step, record in read_history(RunLayout(run_directory).chain).items()}
+        chain = examine_chain(run_directory)
+        heads: dict[int, str | None] = {
+            step: entry.chain for step, entry in chain.entries.items() if step not in chain.changed
+        }
         found: list[RestoreResult] = []
         for step, path in corrupt_checkpoints(run_directory):
             problem = _check_restorable(path, step, RunLayout(run_directory).checkpoint(step), heads)

@@ -41,7 +41,7 @@ export async function curvesPage(root, { run }) {
   const reset = h("button", { type: "button", hidden: true, onclick: () => zoom(null, null) }, "Reset zoom");
   const marks = h("div", { class: "marks" });
   const documents = documentsPanel(run), sampleNote = h("span", { class: "muted", role: "status", hidden: true }, "Reading all points ...");
-  let retry = null;
+  let retry = null, isClosed = false;
   const controls = h("div", { class: "bar controls" },
     choice("X axis", [["steps", "Step"], ["tokens", "Tokens"], ["seconds", "Time"], ["flops", "FLOPs"]], "steps", (x) => { state.x = x; show(); }),
     !isExport && choice("Smoothing", SMOOTHINGS, "auto", (value) => { state.smoothing = value; refresh(); }),
@@ -151,7 +151,8 @@ export async function curvesPage(root, { run }) {
     state.names = found.names;
     state.marks = events.marks;
     sampleNote.hidden = !found.is_sample;
-    if (found.is_sample) retry = setTimeout(refresh, 1000);
+    clearTimeout(retry);
+    if (found.is_sample && !isClosed) retry = setTimeout(refresh, 1000);
     if (!Object.keys(state.curves).length) return void replace(wide, h("p", { class: "note" }, "No metrics yet."));
     if (!charts.length) replace(wide);
     show();
@@ -160,7 +161,7 @@ export async function curvesPage(root, { run }) {
 
   await refresh();
   documents.start(state.curves.loss?.steps.at(-1));
-  return { refresh, close: () => { clearTimeout(retry); documents.close(); charts.forEach(({ chart }) => chart.destroy()); } };
+  return { refresh, close: () => { isClosed = true; clearTimeout(retry); documents.close(); charts.forEach(({ chart }) => chart.destroy()); } };
 }
 
 // The documents behind a step: of the step under the cursor, or of one that is typed.
