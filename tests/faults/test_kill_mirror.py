@@ -52,6 +52,7 @@ def chain(directory: Path) -> list[tuple[str, str]]:
         ("gs", "MANIFEST.json", True, 8),
         ("s3", "state.json", True, 4),
         ("s3", "MANIFEST.json", True, 8),
+        ("az", "MANIFEST.json", True, 8),
     ],
 )
 def test_killed_in_the_middle_of_an_upload(

@@ -52,7 +52,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(scope="module", params=["gs", "s3", "az"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
     with shelf(request.param, tmp_path_factory.mktemp("store")) as opened:
         yield opened
