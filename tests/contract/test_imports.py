@@ -147,6 +147,35 @@ def check_frameworks(path: Path) -> None:
         assert module.split(".")[0] not in OPTIONAL, f"{name_of(path)}:{line}: {module} must be imported lazily"
 
 
+def test_modules_named_in_texts_exist() -> None:
+    """What is imported by name, or started in a child process: a move must not be noticed by users first."""
+    packages = {package_of(path) for path in modules()}
+    composed = {("cli/commands/__init__.py", "vorox.cli.commands.")}
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.JoinedStr):
+                first = node.values[0] if node.values else None
+                start = first.value if isinstance(first, ast.Constant) else ""
+                is_module = re.fullmatch(r"vorox\.(\w+)\..*", str(start))
+                is_known = (name_of(path), start) in composed
+                assert not is_module or is_known or is_module[1] not in packages, (
+                    f"{name_of(path)}:{node.lineno}: {start}"
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = node.value.split(".")
+                if parts[0] == "vorox" and parts[1:2] and parts[1] in packages and all(map(str.isidentifier, parts)):
+                    assert is_there(parts[1:]), f"{name_of(path)}:{node.lineno}: {node.value}"
+
+
+def is_there(parts: list[str]) -> bool:
+    """Whether names lead to a module, or to a name in one."""
+    place, owner = SOURCE / Path(*parts), SOURCE / Path(*parts[:-1])
+    if place.is_dir() or place.with_suffix(".py").exists() or owner.with_suffix(".py").exists():
+        return True
+    package = owner / "__init__.py"
+    return package.exists() and re.search(rf"\b{parts[-1]}\b", package.read_text(encoding="utf-8")) is not None
+
+
 def test_engines_do_not_import_each_other() -> None:
     for path in modules():
         relative = path.relative_to(SOURCE).parts

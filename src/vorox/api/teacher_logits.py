@@ -89,10 +89,10 @@ def write_teacher_logits(
         spec = find_teacher(config, resolve_model(config, tokenizer.vocab_size), tokenizer)
         assert spec is not None
         with open_weights(as_initial(config), spec) as weights:
-            teacher, compute = _engine("teacher").open_teacher(config, spec, weights)
+            teacher, compute = _teachers().open_teacher(config, spec, weights)
         header = LogitsHeader(
             teacher.fingerprint, spec.vocab_size, tokenizer.fingerprint, config.data.sequence_length_tokens, top_k,
-            precision, config.data.document_mask, _engine("devices").environment(compute),
+            precision, config.data.document_mask, _devices().environment(compute),
         )  # fmt: skip
         with LogitsWriter(directory, header) as writer:
             before = writer.num_rows
@@ -117,5 +117,9 @@ def _add_rows(writer: LogitsWriter, teacher: Any, batch: Batch, top_k: int) -> N
             writer.add(int(digests_B[row]), np.ascontiguousarray(ids_BTK[row]), logits_BTK[row].copy())
 
 
-def _engine(name: str) -> Any:
-    return importlib.import_module(f"vorox.backends.torch_engine.{name}")
+def _teachers() -> Any:
+    return importlib.import_module("vorox.backends.torch_engine.networks.teacher")
+
+
+def _devices() -> Any:
+    return importlib.import_module("vorox.backends.torch_engine.device.devices")

@@ -36,6 +36,12 @@ class InstallationProbe:
     problem: str = ""
 
 
+_REPORTS = {
+    "torch": "vorox.backends.torch_engine.device.installation_report",
+    "jax": "vorox.backends.jax_engine.installation_report",
+}
+
+
 def probe_installation(backend: str, command: Sequence[str] | None = None) -> InstallationProbe:
     """Import the framework of an engine in a child process.
 
@@ -48,7 +54,7 @@ def probe_installation(backend: str, command: Sequence[str] | None = None) -> In
         check_installed(backend)
     except ConfigError as error:
         return InstallationProbe(backend, False, install, problem=error.what)
-    command = command or child_command(f"vorox.backends.{backend}_engine.installation_report")
+    command = command or child_command(_REPORTS[backend])
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

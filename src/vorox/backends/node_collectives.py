@@ -34,11 +34,17 @@ def collective_engine(name: str | None) -> str:
     )  # fmt: skip
 
 
+_COLLECTIVES = {
+    "torch": "vorox.backends.torch_engine.ranks.collectives",
+    "jax": "vorox.backends.jax_engine.collectives",
+}
+
+
 def join(name: str, member: Membership, timeout_seconds: float) -> tuple[DistributedContext, Any]:
     """Connect the ranks of a job by an engine; return its collectives (``runtime.collective_timing.Collectives``).
 
     Raises:
         VoroxError: The ranks cannot connect.
     """
-    module = importlib.import_module(f"vorox.backends.{name}_engine.collectives")
+    module = importlib.import_module(_COLLECTIVES[name])
     return module.join(member, timeout_seconds)

@@ -75,7 +75,7 @@ class _Methods(TorchFunctionMode):
         keywords = kwargs or {}
         if func in _READING_METHODS or (func in _COPIES and self._copies(func, args, keywords)):
             place = _place()
-            if place != "device_copy.py: to_device":
+            if place != "device/device_copy.py: to_device":
                 self._found.append(f"{func.__name__} in {place}")
         return func(*args, **keywords)
 

@@ -172,8 +172,13 @@ def _fillers(
     documents_D: npt.NDArray[np.void], cache: CacheReader, masked: Mapping[Record, Int64Array]
 ) -> dict[int, Int64Array]:
     """Return the masked documents of a chunk, by index, with the uses of rows in which they were a filler."""
-    records = ((cache.files[file].version, ordinal) for file, ordinal in documents_D[["file", "ordinal"]].tolist())
-    return {index: masked[record] for index, record in enumerate(records) if record in masked} if masked else {}
+    if not masked:
+        return {}
+    places: list[Record] = [
+        (cache.files[int(file)].version, int(ordinal))
+        for file, ordinal in zip(documents_D["file"], documents_D["ordinal"], strict=True)
+    ]
+    return {index: masked[record] for index, record in enumerate(places) if record in masked}
 
 
 def _segment_uses(chunk: Chunk, uses_R: Int64Array, fillers: Mapping[int, Int64Array]) -> Int64Array:

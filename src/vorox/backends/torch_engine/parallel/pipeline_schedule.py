@@ -28,7 +28,7 @@ from vorox.core.schema import RunConfig
 from vorox.models.pipeline_stages import PipelineStage, StagePlacement
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import PipelineStage as TorchStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 _CLASSES = {
@@ -139,18 +139,18 @@ class StageRunner:
             from torch.distributed import pipelining
 
             num_micro_batches, shape = shape_ABT[0], self._stream_shape(batch)
-            stages = [self._pipeline_stage(stage, shape) for stage in self._stages]
+            stages = [self._torch_stage(stage, shape) for stage in self._stages]
             self._schedules[shape_ABT] = getattr(pipelining, _CLASSES[self._name])(
                 stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=_pass_on, scale_grads=False
             )
         return self._schedules[shape_ABT]
 
-    def _pipeline_stage(self, stage: PipelineStage, shape: tuple[int, ...]) -> PipelineStage:
-        from torch.distributed.pipelining import PipelineStage
+    def _torch_stage(self, stage: PipelineStage, shape: tuple[int, ...]) -> TorchStage:
+        from torch.distributed.pipelining import PipelineStage as TorchStage
 
         stream = torch.empty(shape, device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        return PipelineStage(
+        return TorchStage(
             _StageModule(partial(self._run, stage)), stage.index, stage.count, self._device,
             input_args=index if stage.is_first else stream, output_args=stream, group=self._ranks.pipeline_group,
             dw_builder=self._take_weight_gradients,
