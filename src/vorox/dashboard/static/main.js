@@ -132,13 +132,23 @@ async function refresh() {
   if (isStale) retry = setTimeout(refresh, pauseMilliseconds);
 }
 
-function startLive() {
+// Call begin() once changes are watched, so that the first page need not be read twice, or after some seconds without.
+function startLive(begin) {
   const live = document.getElementById("live");
   live.textContent = isExport ? "Exported" : "";
+  if (isExport) return void begin();
+  let isBegun = false;
+  const read = () => {
+    if (isBegun) return void refresh();
+    isBegun = true;
+    begin();
+  };
+  const patience = setTimeout(read, 3000);
   follow((changed) => {
     if (!document.hidden && (openRun === null || changed.has(openRun))) refresh();
   }, (isWatched) => {
-    if (isWatched) refresh();
+    clearTimeout(patience);
+    if (isWatched || !isBegun) read();
     live.textContent = isWatched ? "Live" : "Reconnecting";
     live.classList.toggle("up", isWatched);
   });
@@ -148,8 +158,7 @@ function startLive() {
 function start() {
   startTheme();
   addEventListener("hashchange", route);
-  startLive();
-  route();
+  startLive(route);
 }
 
 if (globalThis.uPlot) start();
