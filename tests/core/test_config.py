@@ -441,6 +441,19 @@ def test_every_value_knows_where_it_was_said(small: str) -> None:
     assert "  lr: 0.0003  # my.yaml:3\n" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "may_change"),
+    [
+        ("optimizer.lr", True), ("train.num_steps", True), ("data.stages.0.weights", True),
+        ("data.sources.0.weight", True), ("data.sources.0.stall_seconds", True), ("data.cache.codec", True),
+        ("data.sources.0.text_field", False), ("model.num_layers", False), ("run.seed", False),
+        ("train.global_batch_sequences", False),
+    ],
+)  # fmt: skip
+def test_explain_tells_what_may_change_at_a_resume(key: str, may_change: bool) -> None:
+    assert explain(key).resume.startswith("may change" if may_change else "may not change")
+
+
 def test_explain_a_setting(small: str) -> None:
     resolved = resolve_config(small, ["optimizer.lr=1e-3"])
     found = explain("optimizer.lr", resolved)

@@ -35,6 +35,7 @@ REFUSED = {
 } | {
     (FSDP, f"{TRANSFORMERS} adapter.kind=lora"): "", (FSDP, DPO): "", (FSDP, QAT): "", (FSDP, IN_BACKWARD): "",
     (FSDP, ANY_WORLD): "order of sums", (FSDP, f"parallel.expert_parallel_size=2 {EXPERTS}"): "",
+    (FSDP, "optimizer.name=torch.optim:SGD"): "part of the values",
     (PIPELINE, "model.dropout_fraction=0.1"): "random numbers", (PIPELINE, "optimizer.name=adamw_8bit"): "",
     (PIPELINE, EXPERTS): "", (PIPELINE, HYBRID): "", (CONTEXT, HYBRID): "",
     (CONTEXT, f"{TRANSFORMERS} {PIPELINE}"): "",

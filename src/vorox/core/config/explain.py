@@ -32,7 +32,7 @@ _RESUME: Final[Mapping[Resume, str]] = {
     "logged": "may change, and the change is recorded",
     "refused": "may not change",
     "allowed": "may change",
-    "recorded": "sources may be added and removed, but not change in this",
+    "recorded": "may not change in a source; sources may be added and removed",
     "mixture": "may change, and the data plan records it",
     "length": "may change, and the data plan records it",
 }

@@ -525,6 +525,6 @@ class DataConfig(Section):
         default=(),
         description="Curriculum: mixtures and row lengths by tokens; before the first stage, the weights of the "
         "sources apply.",
-        resume="recorded",
+        resume="mixture",
     )
     growth: GrowthConfig = setting(default_factory=GrowthConfig, description="Training while caches are being built.")

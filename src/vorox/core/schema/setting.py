@@ -25,8 +25,8 @@ of the parameters, so runs that differ in it alone are the same run."""
 Resume = Literal["logged", "refused", "allowed", "recorded", "mixture", "length"]
 """A change at a resume. logged: allowed, recorded from the resumed step on; refused: it would be another model, data or
 order; allowed: an exception where it stands, as of a place; recorded: sources may be added and removed, which the plan
-records, but not change within; mixture: may change in a source of the same name, which the plan records; length: the
-plan records the new length or warm-up."""
+records, but not change within; mixture: may change, in a source of the same name too, which the plan records; length:
+the plan records the new length or warm-up."""
 
 Scalar = str | int | float | bool | None
 
