@@ -63,6 +63,7 @@ def _setting(explanation: Explanation) -> Iterator[str]:
     facts.append(f"default `{explanation.default}`" if explanation.default else "required")
     if explanation.changes_run:
         facts.append("a different value makes a new run")
+    facts.append(f"at a resume it {explanation.resume}")
     yield from (f"### {_escaped(field.key)}", "", _escaped(" · ".join(facts)), "", _escaped(field.description), "")
     if explanation.needs:
         yield from (f"Needs {_escaped(explanation.needs)}.", "")

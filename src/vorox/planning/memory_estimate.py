@@ -140,30 +140,28 @@ def _frozen_names(spec: ModelSpec, config: RunConfig) -> set[str]:
 def _saved_moment_bytes(spec: ModelSpec, config: RunConfig) -> int:
     """Return the size of all moments in fp32.
 
-    AdamW has two moments per parameter, ``muon`` one for matrices; other optimizers are assumed to have two. An average
-    of the weights is one more.
+    An average of the weights counts as one more.
     """
     frozen = _frozen_names(spec, config)
     trained = [row for row in spec.parameters if row.name not in frozen]
-    num_moments = 2 if config.train.ema_decay is None else 3
-    elements = num_moments * sum(row.num_elements for row in trained)
-    if config.optimizer.name == "muon":
-        elements -= sum(row.num_elements for row in trained if row.kind == "matrix")
-    return FP32_BYTES * elements
+    num_averages = 0 if config.train.ema_decay is None else 1
+    num_moments = {"matrix": config.optimizer.facts.matrix_moments}
+    return FP32_BYTES * sum((num_moments.get(row.kind, 2) + num_averages) * row.num_elements for row in trained)
 
 
 def _undivided_memory(spec: ModelSpec, config: RunConfig, device_kind: str) -> MemoryEstimate:
     """Estimate the memory of a device that has the whole state.
 
-    Parameters, gradients and moments are fp32; ``adamw_8bit`` keeps two bytes of moments for each decayed parameter.
+    Parameters, gradients and moments are fp32, but for the moments of ``adamw_8bit``.
     """
     train, optimizer = config.train, config.optimizer
     frozen = _frozen_names(spec, config)
     trained = [row for row in spec.parameters if row.name not in frozen]
     gradients = FP32_BYTES * sum(row.num_elements for row in trained)
     moments = saved = _saved_moment_bytes(spec, config)
-    if optimizer.name == "adamw_8bit":
-        moments -= 6 * sum(row.num_elements for row in trained if row.decay)
+    moments -= (2 * FP32_BYTES - optimizer.facts.held_moment_bytes) * sum(
+        row.num_elements for row in trained if row.decay
+    )
     if optimizer.in_backward:
         gradients = FP32_BYTES * _transient_gradient_elements(spec, frozen)
     rows, length, dtype_bytes = train.micro_batch_rows, config.data.sequence_length_tokens, _dtype_bytes(config)

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vorox.core.schema.section import ImportPath, Section
 from vorox.core.schema.setting import FUNCTION, Need, setting
+
+
+class OptimizerFacts(NamedTuple):
+    """What estimates and texts know of a built-in optimizer.
+
+    Attributes:
+        matrix_moments: Moments of a matrix in a block; other parameters have two.
+        held_moment_bytes: Memory of both moments of an element that is decayed; of the others, they are fp32.
+        rates: Settings of ``optimizer`` that are peak learning rates.
+    """
+
+    matrix_moments: int = 2
+    held_moment_bytes: int = 8
+    rates: tuple[str, ...] = ("lr",)
+
+
+BUILT_IN_OPTIMIZERS = {
+    "adamw": OptimizerFacts(),
+    "adamw_8bit": OptimizerFacts(held_moment_bytes=2),
+    "muon": OptimizerFacts(matrix_moments=1, rates=("lr", "muon_lr")),
+}
 
 _BUILT_IN = Need("name", never=(FUNCTION,), remedy="a built-in optimizer")
 
@@ -97,6 +118,11 @@ class OptimizerConfig(Section):
         description="Scale the learning rate of block l of L by this number to the power of L - l, and of embeddings "
         "to the power of L + 1; final norm and head keep theirs. For fine-tuning.",
     )
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """What is known of the optimizer; a user's is taken for AdamW."""
+        return BUILT_IN_OPTIMIZERS.get(self.name, BUILT_IN_OPTIMIZERS["adamw"])
 
 
 class ScheduleConfig(Section):

@@ -13,6 +13,11 @@ from vorox.core.schema.setting import Need, setting
 QuantizationScheme = Literal["int8-weight-only", "int8-dynamic", "int4"]
 """How ``vorox compress`` quantises, and what quantisation-aware training prepares for."""
 
+OBJECT_STORES = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
+"""Schemes of the stores that can be written to, and what each one calls the first part of a location."""
+FOLDERS = tuple(f"{scheme}://{first}/FOLDER" for scheme, first in OBJECT_STORES.items())
+"""How a folder in each of these stores is written."""
+
 _VALIDATES = Need("data.validation.held_out_fraction", never=(0,), remedy="a validation split")
 _HAS_TOKENIZER = Need("tokenizer.kind", never=("none",), remedy="a tokenizer", is_feature=True)
 
@@ -319,9 +324,9 @@ class CheckpointConfig(Section):
     at_end: bool = setting(default=True, description="Save a checkpoint after the last step.")
     mirror: str | None = setting(
         default=None,
-        description="Folder in an object store (s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER) to "
-        "which every checkpoint and the run's records are copied in the background. A run that is not on this machine, "
-        "or is ahead in the store, is restored from it.",
+        description=f"Folder in an object store ({', '.join(FOLDERS)}) to which every checkpoint and the run's "
+        "records are copied in the background. A run that is not on this machine, or is ahead in the store, is "
+        "restored from it.",
     )
     notice_seconds: float | None = setting(
         default=None,

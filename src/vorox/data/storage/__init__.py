@@ -6,7 +6,6 @@ from vorox.data.storage.listing import list_files
 from vorox.data.storage.local import listing_root, local_path
 from vorox.data.storage.locations import (
     STANDARD_LIBRARY,
-    WRITABLE_SCHEMES,
     NoMatchingSuffix,
     NoSuchLocation,
     StoredFile,
@@ -40,7 +39,6 @@ from vorox.data.storage.writing import (
 
 __all__ = [
     "STANDARD_LIBRARY",
-    "WRITABLE_SCHEMES",
     "ContentVersions",
     "NoMatchingSuffix",
     "NoSuchLocation",

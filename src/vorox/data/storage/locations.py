@@ -17,12 +17,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import MARK, MIN_ENVIRONMENT_SECRET, redact
+from vorox.core.schema.train import OBJECT_STORES
 
 STANDARD_LIBRARY = "stdlib:"
 """Scheme of this Python's standard library: ``stdlib:json/decoder.py`` is the same text for the same Python version."""
 
-REMOTE_SCHEMES = ("s3", "gs", "az", "hf", "http", "https")
-WRITABLE_SCHEMES = ("s3", "gs", "az")
+REMOTE_SCHEMES = (*OBJECT_STORES, "hf", "http", "https")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _USER_SCHEME = re.compile(r"([^:\s]+:[A-Za-z_]\w*)://")

@@ -22,9 +22,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
+from vorox.core.schema.train import OBJECT_STORES
 from vorox.core.user_code.extensions import is_extension
 from vorox.data.storage import local, requests
-from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile
+from vorox.data.storage.locations import StoredFile
 from vorox.data.storage.requests import RetryBudget, current_budget, run_in_context, with_retries
 from vorox.data.storage.store import Store
 
@@ -42,7 +43,7 @@ _SMALL_FILE_BYTES = 1 << 20
 @functools.cache
 def store_of(scheme: str) -> Store:
     """Return the store of a scheme; its module is imported on first use."""
-    if scheme in WRITABLE_SCHEMES:
+    if scheme in OBJECT_STORES:
         from vorox.data.storage.cloud import CloudStore
 
         return CloudStore(scheme)

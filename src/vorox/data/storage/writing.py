@@ -14,9 +14,10 @@ from typing import cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.redaction import redact
+from vorox.core.schema.train import OBJECT_STORES
 from vorox.data.storage import requests
 from vorox.data.storage.failures import PreconditionFailed, split_bucket
-from vorox.data.storage.locations import WRITABLE_SCHEMES, StoredFile, canonical_uri, scheme_of
+from vorox.data.storage.locations import StoredFile, canonical_uri, scheme_of
 from vorox.data.storage.reading import store_of
 from vorox.data.storage.requests import RetryingClient, StoreUnreachable, current_budget
 from vorox.data.storage.store import Content, PutMode, WritableStore
@@ -114,8 +115,8 @@ def check_writable(location: str) -> None:
     Raises:
         ConfigError: The scheme is not writable, or the uri lacks a bucket or contains credentials.
     """
-    if scheme_of(location) not in WRITABLE_SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in WRITABLE_SCHEMES)
+    if scheme_of(location) not in OBJECT_STORES:
+        known = ", ".join(f"{scheme}://" for scheme in OBJECT_STORES)
         raise ConfigError("The location is not writable", where=redact(location), hint=f"use one under {known}")
     split_bucket(location)
 

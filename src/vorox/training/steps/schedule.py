@@ -155,9 +155,9 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
 
 def learning_rate_warnings(config: OptimizerConfig) -> list[str]:
     """Return warnings about learning rates above 1, each with what it is likely a slip for: 2e-5 for 2e5."""
-    rates = {"optimizer.lr": config.lr} | ({"optimizer.muon_lr": config.muon_lr} if config.name == "muon" else {})
     warnings: list[str] = []
-    for key, rate in rates.items():
+    for name in config.facts.rates:
+        key, rate = f"optimizer.{name}", float(getattr(config, name))
         if rate > 1:
             mantissa, _, exponent = f"{rate:e}".partition("e")
             meant = f"{float(mantissa):g}e-{int(exponent) or 4}"

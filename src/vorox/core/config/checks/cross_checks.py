@@ -30,6 +30,7 @@ from vorox.core.config.schema_fields import alternatives_of, schema_fields
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.setting import FUNCTION
+from vorox.core.schema.train import FOLDERS, OBJECT_STORES
 from vorox.core.user_code.extensions import is_extension
 
 LENGTHS, WARM_UPS = alternatives_of("train.num_steps"), alternatives_of("schedule.warmup_steps")
@@ -310,10 +311,11 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    if checkpoint.mirror is not None and not re.fullmatch(r"(s3|gs|az)://[^/\s]+(/.*)?", checkpoint.mirror):
+    folder = rf"({'|'.join(OBJECT_STORES)})://[^/\s]+(/.*)?"
+    if checkpoint.mirror is not None and not re.fullmatch(folder, checkpoint.mirror):
         yield Problem(
             f"checkpoint.mirror={redact(checkpoint.mirror)} is not a folder in an object store; "
-            "write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or az://CONTAINER/FOLDER",
+            f"write {', '.join(FOLDERS[:-1])} or {FOLDERS[-1]}",
             keys=("checkpoint.mirror",),
         )
     if checkpoint.keep_best and config.eval.every_steps is None:
