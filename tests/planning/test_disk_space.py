@@ -21,7 +21,7 @@ from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import step_directories
 from vorox.data.text.shard_format import write_shard
 from vorox.models.decoder.spec import decoder_spec
-from vorox.planning.disk_space import checkpoint_bytes, checkpoint_space
+from vorox.planning.disk_space import checkpoint_bytes, checkpoint_space, plan_disk
 from vorox.planning.memory_estimate import memory_per_device
 from vorox.records.replay_chain import read_chain
 from vorox.records.run_lookup import run_directories
@@ -29,6 +29,10 @@ from vorox.training.checkpoints.store import write_state
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 1 << 30
+IMAGES = [
+    "model.vision.num_layers=1", "data.sequence_length_tokens=128", "tokenizer.kind=bpe", "tokenizer.vocab_size=300",
+    "tokenizer.special_tokens=['<|image|>']",
+]  # fmt: skip
 
 
 def leave_free(patch: pytest.MonkeyPatch, free: int) -> None:
@@ -155,3 +159,11 @@ def test_cached_ids_take_the_space_of_their_shards(tmp_path: Path, monkeypatch: 
     config = load_config(tmp_path / "tiny.yaml", [f"data.sources={source}"])
     (line,) = [line for line in RunPreview(config, "never").lines() if "caches: about" in line]
     assert "caches: about 4.0 MiB needed" in line
+
+
+@pytest.mark.parametrize(("vision", "token_bytes"), [([], 2), (IMAGES, 4)])
+def test_a_token_beside_images_takes_four_bytes(vision: list[str], token_bytes: int, tmp_path: Path) -> None:
+    config = configuration(tmp_path, vision)
+    spec = decoder_spec(config.model, tokenizer_vocab_size=257, sequence_length_tokens=16)
+    plan = plan_disk(config, spec, tmp_path, present_steps=[], total_steps=12, done_steps=0, new_tokens=1000)
+    assert plan.cache_bytes == 1000 * token_bytes
