@@ -391,6 +391,15 @@ def defined_names(module: Path) -> set[str]:
     return found
 
 
+def test_the_numbers_of_the_quickstart_are_those_of_its_preset() -> None:
+    config, text = load_config("quickstart"), (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    steps = config.train.num_steps or 0
+    assert f"train.num_steps={2 * steps} " in text
+    assert f"all {2 * steps:,} steps: the learning rate jumps up at step {steps + 1}" in text
+    assert f"holds out {config.data.validation.held_out_fraction:.0%}" in text
+    assert f"with {config.tokenizer.vocab_size:,} tokens" in text
+
+
 def test_a_member_is_known_by_its_class() -> None:
     names = defined_names(ROOT / "src" / "vorox" / "core" / "run_layout.py")
     assert {"RunLayout", "RunLayout.checkpoint", "RunLayout.chain", "RUN_FILES", "checkpoint"} <= names

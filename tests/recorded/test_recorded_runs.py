@@ -1,0 +1,56 @@
+"""What earlier versions recorded is opened, read and continued: no later version may change a form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recorded.record import KEPT, LATER, RUNS, answers, train, vorox
+from vorox.core.run_layout import RunLayout
+
+RECORDINGS = sorted(Path(__file__).parent.glob("*.tar.xz"))
+MOVED: Mapping[str, list[str]] = {
+    "chat": ["model.name_or_path=base", "tokenizer.path=base"],
+    "pairs": ["train.from_weights=mixture"],
+}
+"""What a run recorded as an absolute path, where its folder is now."""
+
+
+@pytest.fixture(scope="module", params=RECORDINGS, ids=lambda path: path.name.removesuffix(".tar.xz"))
+def recording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    with tarfile.open(request.param) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def caches(folder: Path) -> dict[str, bytes]:
+    """Chunks and recipes by name; the journals of a cache may get lines."""
+    kept = (path for path in (folder / "cache").rglob("*") if path.suffix not in {".jsonl", ".lock", ""})
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_run_is_verified_and_continued_with_the_rows_that_it_would_have_got(
+    recording: Path, name: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(recording, tmp_path / "copy"))
+    expected: dict[str, Any] = json.loads((folder / "expected.json").read_text(encoding="utf-8"))[name]
+    (directory,) = (folder / "runs").glob(f"{name}-*")
+    before = caches(folder)
+    vorox(folder, "checkpoints", "verify", directory.name)
+    vorox(folder, "data", "verify", directory.name)
+    checkpoint = RunLayout(directory).checkpoint(KEPT).relative_to(folder)
+    train(folder, name, "--resume", str(checkpoint), f"train.num_steps={LATER}", *MOVED.get(name, []))
+    found = json.loads(json.dumps(answers(folder, directory)))
+    assert found["documents"] == expected["documents"]
+    assert found["batches"] == expected["batches"], "the same rows, masked and divided as they were"
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3), "another processor rounds differently"
+    assert caches(folder) == before
