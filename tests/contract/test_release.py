@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+
+import vorox
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,7 @@ def test_wheel_and_source_archive(tmp_path: Path) -> None:
         if name.startswith("src/") or "/" not in name:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
-    version = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["version"]
+    version = vorox.__version__
     archive, wheel = build("sdist", tree, tmp_path / "sdist"), build("wheel", tree, tmp_path / "wheel")
     with tarfile.open(archive) as file:
         file.extractall(tmp_path / "extracted", filter="data")

@@ -14,7 +14,7 @@ import random
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import tiny_runs
 import vorox
 from vorox.cli import main
 from vorox.core.config import load_config
+from vorox.core.config.schema_fields import schema_fields
 from vorox.sweeps.search_space import read_space
 
 ROOT = Path(__file__).parents[2]
@@ -389,6 +390,21 @@ def defined_names(module: Path) -> set[str]:
             names = {getattr(target, "id", getattr(target, "name", "")) for target in targets} - {""}
             found |= names | ({f"{node.name}.{name}" for name in names} if isinstance(node, ast.ClassDef) else set())
     return found
+
+
+def test_the_table_of_engines_says_what_settings_declare() -> None:
+    """A setting is refused where it is not for an engine, and no value is named that is not for one."""
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+\.[a-z_]+)`[^|]* \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert len(rows) > 20
+    for key, *cells in rows:
+        engines = schema_fields()[key].facts.engines
+        for engine, cell in zip(("torch", "jax"), cells, strict=True):
+            if isinstance(engines, Mapping):
+                foreign = {value for value, of in engines.items() if engine not in of}
+                assert not foreign & set(re.findall(r"[\w-]+", cell)), (key, engine)
+            elif key != "model.kind":  # its values are features (docs/support.md)
+                assert cell.startswith("refused") == (engine not in (engines or ())), (key, engine)
 
 
 def test_the_numbers_of_the_quickstart_are_those_of_its_preset() -> None:
