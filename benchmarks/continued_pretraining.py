@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from interleave import machine
-from vorox.dashboard.plotting import COLOURS, STYLE, render
+from vorox.dashboard.exports.plotting import COLOURS, STYLE, render
 from vorox.experiments.tracking import read_metrics
 from vorox.records.run_lookup import find_run
 

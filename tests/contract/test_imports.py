@@ -41,7 +41,7 @@ FRAMEWORKS = {
     "flax": "backends/jax_engine",
     "orbax": "backends/jax_engine",
     "starlette": ("dashboard", "serving", "web"),
-    "matplotlib": ("dashboard/plotting.py", "dashboard/sweep_plot.py"),
+    "matplotlib": ("dashboard/exports/plotting.py", "dashboard/exports/sweep_plot.py"),
     "optuna": "sweeps/search.py",
     "ray": ("sweeps/ray_trials.py", "data/cache/ray_workers.py", "cli/launch/ray_driver.py"),
 }
@@ -91,7 +91,18 @@ def imports(path: Path, *, module_scope_only: bool = False) -> tuple[tuple[int, 
 
 @pytest.mark.parametrize(
     "package",
-    ["core", "core/config", "records", "data", "models", "planning", "training", "cli", "backends/torch_engine"],
+    [
+        "core",
+        "core/config",
+        "records",
+        "data",
+        "models",
+        "planning",
+        "training",
+        "dashboard",
+        "cli",
+        "backends/torch_engine",
+    ],
 )
 def test_rooms_of_a_package_import_in_one_direction(package: str) -> None:
     """A room is a folder of the package, or a module beside them; in some order, all imports point down."""

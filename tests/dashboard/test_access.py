@@ -20,7 +20,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 from starlette.testclient import TestClient
 
-from vorox.dashboard.run_index import RunIndex
+from vorox.dashboard.runs.run_index import RunIndex
 from vorox.dashboard.server import application
 from vorox.web.access import Access
 

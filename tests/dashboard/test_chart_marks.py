@@ -12,8 +12,8 @@ import pytest
 import tiny_runs
 from data_order_pictures import BATCH, addresses, plan, segment
 from vorox import open_run
-from vorox.dashboard.chart_marks import chart_marks, plan_marks
-from vorox.dashboard.run_pages import events
+from vorox.dashboard.pages.chart_marks import chart_marks, plan_marks
+from vorox.dashboard.pages.run_pages import events
 
 
 def test_a_run_marks_saves_a_resume_new_settings_and_a_mixture_that_changes(

@@ -9,8 +9,8 @@ import pytest
 
 import tiny_runs
 from vorox.cli import main
-from vorox.dashboard import run_pages
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages import run_pages
 from vorox.experiments.tracking import read_metrics
 
 

@@ -20,8 +20,8 @@ from vorox.experiments.artifacts import inspect_run, list_checkpoints, list_runs
 from vorox.records import executed_steps
 
 pytest.importorskip("starlette")
-from vorox.dashboard import prometheus
-from vorox.dashboard.run_index import RunIndex
+from vorox.dashboard.runs import prometheus
+from vorox.dashboard.runs.run_index import RunIndex
 from vorox.dashboard.server import Answers
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -229,7 +229,7 @@ def test_a_record_that_is_a_link_to_itself_is_no_evidence_of_steps(tmp_path: Pat
 
 
 def test_what_no_reader_foresaw_is_a_line_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vorox.dashboard import run_index
+    from vorox.dashboard.runs import run_index
     from vorox.experiments import artifacts
 
     def fail(directory: Path, *arguments: object, **_: object) -> Any:

@@ -22,7 +22,7 @@ import pytest
 import tiny_runs
 from vorox import open_run
 from vorox.cli import main
-from vorox.dashboard.downsampling import moving_average
+from vorox.dashboard.metrics.downsampling import moving_average
 
 matplotlib = pytest.importorskip("matplotlib")
 

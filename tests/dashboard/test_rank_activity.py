@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eventually import wait_until
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.rank_activity import HISTORY_READINGS, RankActivity, stalls
+from vorox.dashboard.pages.rank_activity import HISTORY_READINGS, RankActivity, stalls
 from vorox.runtime.heartbeat import Heartbeat, Phase, read_beat
 
 CHILD = """

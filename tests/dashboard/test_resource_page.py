@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import tiny_runs
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.resource_page import plan_and_actual
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages.resource_page import plan_and_actual
 from vorox.planning.memory_estimate import PART_NAMES, MemoryEstimate
 
 

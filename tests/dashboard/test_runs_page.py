@@ -13,10 +13,10 @@ import pytest
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.dashboard.downsampling import default_smoothing, moving_average
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.run_index import RunIndex, _sparkline, _typed_settings, signature_of
-from vorox.dashboard.run_pages import _changed_settings, curves
+from vorox.dashboard.metrics.downsampling import default_smoothing, moving_average
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages.run_pages import _changed_settings, curves
+from vorox.dashboard.runs.run_index import RunIndex, _sparkline, _typed_settings, signature_of
 from vorox.records.run_lookup import read_run_record
 
 

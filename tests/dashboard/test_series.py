@@ -15,10 +15,10 @@ import pytest
 from vorox.core.errors import DataError
 from vorox.core.files.json_lines import LineTail, last_record, read_history
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard import metric_series
-from vorox.dashboard.downsampling import min_max_indices, moving_average
-from vorox.dashboard.metric_blocks import decode
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics import series as metric_series
+from vorox.dashboard.metrics.blocks import decode
+from vorox.dashboard.metrics.downsampling import min_max_indices, moving_average
+from vorox.dashboard.metrics.series import MetricSeries
 from vorox.experiments.artifacts import eval_losses
 from vorox.experiments.tracking import last_values, read_metrics
 from vorox.records.executed_steps import last_chain_step
@@ -246,7 +246,7 @@ def test_time_between_attempts_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_large_run_shows_a_sample_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vorox.dashboard import run_index
+    from vorox.dashboard.runs import run_index
 
     directory = tmp_path / "run"
     directory.mkdir()

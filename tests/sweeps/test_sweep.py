@@ -223,7 +223,7 @@ def test_the_table_the_plot_and_json(
 def test_the_points_of_the_plot() -> None:
     pytest.importorskip("matplotlib")
 
-    from vorox.dashboard.sweep_plot import TrialResult, draw_sweep
+    from vorox.dashboard.exports.sweep_plot import TrialResult, draw_sweep
 
     trials = [
         TrialResult({"optimizer.lr": 1e-2, "optimizer.name": "muon"}, True, {10: 3.0, 20: 1.0}),

@@ -19,7 +19,7 @@ from vorox.cli.planning.dry_run import RunPreview
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.dashboard.chart_marks import chart_marks
+from vorox.dashboard.pages.chart_marks import chart_marks
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.cli import app
-from vorox.dashboard.data_pages import DataPages
+from vorox.dashboard.pages.data_pages import DataPages
 from vorox.data.cache.reader import CacheReader
 from vorox.data.order.plan import DataPlan
 from vorox.data.provenance import queries as provenance_queries

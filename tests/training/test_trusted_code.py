@@ -154,7 +154,7 @@ def test_no_command_runs_it(words: str, key: str, tmp_path: Path) -> None:
 
 def test_the_page_of_the_plan_names_the_code_instead(tmp_path: Path) -> None:
     pytest.importorskip("starlette")
-    from vorox.dashboard.run_index import RunIndex
+    from vorox.dashboard.runs.run_index import RunIndex
     from vorox.dashboard.server import Answers
 
     run, mark = strange_run(tmp_path, "model.mlp")

@@ -26,11 +26,14 @@ from starlette.staticfiles import StaticFiles
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.files.json_lines import finite_json
 from vorox.core.files.json_reader import parse_json
-from vorox.dashboard import comparison_page, prometheus, prompting, resource_page, run_pages, snapshot
-from vorox.dashboard.chart_marks import chart_marks
-from vorox.dashboard.data_pages import DataPages, queue_names
-from vorox.dashboard.rank_activity import RankActivity, stalls
-from vorox.dashboard.run_index import RunIndex, signature_of
+from vorox.dashboard import prompting
+from vorox.dashboard.exports import snapshot
+from vorox.dashboard.pages import comparison_page, resource_page, run_pages
+from vorox.dashboard.pages.chart_marks import chart_marks
+from vorox.dashboard.pages.data_pages import DataPages, queue_names
+from vorox.dashboard.pages.rank_activity import RankActivity, stalls
+from vorox.dashboard.runs import prometheus
+from vorox.dashboard.runs.run_index import RunIndex, signature_of
 from vorox.experiments.artifacts import find_checkpoints, verify_checkpoint
 from vorox.web.access import Access, AccessMiddleware
 from vorox.web.body import BodyRefused, json_body

@@ -12,7 +12,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.files import atomic
 from vorox.core.platform.installation import install_command
 from vorox.core.pluralize import pluralize
-from vorox.dashboard.run_index import RunIndex
+from vorox.dashboard.runs.run_index import RunIndex
 from vorox.records.run_lookup import find_run
 
 if TYPE_CHECKING:

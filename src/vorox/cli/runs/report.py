@@ -14,11 +14,11 @@ from vorox.core.files import atomic
 from vorox.core.platform.installation import install_command
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries
 from vorox.records.run_lookup import find_run, run_argument, short_path
 
 if TYPE_CHECKING:
-    from vorox.dashboard.plotting import Format
+    from vorox.dashboard.exports.plotting import Format
 
 
 def plot(
@@ -26,7 +26,7 @@ def plot(
 ) -> None:
     _require_ending(to, (".png", ".svg"))
     try:
-        from vorox.dashboard.plotting import COLOURS, draw_runs  # matplotlib is optional
+        from vorox.dashboard.exports.plotting import COLOURS, draw_runs  # matplotlib is optional
     except ImportError as error:
         raise _missing_package(error, "vorox runs plot") from error
     runs = _labelled_series(names, root)
@@ -40,7 +40,7 @@ def plot(
 def report(run: str, to: Path, smoothing: float | None, root: str) -> None:
     _require_ending(to, (".html",))
     try:
-        from vorox.dashboard import report_page  # matplotlib is optional
+        from vorox.dashboard.exports import report_page  # matplotlib is optional
     except ImportError as error:
         raise _missing_package(error, "vorox runs report") from error
     directory = find_run(root, run)

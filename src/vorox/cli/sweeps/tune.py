@@ -202,7 +202,7 @@ def _print_results(sweep: Sweep, parsed: ParsedArguments, space: Sequence[Parame
 
 def _write_plot(sweep: Sweep, space: Sequence[Parameter]) -> Path | None:
     """Write the plot of the ended trials; return its path, or ``None`` if none has a loss."""
-    from vorox.dashboard.sweep_plot import TrialResult, draw_sweep  # matplotlib is optional
+    from vorox.dashboard.exports.sweep_plot import TrialResult, draw_sweep  # matplotlib is optional
 
     found: list[TrialResult] = []
     for trial in sweep.ranked():

@@ -18,8 +18,8 @@ from vorox.core.files.json_lines import read_lines
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.resource_page import plan_and_actual
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages.resource_page import plan_and_actual
 from vorox.data.corpus.corpus import prepare_recorded
 from vorox.data.provenance.inspection import xz_bits_per_byte
 from vorox.experiments.tracking import last_values

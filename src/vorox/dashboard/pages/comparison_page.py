@@ -9,9 +9,9 @@ from typing import Any
 
 from vorox.core.config import differences
 from vorox.core.errors import VoroxError
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.run_index import environment_of
-from vorox.dashboard.run_pages import definition
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages.run_pages import definition
+from vorox.dashboard.runs.run_index import environment_of
 from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
 from vorox.experiments.verdicts import read_verdicts
 from vorox.records.replay_chain import number, read_chain

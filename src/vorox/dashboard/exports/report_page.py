@@ -15,11 +15,11 @@ import numpy as np
 import yaml
 
 from vorox.core.errors import VoroxError
-from vorox.dashboard import run_pages
-from vorox.dashboard.data_pages import DataPages
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.plotting import draw_runs
-from vorox.dashboard.run_index import environment_of
+from vorox.dashboard.exports.plotting import draw_runs
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages import run_pages
+from vorox.dashboard.pages.data_pages import DataPages
+from vorox.dashboard.runs.run_index import environment_of
 from vorox.experiments.artifacts import RunSummary, inspect_run
 from vorox.experiments.comparison import COMMON_METRICS
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from vorox.dashboard.plotting import COLOURS, STYLE, Format, render
+from vorox.dashboard.exports.plotting import COLOURS, STYLE, Format, render
 
 _MAX_COLUMNS = 3
 _BEST, _FINISHED, _STOPPED = COLOURS[1], COLOURS[0], "#a0a0a0"

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from vorox.core.files.json_reader import is_step
-from vorox.dashboard.downsampling import Numbers
+from vorox.dashboard.metrics.downsampling import Numbers
 
 Rows = npt.NDArray[np.int64]
 

@@ -21,8 +21,8 @@ from vorox.core.errors import VoroxError
 from vorox.core.files.json_lines import read_lines
 from vorox.core.files.json_reader import is_step
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.downsampling import Numbers, default_smoothing, min_max_indices, moving_average
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics.downsampling import Numbers, default_smoothing, min_max_indices, moving_average
+from vorox.dashboard.metrics.series import MetricSeries
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.experiments.metrics import metric
 from vorox.records.run_context import recorded_config

@@ -9,8 +9,8 @@ from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.run_index import environment_of
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.runs.run_index import environment_of
 from vorox.data.tokenizers.loading import load
 from vorox.experiments.artifacts import inspect_run, list_checkpoints
 from vorox.models.decoder.spec import DecoderSpec, decoder_spec

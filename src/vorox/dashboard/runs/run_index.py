@@ -19,7 +19,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.files.file_holder import lock_holder
 from vorox.core.files.json_lines import as_number, read_lines
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries
 from vorox.experiments.artifacts import RunSummary, inspect_any
 from vorox.experiments.tracking import read_metrics
 from vorox.records.run_lookup import attempt_notes, is_run, run_argument, run_attempts, run_directories

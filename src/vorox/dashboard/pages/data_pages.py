@@ -16,7 +16,7 @@ import numpy as np
 
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.metric_series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries
 from vorox.data.cache.reader import CacheReader
 from vorox.data.order.difficulty_buckets import SourceReader, cache_of
 from vorox.data.provenance import queries as provenance_queries

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parents[1] / "static"
 _IMPORT = re.compile(r'^import\s.*?from\s+"(\./[^"]+|\.\./[^"]+)";\n', re.MULTILINE | re.DOTALL)
 _CHARTS = STATIC / "vendor" / "uplot" / "uPlot.iife.min.js"
 _STYLES = (STATIC / "vendor" / "uplot" / "uPlot.min.css", STATIC / "style.css")

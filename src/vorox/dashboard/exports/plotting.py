@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from vorox.dashboard.metric_series import MetricSeries
-from vorox.dashboard.run_pages import curves
+from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.pages.run_pages import curves
 
 Format = Literal["png", "svg"]
 Position = Literal["steps", "tokens", "seconds"]

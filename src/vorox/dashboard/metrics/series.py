@@ -18,10 +18,10 @@ import numpy.typing as npt
 from vorox.core.files.json_lines import LineTail, as_number, decode_lines, sample_lines, valid_until
 from vorox.core.files.json_reader import is_step
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.downsampling import Numbers
+from vorox.dashboard.metrics.downsampling import Numbers
 
 if TYPE_CHECKING:
-    from vorox.dashboard.metric_blocks import MetricBlock
+    from vorox.dashboard.metrics.blocks import MetricBlock
 
 _BLOCK_BYTES = 1 << 21
 _MIN_DECODED_BYTES = 1 << 14
@@ -200,6 +200,6 @@ class MetricSeries:
 
 
 def _decode(block: bytes) -> MetricBlock | None:
-    from vorox.dashboard.metric_blocks import decode  # loads pyarrow, which short files need not
+    from vorox.dashboard.metrics.blocks import decode  # loads pyarrow, which short files need not
 
     return decode(block)
