@@ -237,7 +237,7 @@ def test_one_flipped_bit_changes_the_checksum_of_the_gradients(name: str, bit: i
     elif name.startswith("jax"):
         import jax.numpy as jnp
 
-        from vorox.backends.jax_engine.results import gradient_bits
+        from vorox.backends.jax_engine.device.results import gradient_bits
 
         sums = [gradient_bits({key: jnp.asarray(array) for key, array in one.items()}) for one in (gradients, flipped)]
         found = [[float(value) for value in one.values()] for one in sums]

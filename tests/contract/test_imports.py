@@ -102,6 +102,7 @@ def imports(path: Path, *, module_scope_only: bool = False) -> tuple[tuple[int, 
         "dashboard",
         "cli",
         "backends/torch_engine",
+        "backends/jax_engine",
     ],
 )
 def test_rooms_of_a_package_import_in_one_direction(package: str) -> None:

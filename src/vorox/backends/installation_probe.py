@@ -38,7 +38,7 @@ class InstallationProbe:
 
 _REPORTS = {
     "torch": "vorox.backends.torch_engine.device.installation_report",
-    "jax": "vorox.backends.jax_engine.installation_report",
+    "jax": "vorox.backends.jax_engine.device.installation_report",
 }
 
 

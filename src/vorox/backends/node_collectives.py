@@ -36,7 +36,7 @@ def collective_engine(name: str | None) -> str:
 
 _COLLECTIVES = {
     "torch": "vorox.backends.torch_engine.ranks.collectives",
-    "jax": "vorox.backends.jax_engine.collectives",
+    "jax": "vorox.backends.jax_engine.ranks.collectives",
 }
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.jax
 
 def gpus(num_devices: int, num_listed: int, *, ranks: int = 2, machines: int = 1) -> list[tuple[int, ...] | None]:
     """The GPUs of each rank of the last machine."""
-    from vorox.backends.jax_engine.distributed import local_gpus
+    from vorox.backends.jax_engine.ranks.distributed import local_gpus
 
     first = ranks * (machines - 1)
     members = [Membership("host:1", first + rank, ranks * machines, rank, ranks) for rank in range(ranks)]
@@ -43,7 +43,7 @@ STORE = """
 import socket, threading, time
 import jax
 from jax._src import distributed
-from vorox.backends.jax_engine.distributed import _KeyValueStore
+from vorox.backends.jax_engine.ranks.distributed import _KeyValueStore
 
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))

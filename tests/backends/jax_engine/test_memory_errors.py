@@ -19,7 +19,7 @@ EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 75161927
 def test_an_exhausted_device_names_settings_that_fit(
     monkeypatch: pytest.MonkeyPatch, text: str, is_running: bool
 ) -> None:
-    from vorox.backends.jax_engine import results
+    from vorox.backends.jax_engine.device import results
     from vorox.backends.jax_engine.engine import JaxEngine
 
     def fail(*_: Any) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vorox.backends.jax_engine.state_space import causal_convolution, gated_norm, scan
+from vorox.backends.jax_engine.layers.state_space import causal_convolution, gated_norm, scan
 
 pytestmark = pytest.mark.jax
 Inputs = tuple[np.ndarray, ...]

@@ -29,8 +29,8 @@ if "RANK" in os.environ:
         from vorox.backends.torch_engine.engine import TorchEngine as engine
         from vorox.backends.torch_engine.ranks import distributed
     else:
-        from vorox.backends.jax_engine import distributed
         from vorox.backends.jax_engine.engine import JaxEngine as engine
+        from vorox.backends.jax_engine.ranks import distributed
     from vorox.core.files.staged_directory import StagedDirectory
 
     _joined, _prepare, _train_step = distributed._joined, vorox.run.prepare, engine.train_step

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vorox.backends.jax_engine import devices
+from vorox.backends.jax_engine.device import devices
+from vorox.backends.jax_engine.device.inputs import batch_to_devices
 from vorox.backends.jax_engine.engine import JaxEngine
-from vorox.backends.jax_engine.inputs import batch_to_devices
-from vorox.backends.jax_engine.optim import State
+from vorox.backends.jax_engine.optimizer import State
 from vorox.core.batch import Batch, DataCursor
 from vorox.core.batch_sizes import batch_sizes_of
 from vorox.core.ranks.distributed_context import DistributedContext

@@ -2,8 +2,8 @@
 
 In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: results that are fetched
 lazily. A step is one compiled function of (state, batch, scalars) that donates its state's buffers to the next step;
-gradient accumulation is a scan inside it. ``model`` and ``loss`` compute, ``parameters`` defines the pytree, ``optim``
-updates, ``checkpoint`` copies and restores the state, ``decoder`` generates.
+gradient accumulation is a scan inside it. ``model`` and ``loss`` compute, ``parameters`` defines the pytree,
+``optimizer`` updates, ``checkpoint`` copies and restores the state, ``decoder`` generates.
 
 Invariant: a step is a pure function of (state, batch, lr, weight decay).
 
@@ -23,20 +23,23 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine import attention, devices, distributed, experts, loss, nonfinite
+from vorox.backends.jax_engine import attention, loss, nonfinite
 from vorox.backends.jax_engine.attention import AttentionMask
 from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
-from vorox.backends.jax_engine.decoder import JaxDecoder
-from vorox.backends.jax_engine.devices import Compute
-from vorox.backends.jax_engine.inputs import batch_to_devices
-from vorox.backends.jax_engine.mamba import decoder_blocks, empty_cache
-from vorox.backends.jax_engine.model import Decoder, ForwardContext
-from vorox.backends.jax_engine.optim import KINDS, Optimizer, State
+from vorox.backends.jax_engine.device import devices
+from vorox.backends.jax_engine.device.devices import Compute
+from vorox.backends.jax_engine.device.inputs import batch_to_devices
+from vorox.backends.jax_engine.device.profiler import JaxRecording
+from vorox.backends.jax_engine.device.results import JaxStepResult, gradient_bits
+from vorox.backends.jax_engine.layers import experts
+from vorox.backends.jax_engine.layers.mamba import decoder_blocks, empty_cache
+from vorox.backends.jax_engine.layers.model import Decoder, ForwardContext
+from vorox.backends.jax_engine.networks.decoder import JaxDecoder
+from vorox.backends.jax_engine.networks.user_part_probe import check_user_parts
+from vorox.backends.jax_engine.optimizer import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
-from vorox.backends.jax_engine.profiler import JaxRecording
-from vorox.backends.jax_engine.results import JaxStepResult, gradient_bits
+from vorox.backends.jax_engine.ranks import distributed
 from vorox.backends.jax_engine.taps import Taps
-from vorox.backends.jax_engine.user_part_probe import check_user_parts
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
 from vorox.core.engine import TIMED_PRODUCTS, Engine, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.ranks.distributed_context import DistributedContext

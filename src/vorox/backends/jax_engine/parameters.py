@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from vorox.backends.jax_engine.distributed import to_host
+from vorox.backends.jax_engine.ranks.distributed import to_host
 from vorox.core.engine import NamedArray
 from vorox.core.errors import CheckpointError
 from vorox.core.schema import OptimizerConfig

@@ -2,7 +2,7 @@
 
 In: numpy batches with all micro-batches of a step, a learning rate, a weight decay. Out: results that are fetched
 lazily; until then the host never waits for the device. A ``network`` computes, ``parameters`` and
-``sharded_parameters`` store, ``distributed`` sums over ranks, ``optim`` updates, ``checkpoint`` saves and loads.
+``sharded_parameters`` store, ``distributed`` sums over ranks, ``optimizer`` updates, ``checkpoint`` saves and loads.
 
 Invariant: a step is a function of (state, batch, lr, weight decay). Nothing else is drawn, timed or remembered.
 

@@ -26,7 +26,7 @@ from vorox.backends.jax_engine.attention import (
     layer_rotary,
     layer_window,
 )
-from vorox.backends.jax_engine.experts import Experts, RouterStep, Seen
+from vorox.backends.jax_engine.layers.experts import Experts, RouterStep, Seen
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.core.user_code.extensions import load_function

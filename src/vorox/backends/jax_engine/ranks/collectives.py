@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vorox.backends.jax_engine import distributed
+from vorox.backends.jax_engine.ranks import distributed
 from vorox.core.ranks.distributed_context import DistributedContext, Membership
 
 _FLOAT_BYTES = 4

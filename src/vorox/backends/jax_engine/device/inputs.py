@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from vorox.backends.jax_engine import devices, distributed
-from vorox.backends.jax_engine.devices import Compute
+from vorox.backends.jax_engine.device import devices
+from vorox.backends.jax_engine.device.devices import Compute
+from vorox.backends.jax_engine.ranks import distributed
 from vorox.core.batch import Batch, DataShard
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vorox.backends.jax_engine.attention import Attend, apply_dropout, layer_window
-from vorox.backends.jax_engine.experts import Seen
-from vorox.backends.jax_engine.model import Attention, Block, ForwardContext, Linear, Mlp, stream_norm
-from vorox.backends.jax_engine.state_space import MambaState, causal_convolution, gated_norm, scan
+from vorox.backends.jax_engine.layers.experts import Seen
+from vorox.backends.jax_engine.layers.model import Attention, Block, ForwardContext, Linear, Mlp, stream_norm
+from vorox.backends.jax_engine.layers.state_space import MambaState, causal_convolution, gated_norm, scan
 from vorox.backends.jax_engine.taps import Taps, moments
 from vorox.models.decoder.mamba import conv_channels, inner_channels
 from vorox.models.decoder.spec import DecoderSpec

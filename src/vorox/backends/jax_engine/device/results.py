@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vorox.backends.jax_engine.devices import memory_errors
+from vorox.backends.jax_engine.device.devices import memory_errors
 from vorox.backends.jax_engine.taps import statistics
 from vorox.core.engine import StepValues
 from vorox.planning.memory_advice import MemoryBudget

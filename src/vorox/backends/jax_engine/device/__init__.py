@@ -1,0 +1,1 @@
+"""What this machine computes with: devices, mesh and precision, inputs, results, profiler."""

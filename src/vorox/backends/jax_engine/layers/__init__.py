@@ -1,0 +1,1 @@
+"""The blocks of the decoder: attention and MLP, mixtures of experts, Mamba-2."""
