@@ -222,9 +222,9 @@ def run_stages(root: Path, contender: Contender) -> dict[str, float]:
     """CPU seconds of the parts of a build, one after the other over the whole corpus, in one thread."""
     from vorox.core.config import load_config
     from vorox.core.files.atomic import write_file
-    from vorox.data.cache.format import encode_chunk
-    from vorox.data.cache.packing import chunk_contents
-    from vorox.data.cache.unit_builder import UnitBuilder
+    from vorox.data.cache.files.format import encode_chunk
+    from vorox.data.cache.units.packing import chunk_contents
+    from vorox.data.cache.units.unit_builder import UnitBuilder
     from vorox.data.corpus.cache_opener import recipe_for
     from vorox.data.text.sources import list_source
     from vorox.data.text.unit_reader import UnitReader

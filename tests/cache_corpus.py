@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.report import BuildReport
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.building.report import BuildReport
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import BadRecord, Document, SourceFile, Unit, UnitSpan
 from vorox.data.recipe import Recipe
 

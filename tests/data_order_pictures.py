@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vorox.data.cache.packing import pack
+from vorox.data.cache.units.packing import pack
 from vorox.data.order.plan_events import PlanSource, PlanStart, Segment, UnitRange
 from vorox.data.order.plan_state import Addresses, PlanState
 

@@ -30,7 +30,7 @@ from tiny_runs import configuration, run, use_numpy_engine, write_text
 from vorox.core.batch import Progress
 from vorox.core.files import json_lines
 from vorox.core.files.staged_directory import StagedDirectory
-from vorox.data.cache.scheduler import BuildScheduler
+from vorox.data.cache.building.scheduler import BuildScheduler
 from vorox.data.corpus.corpus import prepare
 from vorox.experiments.tracking import JsonLinesSink
 from vorox.training.loop.saving import Saving

@@ -27,7 +27,7 @@ from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.core.user_code import trusted_code
 from vorox.data.cache.build import BuildOptions
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.corpus.cache_location import cache_root
 from vorox.data.corpus.corpus import prepare
 from vorox.data.corpus.run_views import RunViews

@@ -43,7 +43,7 @@ FRAMEWORKS = {
     "starlette": ("dashboard", "serving", "web"),
     "matplotlib": ("dashboard/exports/plotting.py", "dashboard/exports/sweep_plot.py"),
     "optuna": "sweeps/search.py",
-    "ray": ("sweeps/ray_trials.py", "data/cache/ray_workers.py", "cli/launch/ray_driver.py"),
+    "ray": ("sweeps/ray_trials.py", "data/cache/building/ray_workers.py", "cli/launch/ray_driver.py"),
 }
 ADAPTERS = {"data/dataset/torch_adapter.py": "torch"}
 """Modules that are the other framework's view of something of ours; nothing imports them before it is asked for."""
@@ -96,6 +96,7 @@ def imports(path: Path, *, module_scope_only: bool = False) -> tuple[tuple[int, 
         "core/config",
         "records",
         "data",
+        "data/cache",
         "models",
         "planning",
         "training",

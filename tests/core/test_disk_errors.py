@@ -16,7 +16,7 @@ from vorox.core.errors import CheckpointError, ConfigError, DataError, DoesNotFi
 from vorox.core.files import file_holder
 from vorox.core.files.disk_errors import disk_error, exhausts_memory, memory_error, translate_machine_errors
 from vorox.core.files.file_holder import FileLock
-from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.files.chunk import Chunk
 from vorox.records import run_record
 from vorox.records.run_context import RunContext
 

@@ -22,7 +22,7 @@ from eventually import wait_until
 from vorox.core.errors import ConfigError
 from vorox.core.files import atomic, file_holder
 from vorox.core.files.file_holder import FileLock, ProcessIdentity, lock_holder, pid_namespace, this_process
-from vorox.data.cache.leases import Leases, is_expired, lease_path
+from vorox.data.cache.files.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.read_windows import ReadWindow
 from vorox.training.mirror import ownership
 
@@ -286,7 +286,7 @@ HOLDERS = """
 import json, pathlib, sys
 from vorox.core.files import atomic
 from vorox.core.files.file_holder import this_process
-from vorox.data.cache.leases import Leases
+from vorox.data.cache.files.leases import Leases
 from vorox.data.streaming.read_windows import ReadWindow
 
 here = pathlib.Path(sys.argv[1])
@@ -302,7 +302,7 @@ LOOKS = """
 import pathlib, sys
 from vorox.core.files import atomic
 from vorox.core.files.file_holder import ProcessIdentity
-from vorox.data.cache.leases import Leases, is_expired, lease_path
+from vorox.data.cache.files.leases import Leases, is_expired, lease_path
 from vorox.data.streaming.read_windows import ReadWindow
 from vorox.runtime.watchdog import condition_of
 from vorox.training.mirror import ownership

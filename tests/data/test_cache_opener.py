@@ -16,7 +16,7 @@ import pytest
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.schema import RunConfig
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus.cache_location import all_units, find_location
 from vorox.data.corpus.cache_opener import CacheOpener, recipe_for

@@ -16,9 +16,9 @@ from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import SourceConfig
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.document_tokens import encode
-from vorox.data.cache.format import DOCUMENT, ChunkContent, ChunkOrigin, content_digest, encode_chunk
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.format import DOCUMENT, ChunkContent, ChunkOrigin, content_digest, encode_chunk
+from vorox.data.cache.units.document_tokens import encode
 from vorox.data.chat.conversations import read_conversation
 from vorox.data.chat.template import BUILT_IN, ChatTemplate, rendered
 from vorox.data.corpus.corpus import Corpus, prepare

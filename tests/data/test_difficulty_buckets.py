@@ -12,7 +12,7 @@ import pytest
 
 from cache_corpus import build_corpus, corpus_of
 from vorox.core.errors import ConfigError
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.order.difficulty_buckets import BucketReader, measure_buckets, reader_of, readers_of
 from vorox.data.order.plan import DataPlan

@@ -25,7 +25,7 @@ from vorox.core.row_set_hash import finish, no_lanes
 from vorox.data import prefetch as prefetching
 from vorox.data.cache.build import build
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import Document, SourceFile, Unit, UnitSpan
 from vorox.data.order.loader import BatchStream, first_cursor, open_batches, validation_batches
 from vorox.data.order.plan import DataPlan

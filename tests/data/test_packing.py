@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vorox.data.cache.packing import Packing, pack
+from vorox.data.cache.units.packing import Packing, pack
 from vorox.data.recipe import PackingMethod
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)

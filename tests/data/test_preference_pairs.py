@@ -15,7 +15,7 @@ from vorox.core.config import load_config
 from vorox.core.config.config_for_text import config_for_text
 from vorox.core.errors import ConfigError
 from vorox.core.preference_pairs import find_pairs
-from vorox.data.cache.packing import pack, split_pairs
+from vorox.data.cache.units.packing import pack, split_pairs
 from vorox.data.chat.conversations import read_pair
 from vorox.data.documents import Message, PreferencePair, UnreadableRecord
 from vorox.data.text.format_detection import detect_source

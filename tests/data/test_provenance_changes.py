@@ -15,7 +15,7 @@ import pytest
 import tiny_runs
 from numpy_engine import NumpyEngine
 from vorox.core.schema import RunConfig
-from vorox.data.cache.disk_budget import resident_units
+from vorox.data.cache.upkeep.disk_budget import resident_units
 from vorox.data.provenance.original_text import TextFinder
 from vorox.data.provenance.queries import RunDataIndex, rows_at, when, where
 from vorox.data.provenance.training_content import training_content

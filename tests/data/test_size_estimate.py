@@ -9,7 +9,7 @@ import pytest
 
 from cache_corpus import ByteTokenizer, build_corpus, corpus_of, recipe_for
 from vorox.core.errors import DataError
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.order.size_estimate import estimate
 

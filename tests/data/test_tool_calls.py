@@ -14,7 +14,7 @@ import chats
 import dataset_folders
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig
-from vorox.data.cache.document_tokens import encode
+from vorox.data.cache.units.document_tokens import encode
 from vorox.data.chat.template import BUILT_IN, ChatTemplate, rendered
 from vorox.data.documents import BadRecord, Document, Record
 from vorox.data.text.format_detection import detect_source

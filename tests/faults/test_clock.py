@@ -17,14 +17,14 @@ from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli.terminal.progress import LiveDisplay
 from vorox.core.files import atomic
 from vorox.core.run_layout import step_directories
-from vorox.data.cache import retention
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.gc import find_caches, find_garbage, remove_unused
-from vorox.data.cache.leases import Leases
-from vorox.data.cache.manifest import chunk_path
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.replacement import replacing
-from vorox.data.cache.retention import mark_used
+from vorox.data.cache.upkeep import retention
+from vorox.data.cache.upkeep.gc import find_caches, find_garbage, remove_unused
+from vorox.data.cache.upkeep.replacement import replacing
+from vorox.data.cache.upkeep.retention import mark_used
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import PlanSource, PlanStart
 from vorox.experiments.tracking import read_metrics

@@ -16,7 +16,7 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.files import atomic
 from vorox.core.files.file_holder import FileLock
 from vorox.core.run_layout import RunLayout, step_directories
-from vorox.data.cache.gc import find_caches, find_garbage, remove_cache
+from vorox.data.cache.upkeep.gc import find_caches, find_garbage, remove_cache
 from vorox.experiments.artifacts import list_checkpoints, remove_checkpoints, remove_run
 from vorox.records.run_context import recorded_config
 from vorox.training.checkpoints.store import latest_valid, request_save

@@ -29,11 +29,11 @@ from vorox.core.pluralize import pluralize
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.format import encode_chunk
-from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.format import encode_chunk
+from vorox.data.cache.files.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.retention import USED_NAME
+from vorox.data.cache.upkeep.retention import USED_NAME
 from vorox.data.order.plan import DataPlan
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import bits, link

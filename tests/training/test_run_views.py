@@ -24,9 +24,9 @@ from vorox.core.config import load_config
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.cache import gc, retention
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.upkeep import gc, retention
 from vorox.data.corpus.cache_location import cache_root
 from vorox.data.corpus.corpus import prepare
 from vorox.data.corpus.run_views import RunViews

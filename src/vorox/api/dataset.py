@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vorox import backends
 from vorox.api.arguments import check_argument
 from vorox.core.schema import RunConfig
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.dataset.dataset_config import Sources, Transforms
 from vorox.data.dataset.iterable_dataset import RemoteIterableDataset
 

@@ -22,7 +22,7 @@ from vorox.core.files.staged_directory import read_manifest
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.schema import LossConfig, RunConfig
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.data.tokenizers.store import load_untrained

@@ -20,7 +20,7 @@ from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.corpus.corpus import prepare
 from vorox.planned_run import choose_micro_batch, resolve_model
 from vorox.planning.auto_micro_batch import with_micro_batch

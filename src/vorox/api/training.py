@@ -11,7 +11,7 @@ from vorox.api.configuration import Configuration, Overrides, as_config
 from vorox.api.displays import DisplayChoice, display_of
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.run import Outcome
 from vorox.run import train as train_run
 

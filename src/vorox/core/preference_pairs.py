@@ -1,6 +1,6 @@
 """Preference pairs in a batch: where the targets of each chosen and each rejected conversation are.
 
-The segments of a row alternate between chosen and rejected (``data/cache/packing.py``): 1 and 2 are a pair.
+The segments of a row alternate between chosen and rejected (``data/cache/units/packing.py``): 1 and 2 are a pair.
 
 Shape legend: A micro-batches, B rows, T positions, M = B x T, K targets, P pairs, H = 2 P conversations, L targets of
 the longest one.

@@ -4,8 +4,8 @@
 cache may differ in codec and block size. A cache with a different recipe is refused.
 
 ``FILES.jsonl`` and ``UNITS.jsonl`` list the source files and the units. Both are append-only and hash-chained; an index
-stays valid once the manifest has planned it (``cache/initialize.py``), because documents refer to files, and rows to
-units, by index.
+stays valid once the manifest has planned it (``cache/building/initialize.py``), because documents refer to files, and
+rows to units, by index.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ import numpy as np
 from cache_corpus import build_corpus, small_corpus, work_of
 from vorox.core.errors import DataError
 from vorox.data.cache.build import BuildOptions, build, rebuild_unit
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
 
 CORPUS = small_corpus(num_files=3, lines_per_file=40, lines_per_unit=5)
 NUM_UNITS = len(CORPUS.units)

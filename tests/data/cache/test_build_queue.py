@@ -10,11 +10,11 @@ import pytest
 from cache_corpus import build_corpus, small_corpus, work_of
 from eventually import wait_until
 from vorox.core.errors import DataError
-from vorox.data.cache.build_queue import BuildQueue
-from vorox.data.cache.initialize import prepare_directory
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.building.build_queue import BuildQueue
+from vorox.data.cache.building.initialize import prepare_directory
+from vorox.data.cache.building.scheduler import BuildScheduler
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.scheduler import BuildScheduler
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from vorox.core.files import atomic
 from vorox.core.files.atomic import FileOperation, make_directory
 from vorox.core.files.file_holder import this_process
 from vorox.core.schema.data import BuildPipelineConfig
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.commit import commit_unit
-from vorox.data.cache.manifest import Manifest, chunk_path, planned_entry
+from vorox.data.cache.building.commit import commit_unit
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.manifest import Manifest, chunk_path, planned_entry
 from vorox.data.cache.reader import CacheReader
 from vorox.data.recipe import RECIPE_NAME
 

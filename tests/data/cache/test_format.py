@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.errors import DataError
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.format import (
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.format import (
     CODECS,
     DOCUMENT,
     ChunkContent,

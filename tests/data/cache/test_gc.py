@@ -19,12 +19,12 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import temporary_name
 from vorox.core.files.file_holder import this_process
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.gc import find_caches, find_garbage, remove_cache, remove_garbage, remove_unused
-from vorox.data.cache.leases import Leases
-from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.replacement import replacing
-from vorox.data.cache.retention import PINS_NAME, pin, read_pins, unpin
+from vorox.data.cache.upkeep.gc import find_caches, find_garbage, remove_cache, remove_garbage, remove_unused
+from vorox.data.cache.upkeep.replacement import replacing
+from vorox.data.cache.upkeep.retention import PINS_NAME, pin, read_pins, unpin
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import PlanSource, PlanStart
 

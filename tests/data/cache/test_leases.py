@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from vorox.data.cache import leases as module
-from vorox.data.cache.leases import Leases, is_expired, lease_path, read_holder
+from vorox.data.cache.files import leases as module
+from vorox.data.cache.files.leases import Leases, is_expired, lease_path, read_holder
 
 TAKE_AND_STAY = """
 import sys, time
 from pathlib import Path
-from vorox.data.cache.leases import Leases
+from vorox.data.cache.files.leases import Leases
 leases = Leases(Path(sys.argv[1])).__enter__()
 print(leases.acquire(3), leases.acquire(4), flush=True)
 time.sleep(60)

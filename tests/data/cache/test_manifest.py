@@ -18,9 +18,9 @@ from processor_cost import cost
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import make_directory
 from vorox.core.files.chained_log import HashChainedLog
-from vorox.data.cache.format import ChunkRecord, source_set_digest
-from vorox.data.cache.initialize import has_planned, planned_inputs, record_inputs
-from vorox.data.cache.manifest import (
+from vorox.data.cache.building.initialize import has_planned, planned_inputs, record_inputs
+from vorox.data.cache.files.format import ChunkRecord, source_set_digest
+from vorox.data.cache.files.manifest import (
     LOG_NAME,
     SNAPSHOT_NAME,
     Manifest,

@@ -15,9 +15,9 @@ from cache_corpus import Corpus, build_corpus, work_of
 from data.cache.builder_storm import CORPUS, NUM_UNITS, rebuild, rows_of_units
 from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import DataError
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.leases import Leases
-from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 
 

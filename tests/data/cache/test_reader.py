@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cache_corpus import ByteTokenizer, build_corpus, recipe_for, small_corpus
 from vorox.core.errors import DataError
 from vorox.data.cache import reader as reader_module
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.manifest import LOG_NAME, chunk_path
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.manifest import LOG_NAME, chunk_path
 from vorox.data.cache.reader import CacheReader
 
 

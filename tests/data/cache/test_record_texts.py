@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vorox.data.cache.format import DOCUMENT
-from vorox.data.cache.packing import chunk_contents
-from vorox.data.cache.record_texts import copies_of_segments, documents_of_unit
+from vorox.data.cache.files.format import DOCUMENT
+from vorox.data.cache.units.packing import chunk_contents
+from vorox.data.cache.units.record_texts import copies_of_segments, documents_of_unit
 from vorox.data.recipe import Recipe
 
 

@@ -18,13 +18,13 @@ from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_
 from vorox.core.errors import DataError
 from vorox.core.files import atomic
 from vorox.core.files.atomic import FileOperation
-from vorox.data.cache import scheduler
 from vorox.data.cache.build import build
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.leases import Leases
-from vorox.data.cache.manifest import SNAPSHOT_NAME, Manifest, chunk_path
-from vorox.data.cache.packing import pack
+from vorox.data.cache.building import scheduler
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import SNAPSHOT_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
+from vorox.data.cache.units.packing import pack
 
 TOKENIZER = ByteTokenizer()
 

@@ -23,12 +23,12 @@ from cache_corpus import ByteTokenizer, Corpus, corpus_of, recipe_for
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.schema.data import BuildPipelineConfig, DataConfig, SourceConfig, TransformConfig
 from vorox.data.cache.build import BuildOptions, build
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.pipeline.duplicates import duplicates_path, read_unit_duplicates
-from vorox.data.cache.pipeline.first_pass import find_duplicates
+from vorox.data.cache.building.report import BuildProgress
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.duplicates import duplicates_path, read_unit_duplicates
+from vorox.data.cache.units.first_pass import find_duplicates
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, TokenDocument, Unit, UnitSpan
 from vorox.data.transforms.apply import TransformCount
 from vorox.data.transforms.identity import version

@@ -12,8 +12,8 @@ from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import SourceConfig, ValidationConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.cache.manifest import Manifest, chunk_path
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.files.manifest import Manifest, chunk_path
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import UnitReader
 from vorox.data.text.unit_splitter import split_into_units

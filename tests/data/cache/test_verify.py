@@ -13,11 +13,11 @@ import pytest
 from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
 from vorox.core.errors import DataError
 from vorox.core.files.chained_log import HashChainedLog
-from vorox.data.cache import verify as verify_module
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.manifest import LOG_NAME, Manifest, chunk_path
+from vorox.data.cache.files import verify as verify_module
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.manifest import LOG_NAME, Manifest, chunk_path
+from vorox.data.cache.files.verify import Depth, damaged_units, find_damage
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.verify import Depth, damaged_units, find_damage
 
 CORPUS = small_corpus()
 

@@ -17,13 +17,13 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, small_corpus, work_of
 from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
-from vorox.data.cache import ray_workers
 from vorox.data.cache.build import BuildOptions, build, build_in_background
-from vorox.data.cache.initialize import prepare_directory
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.building import ray_workers
+from vorox.data.cache.building.initialize import prepare_directory
+from vorox.data.cache.building.report import BuildProgress
+from vorox.data.cache.building.workers import Assignment
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import BuildProgress
-from vorox.data.cache.workers import Assignment
 from vorox.data.documents import Record, Unit
 
 CORPUS = small_corpus(num_files=3, lines_per_file=40, lines_per_unit=5)

@@ -12,8 +12,8 @@ import pytest
 from eventually import wait_until
 from tiny_runs import configuration
 from vorox.data.cache.build import BuildOptions
-from vorox.data.cache.disk_budget import resident_units
-from vorox.data.cache.leases import DIRECTORY_NAME, Leases
+from vorox.data.cache.files.leases import DIRECTORY_NAME, Leases
+from vorox.data.cache.upkeep.disk_budget import resident_units
 from vorox.data.corpus.corpus import prepare
 from vorox.data.streaming import leading_process, stream
 from vorox.data.streaming.leading_process import PATIENCE_SECONDS, LeadingProcess

@@ -16,10 +16,10 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, recipe_for, small_corpus
 from disk_usage import bytes_at_one_instant
 from vorox.core.errors import DataError
-from vorox.data.cache.disk_budget import MARKER_NAME, DiskBudget
-from vorox.data.cache.manifest import chunk_path
+from vorox.data.cache.files.manifest import chunk_path
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.disk_budget import MARKER_NAME, DiskBudget
 from vorox.data.streaming.prefetch_scheduler import SegmentRule
 from vorox.data.streaming.stream import Stream, StreamReader
 from vorox.data.streaming.unit_list import UnitList, open_directory
@@ -392,7 +392,7 @@ class Shared:
 
 @pytest.mark.parametrize("peers", [True, False])
 def test_room_that_peers_occupy_is_waited_for(tmp_path, monkeypatch, peers):
-    monkeypatch.setattr("vorox.data.cache.disk_budget._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("vorox.data.cache.upkeep.disk_budget._POLL_SECONDS", 0.001)
     cache, budget = Shared(tmp_path, peers), DiskBudget(1000)
     budget.join(cache)
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ from cache_corpus import ByteTokenizer, recipe_for
 from servers import http_server
 from transport import received
 from vorox.core.schema.data import BuildPipelineConfig, SourceConfig, ValidationConfig
-from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.units.unit_builder import BuiltUnit, UnitBuilder
 from vorox.data.storage import PrefetchedRanges, open_range
 from vorox.data.text.sources import list_source
 from vorox.data.text.unit_reader import FetchedUnit, UnitReader

@@ -23,7 +23,7 @@ from transport import received
 from vorox.core.errors import DataError
 from vorox.core.schema.data import BuildPipelineConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.storage import local_path
 from vorox.data.tokenizers import fast_path as module
 from vorox.data.tokenizers.loading import load, train

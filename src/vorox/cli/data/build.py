@@ -17,7 +17,7 @@ from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.data.cache.build import BuildOptions
-from vorox.data.cache.report import BuildReport
+from vorox.data.cache.building.report import BuildReport
 from vorox.data.corpus.corpus import prepare
 from vorox.training.steps.stop import StopRequest
 

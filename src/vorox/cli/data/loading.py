@@ -19,7 +19,7 @@ from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.core.errors import DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.cache.report import BuildReport
+from vorox.data.cache.building.report import BuildReport
 from vorox.data.corpus.cache_location import cache_root
 from vorox.data.corpus.cache_opener import NotBuiltError
 from vorox.data.corpus.corpus import Corpus, prepare

@@ -15,8 +15,8 @@ from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import confirm, print_json, print_table
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.data.cache import retention
-from vorox.data.cache.gc import CacheUse, find_caches, find_garbage, remove_garbage, remove_unused
+from vorox.data.cache.upkeep import retention
+from vorox.data.cache.upkeep.gc import CacheUse, find_caches, find_garbage, remove_garbage, remove_unused
 from vorox.data.corpus.cache_location import root_of
 from vorox.data.corpus.corpus import prepare
 

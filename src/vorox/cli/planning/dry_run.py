@@ -31,7 +31,7 @@ from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
 from vorox.core.schema.model import ModelConfig
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus.cache_location import cache_root, find_location, recorded_location
 from vorox.data.corpus.cache_opener import recipe_for

@@ -9,7 +9,7 @@ import typer
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import confirm
 from vorox.core.errors import ConfigError, VoroxError
-from vorox.data.cache.retention import unregister_run
+from vorox.data.cache.upkeep.retention import unregister_run
 from vorox.data.corpus.run_views import recorded_views
 from vorox.experiments.artifacts import RunSummary, inspect_run, list_failed_runs, remove_run
 from vorox.records.run_lookup import find_run

@@ -15,16 +15,16 @@ from typing import Literal
 import numpy as np
 
 from vorox.core.errors import DataError
-from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
-from vorox.data.cache.initialize import has_planned, prepare_directory
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
-from vorox.data.cache.quarantine import encoding_remedy, first_quarantined, report_quarantine, split_remedy
-from vorox.data.cache.report import BuildReport, OnProgress, build_report, transform_counts
-from vorox.data.cache.scheduler import BuildScheduler, PairedScheduler
-from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.cache.verify import Depth, damaged_units
-from vorox.data.cache.workers import run_processes
+from vorox.data.cache.building.build_queue import BuildQueue, Mode, Permanent, never
+from vorox.data.cache.building.initialize import has_planned, prepare_directory
+from vorox.data.cache.building.report import BuildReport, OnProgress, build_report, transform_counts
+from vorox.data.cache.building.scheduler import BuildScheduler, PairedScheduler
+from vorox.data.cache.building.workers import run_processes
+from vorox.data.cache.files.manifest import Manifest
+from vorox.data.cache.files.quarantine import DIRECTORY_NAME as QUARANTINE_NAME
+from vorox.data.cache.files.quarantine import encoding_remedy, first_quarantined, report_quarantine, split_remedy
+from vorox.data.cache.files.verify import Depth, damaged_units
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.recipe import RECIPE_NAME, check_recipe, read_recipe
 
@@ -236,7 +236,7 @@ def rebuild_unit(directory: Path, builder: UnitBuilder, units: Sequence[Unit], u
 def _run_scheduler(scheduler: BuildScheduler, options: BuildOptions, num_units: int) -> None:
     """Build ``num_units`` missing units with the configured workers."""
     if options.executor == "ray":
-        from vorox.data.cache.ray_workers import run_on_ray
+        from vorox.data.cache.building.ray_workers import run_on_ray
 
         run_on_ray(scheduler, options.workers)
     elif options.workers > 1 and num_units > 1:

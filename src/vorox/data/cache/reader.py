@@ -23,18 +23,18 @@ import numpy.typing as npt
 
 from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
-from vorox.data.cache.chunk import REMEDY, Chunk, split_rows
-from vorox.data.cache.format import SEGMENT_BYTES
-from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
-from vorox.data.cache.record_texts import copies_of_segments
-from vorox.data.cache.verify import is_intact, verify
+from vorox.data.cache.files.chunk import REMEDY, Chunk, split_rows
+from vorox.data.cache.files.format import SEGMENT_BYTES
+from vorox.data.cache.files.manifest import Manifest, check_contained, chunk_path
+from vorox.data.cache.files.verify import is_intact, verify
+from vorox.data.cache.units.record_texts import copies_of_segments
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.images.reading import ImageStore
 from vorox.data.recipe import Recipe, check_recipe, read_files, read_recipe, read_units
 from vorox.data.rows import RowBlock
 
 if TYPE_CHECKING:
-    from vorox.data.cache.scheduler import BuildScheduler
+    from vorox.data.cache.building.scheduler import BuildScheduler
 
 _MAX_OPEN_CHUNKS = 4096
 _REOPEN_ATTEMPTS = 50

@@ -1,8 +1,8 @@
 """Locate the view that a corpus reads of a split of a source: a directory with its own list of files and units.
 
 A listed source and a recipe go in; out come a directory, the source with its files in the directory's order, and the
-units planned so far. Built units are shared between views (``cache/unit_store.py``); a list of units belongs to its
-views alone, so nothing that another run does can change it.
+units planned so far. Built units are shared between views (``cache/upkeep/unit_store.py``); a list of units belongs to
+its views alone, so nothing that another run does can change it.
 
 * A **fixed view** is named by its files: runs over the same files share it, and it never changes.
 * A **growing view** (``data.cache.grow``) is named by what the source lists. New files follow the recorded ones in the
@@ -25,8 +25,8 @@ from pathlib import Path
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.schema.data import DataConfig, SourceConfig
-from vorox.data.cache.initialize import planned_inputs
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.building.initialize import planned_inputs
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.corpus.view_records import is_restored
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.recipe import RECIPE_NAME, Recipe

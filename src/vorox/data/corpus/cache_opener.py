@@ -20,14 +20,14 @@ from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.data import DataConfig
 from vorox.data.cache.build import BuildOptions, BuildTarget, build, build_in_background, build_pair, rebuild_unit
-from vorox.data.cache.initialize import InputsDiffer, planned_inputs
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.building.initialize import InputsDiffer, planned_inputs
+from vorox.data.cache.building.report import BuildReport, PrepareProgress, build_report, bytes_reporter
+from vorox.data.cache.building.scheduler import BuildScheduler
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.replacement import replacing
-from vorox.data.cache.report import BuildReport, PrepareProgress, build_report, bytes_reporter
-from vorox.data.cache.retention import mark_used
-from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.replacement import replacing
+from vorox.data.cache.upkeep.retention import mark_used
 from vorox.data.corpus.cache_location import (
     CacheLocation,
     all_units,

@@ -23,10 +23,10 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig
 from vorox.data.cache.build import BuildOptions
+from vorox.data.cache.building.report import BuildReport, PrepareProgress, build_report, report_nothing
+from vorox.data.cache.building.scheduler import BuildScheduler
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import BuildReport, PrepareProgress, build_report, report_nothing
-from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.unit_store import DIRECTORY_NAME as UNITS_NAME
+from vorox.data.cache.upkeep.unit_store import DIRECTORY_NAME as UNITS_NAME
 from vorox.data.corpus.cache_location import cache_root
 from vorox.data.corpus.cache_opener import CacheOpener
 from vorox.data.corpus.run_views import HOLDOUT_NOTE, SHARES_NOTE, TRAIN_NOTE, VALIDATION_NOTE, RunViews

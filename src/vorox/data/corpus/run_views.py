@@ -15,8 +15,8 @@ from pathlib import Path
 
 from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.gc import STREAMS_NAME
-from vorox.data.cache.retention import register_run
+from vorox.data.cache.upkeep.gc import STREAMS_NAME
+from vorox.data.cache.upkeep.retention import register_run
 from vorox.data.corpus.view_records import is_stream, restore_view
 from vorox.data.recipe import RECIPE_NAME
 from vorox.data.text.holdout import Split

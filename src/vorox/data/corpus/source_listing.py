@@ -25,9 +25,9 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
-from vorox.data.cache.initialize import planned_inputs
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.initialize import planned_inputs
+from vorox.data.cache.building.report import PrepareProgress
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.chat.template import BUILT_IN
 from vorox.data.corpus.cache_location import changed_files, with_recorded
 from vorox.data.corpus.cache_opener import recipe_for

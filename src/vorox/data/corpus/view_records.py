@@ -22,9 +22,9 @@ from vorox.core.files.atomic import canonical_json, make_directory, write_file
 from vorox.core.files.file_holder import FileLock
 from vorox.core.files.json_reader import MalformedJson, read_json
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.gc import STREAMS_NAME
-from vorox.data.cache.initialize import planned_inputs, record_inputs
-from vorox.data.cache.manifest import LOCK_NAME, Manifest, planned_entry
+from vorox.data.cache.building.initialize import planned_inputs, record_inputs
+from vorox.data.cache.files.manifest import LOCK_NAME, Manifest, planned_entry
+from vorox.data.cache.upkeep.gc import STREAMS_NAME
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 from vorox.data.recipe import FORMAT, RECIPE_NAME, Recipe, read_recipe, write_recipe
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.cache.report import PrepareProgress
+from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.corpus.corpus import plan_start, prepare
 from vorox.data.dataset.dataset_config import Sources, Transforms, dataset_config
 from vorox.data.dataset.sample_reader import BLOCK_SAMPLES, Sample, SampleReader, Share, order_before

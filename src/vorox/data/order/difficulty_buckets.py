@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
 from vorox.data.documents import DocumentSpan, SourceFile, Unit
 from vorox.data.order.plan_events import Bucket, PlanSource

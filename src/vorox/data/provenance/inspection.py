@@ -16,9 +16,9 @@ import numpy.typing as npt
 from vorox.core.errors import DataError
 from vorox.core.platform.environment import usable_cores
 from vorox.core.pluralize import pluralize
-from vorox.data.cache.document_tokens import encode, framed
+from vorox.data.cache.building.report import BuildReport
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import BuildReport
+from vorox.data.cache.units.document_tokens import encode, framed
 from vorox.data.chat.loss_mask import marked_text, target_ranges
 from vorox.data.chat.template import rendered
 from vorox.data.corpus.corpus import Corpus, CorpusCache

@@ -19,7 +19,7 @@ import xxhash
 from vorox.core.errors import VoroxError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import SourceConfig
-from vorox.data.cache.document_tokens import encode, framed
+from vorox.data.cache.units.document_tokens import encode, framed
 from vorox.data.chat.loss_mask import marked_text, target_ranges
 from vorox.data.chat.template import rendered
 from vorox.data.documents import BadRecord, Ranges, TokenDocument

@@ -22,10 +22,10 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.json_reader import mapping
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.disk_budget import is_evictable, resident_units
-from vorox.data.cache.manifest import Manifest
+from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.retention import register_run
+from vorox.data.cache.upkeep.disk_budget import is_evictable, resident_units
+from vorox.data.cache.upkeep.retention import register_run
 from vorox.data.corpus.view_records import is_restored, is_stream
 from vorox.data.order.difficulty_buckets import SourceReader, reader_of, readers_of
 from vorox.data.order.growth import await_planned_units

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.building.report import transform_counts
+from vorox.data.cache.files.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.report import transform_counts
 from vorox.data.order.difficulty_buckets import cache_of
 from vorox.data.order.document_masks import DocumentMasks, Record
 from vorox.data.provenance.run_data_index import RunDataIndex

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vorox.data.cache.leases import DIRECTORY_NAME, is_held
+from vorox.data.cache.files.leases import DIRECTORY_NAME, is_held
 
 PATIENCE_SECONDS = 5.0
 """How long to wait while no process builds any unit."""

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import DataError
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.disk_budget import DiskBudget, remove_chunks, resident_units
-from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.building.scheduler import BuildScheduler
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.manifest import Manifest, chunk_path
 from vorox.data.cache.pipeline.statistics import BuildStatistics
 from vorox.data.cache.reader import CacheReader
-from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.disk_budget import DiskBudget, remove_chunks, resident_units
 from vorox.data.recipe import read_recipe
 from vorox.data.rows import RowBlock
 from vorox.data.storage.stalls import track_stall

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vorox.core.schema.data import DataConfig
-from vorox.data.cache.disk_budget import DiskBudget
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.disk_budget import DiskBudget
 from vorox.data.documents import Unit
 from vorox.data.storage import StoredFile, cache_ranges
 from vorox.data.streaming.prefetch_scheduler import SegmentRule

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from vorox.data.cache.build_queue import BuildQueue
-from vorox.data.cache.commit import cache_write_error
-from vorox.data.cache.disk_budget import DiskBudget, resident_units
-from vorox.data.cache.manifest import Manifest, chunk_path
+from vorox.data.cache.building.build_queue import BuildQueue
+from vorox.data.cache.building.commit import cache_write_error
+from vorox.data.cache.files.manifest import Manifest, chunk_path
+from vorox.data.cache.upkeep.disk_budget import DiskBudget, resident_units
 from vorox.data.streaming.prefetch_scheduler import PrefetchScheduler, SegmentRule
 from vorox.data.streaming.read_windows import PeerReads, ReadWindow, UnitRange
 from vorox.data.streaming.unit_list import UnitList

@@ -15,11 +15,11 @@ from typing import Protocol
 from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import make_directory
 from vorox.core.files.file_holder import FileLock
-from vorox.data.cache.disk_budget import mark_evictable
-from vorox.data.cache.initialize import check_units, planning_lock, record_inputs
-from vorox.data.cache.manifest import Manifest, planned_entry
-from vorox.data.cache.pipeline.first_pass import FirstPass, find_duplicates
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.building.initialize import check_units, planning_lock, record_inputs
+from vorox.data.cache.files.manifest import Manifest, planned_entry
+from vorox.data.cache.units.first_pass import FirstPass, find_duplicates
+from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.disk_budget import mark_evictable
 from vorox.data.documents import Unit
 from vorox.data.recipe import UnitLog
 

@@ -28,7 +28,7 @@ from vorox.core.pluralize import pluralize
 from vorox.core.ranks.rank_comparison import compare_ranks
 from vorox.core.run_layout import step_directories
 from vorox.core.schema import RunConfig
-from vorox.data.cache.retention import register_run
+from vorox.data.cache.upkeep.retention import register_run
 from vorox.data.corpus.corpus import Corpus
 from vorox.data.order.loader import first_cursor
 from vorox.data.order.plan import DataPlan

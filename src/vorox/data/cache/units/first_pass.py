@@ -19,8 +19,9 @@ import numpy as np
 
 from vorox.core.files.atomic import make_directory, write_file
 from vorox.core.files.file_holder import FileLock
-from vorox.data.cache.format import source_set_digest
-from vorox.data.cache.pipeline.duplicates import (
+from vorox.data.cache.files.format import source_set_digest
+from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, run_serial
+from vorox.data.cache.units.duplicates import (
     DIRECTORY_NAME,
     DocumentKey,
     UnitDuplicates,
@@ -29,8 +30,7 @@ from vorox.data.cache.pipeline.duplicates import (
     read_unit_duplicates,
     unusable,
 )
-from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, run_serial
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.text.unit_reader import DocumentBatch
 from vorox.data.transforms.registry import Transform

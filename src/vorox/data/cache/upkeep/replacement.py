@@ -13,8 +13,8 @@ from pathlib import Path
 
 from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import remove_directory, sync_directory
-from vorox.data.cache.leases import DIRECTORY_NAME, Leases, is_held, read_holder
-from vorox.data.cache.retention import copy_pins, disk_time_or_local
+from vorox.data.cache.files.leases import DIRECTORY_NAME, Leases, is_held, read_holder
+from vorox.data.cache.upkeep.retention import copy_pins, disk_time_or_local
 
 REBUILD_PREFIX = ".rebuild-"
 REPLACED_PREFIX = ".replaced-"

@@ -14,10 +14,10 @@ from pathlib import Path
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import make_directory, sweep_temporary
 from vorox.core.files.file_holder import FileLock
-from vorox.data.cache.build_queue import never
-from vorox.data.cache.manifest import LOCK_NAME, Manifest, planned_entry
-from vorox.data.cache.pipeline.first_pass import find_duplicates
-from vorox.data.cache.unit_builder import UnitBuilder
+from vorox.data.cache.building.build_queue import never
+from vorox.data.cache.files.manifest import LOCK_NAME, Manifest, planned_entry
+from vorox.data.cache.units.first_pass import find_duplicates
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.recipe import (
     RECIPE_NAME,

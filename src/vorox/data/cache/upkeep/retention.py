@@ -38,7 +38,7 @@ from vorox.core.files.atomic import (
 from vorox.core.files.file_holder import boot_identity
 from vorox.core.files.json_reader import mapping, read_json
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.manifest import LOG_NAME
+from vorox.data.cache.files.manifest import LOG_NAME
 from vorox.data.recipe import RECIPE_NAME
 
 PINS_NAME = "pins"

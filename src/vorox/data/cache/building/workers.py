@@ -26,11 +26,11 @@ from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.platform.environment import usable_cores
 from vorox.core.processes.child_process import forget_safe_spawning, is_safe_path_set, safe_spawning
 from vorox.core.processes.signals import ignore_terminal
-from vorox.data.cache.build_queue import BuildQueue, Mode, Permanent, never
-from vorox.data.cache.report import BuildProgress, OnProgress
-from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.unit_builder import UnitBuilder
-from vorox.data.cache.verify import Depth
+from vorox.data.cache.building.build_queue import BuildQueue, Mode, Permanent, never
+from vorox.data.cache.building.report import BuildProgress, OnProgress
+from vorox.data.cache.building.scheduler import BuildScheduler
+from vorox.data.cache.files.verify import Depth
+from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.recipe import read_units
 
 _POLL_SECONDS = 0.25

@@ -23,7 +23,7 @@ import zstandard
 
 from vorox.core.errors import DataError
 from vorox.core.files.disk_errors import read_hint
-from vorox.data.cache.format import (
+from vorox.data.cache.files.format import (
     CODECS,
     DOCUMENT,
     FOOTER,

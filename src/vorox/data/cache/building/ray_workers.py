@@ -18,8 +18,8 @@ from typing import Any
 from vorox.core.errors import ConfigError, DataError, VoroxError
 from vorox.core.platform.installation import install_command
 from vorox.core.ranks.ray_cluster import ray_cluster
-from vorox.data.cache.scheduler import BuildScheduler
-from vorox.data.cache.workers import Assignment, WorkerCounts, decode_error, encode_error
+from vorox.data.cache.building.scheduler import BuildScheduler
+from vorox.data.cache.building.workers import Assignment, WorkerCounts, decode_error, encode_error
 from vorox.data.recipe import RECIPE_NAME
 
 _POLL_SECONDS = 0.5

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
-from vorox.data.cache.manifest import LOG_NAME, Manifest
+from vorox.data.cache.files.manifest import LOG_NAME, Manifest
 from vorox.data.cache.pipeline.statistics import BuildStatistics
 from vorox.data.documents import Unit
 from vorox.data.transforms.apply import Counts, TransformCount

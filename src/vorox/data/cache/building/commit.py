@@ -19,14 +19,14 @@ from typing import Any
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import discard_staged, is_disk_full, make_directory, rename, stage_file, sync_directory
 from vorox.core.files.disk_errors import disk_error, room_text
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.document_tokens import unit_statistics
-from vorox.data.cache.format import ChunkRecord
-from vorox.data.cache.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
-from vorox.data.cache.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
-from vorox.data.cache.record_texts import documents_of_unit
-from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
-from vorox.data.cache.unit_store import UnitStore
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.format import ChunkRecord
+from vorox.data.cache.files.manifest import Manifest, UnitStatistics, check_contained, chunk_path, unit_entry
+from vorox.data.cache.files.quarantine import check_budget, count_quarantined, report_damaged_files, write_quarantine
+from vorox.data.cache.units.document_tokens import unit_statistics
+from vorox.data.cache.units.record_texts import documents_of_unit
+from vorox.data.cache.units.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.upkeep.unit_store import UnitStore
 from vorox.data.documents import Unit
 
 

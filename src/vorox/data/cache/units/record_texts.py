@@ -1,8 +1,8 @@
 """Tell apart the texts that transforms made of one record.
 
 A ``DOCUMENT`` record has the place and the hash of the record, and the size of the text. Texts of one record that have
-the same size are identified by where they were packed: packing (``cache/packing.py``) is a pure function of sizes and
-hashes, so the layout of a unit is recomputed and compared with the stored one.
+the same size are identified by where they were packed: packing (``cache/units/packing.py``) is a pure function of sizes
+and hashes, so the layout of a unit is recomputed and compared with the stored one.
 
 Legend: S segments of a unit, V different ``DOCUMENT`` records, U texts of the unit in their order, R rows.
 """
@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from vorox.data.cache.packing import pack, stored_fragments, stored_order
+from vorox.data.cache.units.packing import pack, stored_fragments, stored_order
 from vorox.data.recipe import Recipe
 from vorox.data.rows import Int64Array
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from vorox.core.errors import VoroxError
 from vorox.core.schema.data import BuildPipelineConfig
-from vorox.data.cache.build_queue import BuildQueue, Permanent, Residency, never
-from vorox.data.cache.commit import adopt_unit, cache_write_error, commit_unit, link_unit
-from vorox.data.cache.disk_budget import is_evictable
-from vorox.data.cache.leases import Leases
-from vorox.data.cache.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
-from vorox.data.cache.report import OnProgress, ProgressTracker
-from vorox.data.cache.unit_builder import BuiltUnit, UnitBuilder
-from vorox.data.cache.unit_store import UnitStore
+from vorox.data.cache.building.build_queue import BuildQueue, Permanent, Residency, never
+from vorox.data.cache.building.commit import adopt_unit, cache_write_error, commit_unit, link_unit
+from vorox.data.cache.building.report import OnProgress, ProgressTracker
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import SNAPSHOT_INTERVAL_ENTRIES, Manifest, chunk_path
+from vorox.data.cache.units.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.upkeep.disk_budget import is_evictable
+from vorox.data.cache.upkeep.unit_store import UnitStore
 from vorox.data.documents import Record, Unit
 from vorox.data.storage import abandon_late_requests
 from vorox.data.text.unit_reader import SplitPairReader

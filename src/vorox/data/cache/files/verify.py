@@ -16,10 +16,10 @@ import numpy as np
 
 from vorox.core.errors import DataError
 from vorox.core.platform.environment import usable_cores
-from vorox.data.cache.chunk import REMEDY, Chunk
-from vorox.data.cache.format import ChunkRecord, source_set_digest
-from vorox.data.cache.manifest import Manifest, check_contained, chunk_path
-from vorox.data.cache.quarantine import verify_quarantine
+from vorox.data.cache.files.chunk import REMEDY, Chunk
+from vorox.data.cache.files.format import ChunkRecord, source_set_digest
+from vorox.data.cache.files.manifest import Manifest, check_contained, chunk_path
+from vorox.data.cache.files.quarantine import verify_quarantine
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.prefetch import map_ordered
 from vorox.data.recipe import UNITS_NAME, Recipe, check_recipe, read_files, read_recipe, read_units

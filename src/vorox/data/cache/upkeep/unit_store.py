@@ -30,11 +30,11 @@ from vorox.core.files.atomic import (
     write_file,
 )
 from vorox.core.files.json_reader import read_json
-from vorox.data.cache.chunk import Chunk
-from vorox.data.cache.format import ChunkOrigin, ChunkRecord
-from vorox.data.cache.manifest import UnitStatistics, chunk_path
-from vorox.data.cache.replacement import REBUILD_PREFIX
-from vorox.data.cache.unit_builder import BuiltUnit
+from vorox.data.cache.files.chunk import Chunk
+from vorox.data.cache.files.format import ChunkOrigin, ChunkRecord
+from vorox.data.cache.files.manifest import UnitStatistics, chunk_path
+from vorox.data.cache.units.unit_builder import BuiltUnit
+from vorox.data.cache.upkeep.replacement import REBUILD_PREFIX
 from vorox.data.documents import BadRecord, Unit
 from vorox.data.images.reading import image_path
 

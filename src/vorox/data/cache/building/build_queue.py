@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.verify import Depth, is_intact
+from vorox.data.cache.files.manifest import Manifest
+from vorox.data.cache.files.verify import Depth, is_intact
 
 Mode = Literal["forward", "inverse", "gaps"]
 """Order of the backlog: lowest unit first, highest first, or first the missing units below the highest one built."""

@@ -21,12 +21,12 @@ from vorox.core.files.atomic import is_stale_temporary, remove_directory, remove
 from vorox.core.files.chained_log import HashChainedLog
 from vorox.core.files.json_reader import read_json
 from vorox.core.run_layout import RunLayout
-from vorox.data.cache.leases import DIRECTORY_NAME as LEASES_NAME
-from vorox.data.cache.leases import STALE_SECONDS, is_held, lease_path
-from vorox.data.cache.manifest import Manifest
-from vorox.data.cache.replacement import REBUILD_PREFIX, REPLACED_PREFIX
-from vorox.data.cache.retention import Pin, disk_time_or_local, idle_seconds, read_pins, removed_runs
-from vorox.data.cache.unit_store import UnitStore, is_stored
+from vorox.data.cache.files.leases import DIRECTORY_NAME as LEASES_NAME
+from vorox.data.cache.files.leases import STALE_SECONDS, is_held, lease_path
+from vorox.data.cache.files.manifest import Manifest
+from vorox.data.cache.upkeep.replacement import REBUILD_PREFIX, REPLACED_PREFIX
+from vorox.data.cache.upkeep.retention import Pin, disk_time_or_local, idle_seconds, read_pins, removed_runs
+from vorox.data.cache.upkeep.unit_store import UnitStore, is_stored
 from vorox.data.recipe import FORMAT, RECIPE_NAME, read_recipe
 
 STREAMS_NAME = "streams"

@@ -23,13 +23,26 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.schema.data import BuildPipelineConfig
-from vorox.data.cache.document_tokens import Encoder, TokenizedDocuments, encode, finish_documents, unit_statistics
-from vorox.data.cache.format import ChunkContent, ChunkOrigin, ChunkRecord, encode_chunk, source_set_digest, unit_key
-from vorox.data.cache.manifest import UnitStatistics
-from vorox.data.cache.packing import chunk_contents
-from vorox.data.cache.pipeline.duplicates import duplicate_check, removed_digest
+from vorox.data.cache.files.format import (
+    ChunkContent,
+    ChunkOrigin,
+    ChunkRecord,
+    encode_chunk,
+    source_set_digest,
+    unit_key,
+)
+from vorox.data.cache.files.manifest import UnitStatistics
 from vorox.data.cache.pipeline.pipeline import BuildPipeline, BuildStage, Flow, run_serial
 from vorox.data.cache.pipeline.statistics import BuildStatistics
+from vorox.data.cache.units.document_tokens import (
+    Encoder,
+    TokenizedDocuments,
+    encode,
+    finish_documents,
+    unit_statistics,
+)
+from vorox.data.cache.units.duplicates import duplicate_check, removed_digest
+from vorox.data.cache.units.packing import chunk_contents
 from vorox.data.documents import BadRecord, SourceFile, Unit
 from vorox.data.images.reading import ImageStore
 from vorox.data.images.tokens import find_images

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.files.json_reader import parse_json
-from vorox.data.cache.format import source_set_digest
+from vorox.data.cache.files.format import source_set_digest
 from vorox.data.documents import AnyDocument, SourceFile, Unit
 from vorox.data.transforms.apply import IsDuplicate
 from vorox.data.transforms.registry import Transform

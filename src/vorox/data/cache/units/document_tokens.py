@@ -21,8 +21,8 @@ import numpy.typing as npt
 import xxhash
 
 from vorox.core.errors import DataError
-from vorox.data.cache.format import DOCUMENT, ChunkContent
-from vorox.data.cache.manifest import UnitStatistics
+from vorox.data.cache.files.format import DOCUMENT, ChunkContent
+from vorox.data.cache.files.manifest import UnitStatistics
 from vorox.data.documents import AnyDocument, BadRecord, Document, Ranges, SourceFile, TokenDocument, Unit, place_of
 from vorox.data.images.layout import ImageLayout
 from vorox.data.recipe import Recipe

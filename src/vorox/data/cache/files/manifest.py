@@ -36,7 +36,7 @@ from vorox.core.errors import DataError
 from vorox.core.files.atomic import write_file
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
 from vorox.core.files.file_holder import FileLock
-from vorox.data.cache.format import ChunkRecord
+from vorox.data.cache.files.format import ChunkRecord
 
 LOG_NAME = "manifest/log.jsonl"
 SNAPSHOT_NAME = "manifest/snapshot.bin"

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.data.cache.format import ChunkContent
+from vorox.data.cache.files.format import ChunkContent
 from vorox.data.permutation import permutation_key, permute
 from vorox.data.recipe import PackingMethod, Recipe
 from vorox.data.rows import TokenArray

@@ -22,7 +22,7 @@ from types import TracebackType
 from vorox.core.files.atomic import make_directory, temporary_name
 from vorox.core.files.file_holder import FileLock, ProcessIdentity, this_process
 from vorox.core.files.json_reader import read_json
-from vorox.data.cache.manifest import LOCK_NAME
+from vorox.data.cache.files.manifest import LOCK_NAME
 
 DIRECTORY_NAME = "leases"
 STALE_SECONDS = 60.0

@@ -1,0 +1,1 @@
+"""Who builds which unit: the queue, schedulers in one process or many, commits, the report."""

@@ -1,0 +1,1 @@
+"""How the documents of a unit become the rows of its chunks: duplicates, tokens, packing."""
