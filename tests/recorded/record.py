@@ -108,7 +108,7 @@ def _write_inputs(folder: Path) -> None:
         write(name, [{"text": words(40)} for _ in range(80)])
     turns = ("user", "assistant")
     write("talks", [{"messages": [{"role": role, "content": words(6)} for role in turns]} for _ in range(60)])
-    write("choices", [{"prompt": words(6), "chosen": words(6), "rejected": words(6)} for _ in range(60)])
+    write("choices", [{"prompt": words(3), "chosen": words(3), "rejected": words(4)} for _ in range(60)])
 
 
 def vorox(folder: Path, *arguments: str, codes: Sequence[int] = (0,)) -> str:
