@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from vorox.core.config.schema_fields import admits, leaf_keys, schema_fields
 from vorox.core.schema import RunConfig
+from vorox.core.schema.optimizer import BUILT_IN_OPTIMIZERS
 
 SOURCE = Path(__file__).parents[2] / "src" / "vorox"
 UNITS = (
@@ -232,3 +233,37 @@ def test_every_setting_is_read_by_somebody(key: str) -> None:
     holders = {section, *CLASSES.get(section, ())} if section else {name}
     readers = [module for module, names in attributes_read().items() if name in names and names & holders]
     assert readers, f"nobody reads {key}"
+
+
+def named_values() -> list[tuple[str, str]]:
+    """Every key that has a fixed set of values, with each of those that are text."""
+    choices = {key: field.choices for key, field in schema_fields().items() if not key.startswith("data.validation")}
+    return [(key, value) for key, values in choices.items() for value in values if isinstance(value, str)]
+
+
+@functools.cache
+def code_outside_the_schema() -> str:
+    paths = (path for path in sorted(SOURCE.rglob("*.py")) if "schema" not in path.parts)
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+PASSED_ON = {
+    ("precision.matmul", "ieee"),
+    ("precision.float8", "tensorwise"),
+    ("precision.float8", "rowwise_with_gw_hp"),
+}
+"""Values that PyTorch and torchao know under the same name."""
+
+
+@pytest.mark.parametrize(("key", "value"), [pair for pair in named_values() if pair not in PASSED_ON])
+def test_every_value_of_a_setting_is_named_where_it_is_computed(key: str, value: str) -> None:
+    """What no code names would be taken for another value by the branch that is left."""
+    assert f'"{value}"' in code_outside_the_schema(), f"no module names {key}={value}; a new value needs its own branch"
+
+
+@pytest.mark.torch
+def test_optimizers_are_the_same_everywhere() -> None:
+    from vorox.backends.torch_engine.optimizers.make_optimizer import BUILT_IN
+
+    names = {value for key, value in named_values() if key == "optimizer.name"}
+    assert names == BUILT_IN_OPTIMIZERS.keys() == BUILT_IN.keys()

@@ -55,7 +55,7 @@ def optimizer_groups(spec: ModelSpec, config: OptimizerConfig) -> dict[str, Grou
     groups: dict[str, Group] = {}
     num_matches = [0] * len(config.groups)
     for parameter in spec.parameters:
-        group = _rule(parameter, muon=config.name == "muon", decay_embeddings=config.decay_embeddings)
+        group = _rule(parameter, config)
         scale = config.layer_lr_decay ** _layers_above(parameter, spec.num_layers)
         scale /= spec.width_factor if parameter.kind in ("matrix", "head") else 1.0
         index = next((i for i, one in enumerate(config.groups) if fnmatchcase(parameter.name, one.match)), None)
@@ -90,7 +90,7 @@ def common_group(names: Iterable[str], groups: Mapping[str, Group], *, hint: str
     return groups[first]
 
 
-def _rule(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> Group:
+def _rule(parameter: ParameterSpec, config: OptimizerConfig) -> Group:
     """Return the group of a parameter by its role.
 
     Norms and biases are never decayed (``ParameterSpec.decay``), embeddings only if ``optimizer.decay_embeddings`` is
@@ -98,9 +98,9 @@ def _rule(parameter: ParameterSpec, *, muon: bool, decay_embeddings: bool) -> Gr
     """
     if not parameter.trainable:
         return FROZEN
-    if muon and parameter.kind == "matrix":
+    if config.facts.orthogonalises and parameter.kind == "matrix":
         return ORTHOGONAL
-    exempt = parameter.kind == "embedding" and not decay_embeddings
+    exempt = parameter.kind == "embedding" and not config.decay_embeddings
     return DECAYED if parameter.decay and not exempt else PLAIN
 
 

@@ -145,7 +145,7 @@ def _saved_moment_bytes(spec: ModelSpec, config: RunConfig) -> int:
     frozen = _frozen_names(spec, config)
     trained = [row for row in spec.parameters if row.name not in frozen]
     num_averages = 0 if config.train.ema_decay is None else 1
-    num_moments = {"matrix": config.optimizer.facts.matrix_moments}
+    num_moments = {"matrix": 1 if config.optimizer.facts.orthogonalises else 2}
     return FP32_BYTES * sum((num_moments.get(row.kind, 2) + num_averages) * row.num_elements for row in trained)
 
 

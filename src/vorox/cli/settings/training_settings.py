@@ -36,7 +36,7 @@ def _settings(config: RunConfig, warmup_steps: int | None) -> Iterator[tuple[str
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     share = schedule.min_lr_fraction if schedule.name == "hold" else 1
     yield f"learning rate {share * optimizer.lr:.2g}", ("optimizer.lr",)
-    if "muon_lr" in optimizer.facts.rates:
+    if optimizer.facts.orthogonalises:
         yield f"{share * optimizer.muon_lr:.2g} for matrices", ("optimizer.muon_lr", "optimizer.name")
     shape = schedule.name
     if shape in {"cosine", "linear", "wsd"}:

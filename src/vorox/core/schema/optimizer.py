@@ -9,23 +9,26 @@ from vorox.core.schema.setting import FUNCTION, Need, setting
 
 
 class OptimizerFacts(NamedTuple):
-    """What estimates and texts know of a built-in optimizer.
+    """What is known of an optimizer wherever it is not computed.
 
     Attributes:
-        matrix_moments: Moments of a matrix in a block; other parameters have two.
+        orthogonalises: Matrices of the blocks have a rule of their own, with one moment and ``optimizer.muon_lr``.
         held_moment_bytes: Memory of both moments of an element that is decayed; of the others, they are fp32.
-        rates: Settings of ``optimizer`` that are peak learning rates.
     """
 
-    matrix_moments: int = 2
+    orthogonalises: bool = False
     held_moment_bytes: int = 8
-    rates: tuple[str, ...] = ("lr",)
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The settings of ``optimizer`` that are peak learning rates."""
+        return ("lr", "muon_lr") if self.orthogonalises else ("lr",)
 
 
 BUILT_IN_OPTIMIZERS = {
     "adamw": OptimizerFacts(),
     "adamw_8bit": OptimizerFacts(held_moment_bytes=2),
-    "muon": OptimizerFacts(matrix_moments=1, rates=("lr", "muon_lr")),
+    "muon": OptimizerFacts(orthogonalises=True),
 }
 
 _BUILT_IN = Need("name", never=(FUNCTION,), remedy="a built-in optimizer")
@@ -121,8 +124,8 @@ class OptimizerConfig(Section):
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known of the optimizer; a user's is taken for AdamW."""
-        return BUILT_IN_OPTIMIZERS.get(self.name, BUILT_IN_OPTIMIZERS["adamw"])
+        """What is known of it; a user's is taken for AdamW."""
+        return BUILT_IN_OPTIMIZERS["adamw" if ":" in self.name else self.name]
 
 
 class ScheduleConfig(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from vorox.backends.torch_engine.device.devices import Compute
 from vorox.backends.torch_engine.layouts.parameters import Parameters
 from vorox.backends.torch_engine.layouts.zero_parameters import ZeroParameters
@@ -16,6 +18,8 @@ from vorox.core.user_code.extensions import is_extension
 from vorox.models.pruning import pruned_matrices
 from vorox.models.spec import ModelSpec
 
+BUILT_IN: Mapping[str, type[Optimizer]] = {"adamw": Optimizer, "adamw_8bit": QuantizedAdamW, "muon": Optimizer}
+
 
 def make_optimizer(
     config: RunConfig, spec: ModelSpec, parameters: Parameters, compute: Compute, ranks: Ranks
@@ -27,9 +31,8 @@ def make_optimizer(
     """
     if isinstance(parameters, ZeroParameters):
         return ZeroOptimizer(config, parameters, compute, ranks)
-    kind = QuantizedAdamW if config.optimizer.name == "adamw_8bit" else Optimizer
-    if is_extension(config.optimizer.name):
-        kind = UserOptimizer
+    name = config.optimizer.name
+    kind = UserOptimizer if is_extension(name) else BUILT_IN[name]
     if isinstance(parameters, TransientGradients):
         optimizer = InBackwardOptimizer(config, parameters, compute, ranks)
     else:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +100,10 @@ def pack(
     lengths_D = np.asarray(lengths, dtype=np.int64)
     if lengths_D.size and int(lengths_D.min()) < 0:
         raise ValueError("A document has a negative length")
-    if method == "concat":
-        return _concatenate(lengths_D, row_tokens)
+    return _METHODS[method](lengths_D, row_tokens)
+
+
+def _pack_best_fit(lengths_D: Int64Array, row_tokens: int) -> Packing:
     documents, offsets, lengths_F = split_documents(lengths_D, row_tokens)
     rows = _best_fit(lengths_F.tolist(), row_tokens)
     fragments = np.stack([documents, offsets, lengths_F], axis=1).tolist()
@@ -227,6 +229,11 @@ def _concatenate(lengths_D: Int64Array, row_tokens: int) -> Packing:
     ends[row_ptr[1:] - 1] = np.minimum(row_starts + row_tokens, total)
     documents = np.searchsorted(ends_D, starts, side="right").astype(np.int64)
     return Packing(row_tokens, row_ptr, documents, starts - starts_D[documents], ends - starts)
+
+
+_METHODS: Mapping[PackingMethod, Callable[[Int64Array, int], Packing]] = {
+    "best_fit": _pack_best_fit, "concat": _concatenate,
+}  # fmt: skip
 
 
 def chunk_contents(
