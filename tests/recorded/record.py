@@ -5,6 +5,8 @@ A recording is never changed. A version whose forms have something new adds a re
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -19,6 +21,7 @@ from typing import Any
 
 import tiny_runs
 from base_models import write as write_base
+from vorox.cli import main
 from vorox.core.run_layout import RunLayout
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import MaskedDocument, MaskEvent, SkipEvent
@@ -130,10 +133,11 @@ def train(folder: Path, name: str, *arguments: str) -> Path:
 
 def answers(folder: Path, run_directory: Path) -> dict[str, Any]:
     """What a run answers: documents, batch digest and loss of each step."""
-    documents = {}
+    documents: dict[int, Any] = {}
     for step in read_chain(run_directory):
-        found = json.loads(vorox(folder, "data", "where", run_directory.name, "--step", str(step), "--json"))
-        documents[step] = found
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert main(["data", "where", run_directory.name, "--step", str(step), "--json"]) == 0
+        documents[step] = json.loads(printed.getvalue())
     return {
         "documents": documents,
         "batches": {step: entry.batch for step, entry in read_chain(run_directory).items()},
@@ -175,7 +179,7 @@ def record(folder: Path) -> dict[str, Any]:
     return expected
 
 
-def main() -> None:
+def write_recording() -> None:
     """Record into the file of the command line."""
     target = Path(sys.argv[1]).resolve()
     if target.exists():
@@ -189,4 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_recording()

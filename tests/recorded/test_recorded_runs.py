@@ -30,10 +30,10 @@ def recording(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def caches(folder: Path) -> dict[str, bytes]:
-    """Chunks and recipes by name; the journals of a cache may get lines."""
-    kept = (path for path in (folder / "cache").rglob("*") if path.suffix not in {".jsonl", ".lock", ""})
-    return {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+def stored(folder: Path) -> dict[str, bytes]:
+    """All chunks and recipes of the caches, by path."""
+    files = (path for pattern in ("*.psc", "RECIPE.json") for path in (folder / "cache").rglob(pattern))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_recorded_run_is_verified_and_continued_with_the_rows_that_it_would_ha
     folder = Path(shutil.copytree(recording, tmp_path / "copy"))
     expected: dict[str, Any] = json.loads((folder / "expected.json").read_text(encoding="utf-8"))[name]
     (directory,) = (folder / "runs").glob(f"{name}-*")
-    before = caches(folder)
+    before = stored(folder)
     vorox(folder, "checkpoints", "verify", directory.name)
     vorox(folder, "data", "verify", directory.name)
     checkpoint = RunLayout(directory).checkpoint(KEPT).relative_to(folder)
@@ -53,4 +53,4 @@ def test_a_recorded_run_is_verified_and_continued_with_the_rows_that_it_would_ha
     assert found["documents"] == expected["documents"]
     assert found["batches"] == expected["batches"], "the same rows, masked and divided as they were"
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3), "another processor rounds differently"
-    assert caches(folder) == before
+    assert stored(folder) == before, "no cache was built again"
