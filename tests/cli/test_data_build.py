@@ -18,6 +18,7 @@ import pytest
 from eventually import PATIENCE_SECONDS, wait_until
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli import main
+from vorox.data.cache.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
 
 Run = Callable[..., tuple[int, str, str]]
@@ -118,6 +119,18 @@ def test_fill_looks_and_repair_reads(place: Path, vorox: Run) -> None:
         assert built(found) == [1, 0]
         assert digests(found) == digests(first)
         assert vorox("data", "verify", "c.yaml")[0] == 0
+
+
+def test_a_repair_takes_no_damaged_rows_from_the_units_of_other_caches(place: Path, vorox: Run) -> None:
+    first = vorox("data", "build", "c.yaml", "--json")
+    path = chunks(place)[1]
+    raw = bytearray(path.read_bytes())
+    raw[Chunk.open(path).header.payload_offset] ^= 1
+    path.write_bytes(raw)
+    found = vorox("data", "repair", "c.yaml", "--json")
+    assert (built(found), linked(found)) == ([1, 0], [0, 0])
+    assert digests(found) == digests(first)
+    assert vorox("data", "verify", "c.yaml")[0] == 0
 
 
 @pytest.mark.parametrize("mode", ["forward", "inverse", "gaps"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
@@ -29,6 +30,22 @@ def test_counters_are_seen_by_others_while_they_change(tmp_path: Path) -> None:
         second.record_started(7)
     assert read_attempts(tmp_path) == (Attempt(1, 0, 0, 5, 4), Attempt(2, 4, 16, 7, 4))
     assert (RunLayout(tmp_path).attempts).stat().st_size == 128
+
+
+def test_a_saved_step_is_durable_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable: list[Attempt] = []
+
+    class Mapped(mmap.mmap):
+        def flush(self, *arguments: int) -> None:
+            super().flush(*arguments)
+            durable.extend(read_attempts(tmp_path))
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    with AttemptRecord(tmp_path, 1, 0, 0) as record:
+        record.record_started(5)
+        assert durable == [], "a step costs no system call"
+        record.record_saved(4)
+        assert durable == [Attempt(1, 0, 0, 5, 4)]
 
 
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:

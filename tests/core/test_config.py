@@ -384,6 +384,13 @@ def test_nothing_at_all_says_what_is_needed() -> None:
     assert "the run has no length" in text
 
 
+def test_the_end_of_a_text_is_one_of_the_ids(small: str) -> None:
+    shards = ["data.sources.0.format=bin", "data.sources.0.ids_dtype=uint16", "tokenizer.kind=none"]
+    assert load_config(small, [*shards, "tokenizer.vocab_size=100", "tokenizer.end_of_text_id=99"])
+    text = refusal(small, *shards, "tokenizer.vocab_size=100", "tokenizer.end_of_text_id=100")
+    assert "tokenizer.end_of_text_id=100 is not below tokenizer.vocab_size=100" in text
+
+
 def test_what_follows_from_a_wrong_value_is_not_reported_too(small: str) -> None:
     assert "problems" not in refusal(small, "model.num_heads=x", "model.hidden_size=100")
     assert "problems" not in refusal(small, "schedule.name=cosin", "schedule.decay_fraction=0.3")
@@ -670,6 +677,8 @@ def test_target_epochs_is_a_second_name_of_num_epochs(tmp_path: Path) -> None:
         (["data.growth.mode=elastic", "data.growth.first_segment_units=2"], "has no effect"),
         (["data.sources.0.on_exhausted=drop"], "has no effect"),
         (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0.5, 0.2]"], "must increase"),
+        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0, 0.5]"], "must increase"),
+        (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_quantiles=[0.5, 1]"], "must increase"),
         (["data.sources.0.split_by=bytes_per_token", "data.sources.0.split_names=[one]"], "must be 2 different names"),
         (["data.stages=[{start_tokens: 0, weights: {b: 1}}]"], "has no source 'b'; known are a"),
         (["data.stages=[{start_tokens: 0, weights: {a: 0}}]"], "not positive"),

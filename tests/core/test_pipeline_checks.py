@@ -74,6 +74,9 @@ def test_a_batch_that_does_not_fill_the_pipeline_is_refused() -> None:
     uneven = config_of(parallel__pipeline_schedule="interleaved", train__global_batch_sequences=6)
     assert "needs a multiple of 2; set train.micro_batch_sequences=3" in micro_batches_fault(uneven, 1)
     assert "parallel.pipeline_parallel_size" in named_keys(uneven)
+    for rows, is_filled in ((4, True), (2, False)):
+        staged = config_of(train__batch_stages=[{"start_step": 5, "global_batch_sequences": rows}])
+        assert ("parallel.pipeline_parallel_size" not in named_keys(staged)) == is_filled
 
 
 def test_auto_chooses_micro_batches_that_fill_the_pipeline() -> None:

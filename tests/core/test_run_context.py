@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shlex
@@ -24,7 +25,14 @@ from vorox.core.files.atomic import FileOperation
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.records.run_context import RunContext, recorded_config, run_id
-from vorox.records.run_lookup import find_run, run_attempts, run_directories
+from vorox.records.run_lookup import (
+    CONFIG_NOTE,
+    RUN_FORMAT,
+    find_run,
+    is_config_as_written,
+    run_attempts,
+    run_directories,
+)
 
 OVERRIDES = ["data.sources=[{name: a, format: txt, paths: [a.txt]}]", "train.num_steps=10"]
 
@@ -57,6 +65,21 @@ def test_the_id_is_readable_and_depends_on_what_changes_bits_only(tmp_path: Path
 
 
 # One directory, one record
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(["old", "new", None], True), (["new", "old", None], False), (["new", None], True), ([None], None)],
+)
+def test_the_newest_attempt_that_wrote_the_configuration_tells_whether_it_was_edited(
+    tmp_path: Path, written: list[str | None], expected: bool | None
+) -> None:
+    attempts = [
+        {"notes": {} if text is None else {CONFIG_NOTE: hashlib.sha256(text.encode()).hexdigest()}} for text in written
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"format": RUN_FORMAT, "attempts": attempts}))
+    (tmp_path / "config.yaml").write_text("new")
+    assert is_config_as_written(tmp_path) is expected
 
 
 def test_a_new_run_has_configuration_record_and_lock(config: RunConfig) -> None:

@@ -20,6 +20,9 @@ TENSOR, PIPELINE = "parallel.tensor_parallel_size=2", "parallel.pipeline_paralle
 CONTEXT, DEEPSPEED, FSDP = "parallel.context_parallel_size=2", "parallel.kind=deepspeed", "parallel.fsdp_size=2"
 EXPERTS, OFFLOAD = "model.num_experts=4", "parallel.fsdp_size=2 parallel.fsdp_offload=true"
 HYBRID = "model.layer_pattern=M*-"
+HELD_OUT_IMAGES = '{"name":"held_out","paths":["somewhere"],"format":"jsonl","images_field":"images"}'
+IMAGES = f"{TRANSFORMERS} data.sources.0.format=jsonl data.sources.0.paths=[somewhere] "
+IMAGES += "data.sources.0.images_field=images"
 ANY_WORLD = "runtime.determinism=bitwise-any-world"
 QAT = "train.quantization_aware=int4"
 
@@ -66,6 +69,8 @@ REFUSED = {
     ("runtime.cuda_graphs=true runtime.compile=true", "log.activation_statistics=true"): "",
     (DPO, "data.packing=concat"): "one row", (DPO, "data.document_mask=false"): "apart",
     ("train.distillation.logits=somewhere", "train.forward_backward=own:step"): "whole rows",
+    (TENSOR, f"{TRANSFORMERS} data.validation.sources=[{HELD_OUT_IMAGES}]"): "",
+    (IMAGES, 'data.sources.0.transforms=[{"name":"length","args":{"min_characters":2}}]'): "",
 }  # fmt: skip
 """Pairs that were tried, or that physics forbids, and a part of the reason."""
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fake_rows import FakeRows
 from vorox.core.errors import ConfigError
+from vorox.data.documents import DocumentSpan, SourceFile, Unit, UnitSpan
 from vorox.data.images.layout import ImageLayout
 from vorox.data.order.document_masks import DocumentMasks, check_masks
 from vorox.data.order.plan_events import Bucket, MaskedDocument, MaskEvent, PlanSource, PlanStart
@@ -42,6 +44,29 @@ def test_a_document_is_masked_in_its_source_from_the_first_position_on() -> None
     assert [first(2, "v1", ordinal) for ordinal in (0, 4)] == [50, None]
     assert first(0, "v2", 4) is None
     assert all(masks.is_masked(0, "v1", 4, at) for at in range(20, 100))
+
+
+class OneDocumentPerRow(FakeRows):
+    """A file of four records in two units; each is a row."""
+
+    files = (SourceFile("file", 40, "v1"),)
+    units = tuple(Unit(unit, (UnitSpan(0, 20 * unit, 20 * unit + 20, 2 * unit),)) for unit in range(2))
+
+    def __init__(self) -> None:
+        super().__init__("code", [2, 2], max_segments=1)
+
+    def documents_of(self, row: int) -> list[DocumentSpan]:
+        return [DocumentSpan("file", 10 * row, 10, 0, self.row_tokens, 0, row, self.row_tokens, 0)]
+
+
+@pytest.mark.parametrize("ordinal", range(4))
+def test_the_first_and_the_last_document_of_a_unit_are_masked_like_others(ordinal: int) -> None:
+    masks, reader = DocumentMasks(state_of(MaskEvent(0, (MaskedDocument("code", "v1", ordinal),)))), OneDocumentPerRow()
+    rows = np.arange(4)
+    block = masks.apply(reader.read_rows(rows), rows, np.full(4, 2, np.int32), rows, [None, None, reader])
+    assert block.masked_NC is not None
+    assert block.masked_NC.all(axis=1).tolist() == block.masked_NC.any(axis=1).tolist() == (rows == ordinal).tolist()
+    assert (block.tokens_NC[ordinal] == reader.recipe.end_of_text_id).all()
 
 
 def test_a_mask_moves_no_row_and_counts_from_its_position_on() -> None:

@@ -321,12 +321,13 @@ def test_repeated_passes_end_at_the_limit(tmp_path: Path) -> None:
         grower.cover(15)
 
 
-def test_one_segment_has_the_later_passes_of_the_horizon(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("horizon_steps", "num_passes"), [(10, 5), (9, 5), (8, 4)])
+def test_one_segment_has_the_later_passes_of_the_horizon(tmp_path: Path, horizon_steps: int, num_passes: int) -> None:
     reader = GrowingRows("code", [2] * 4, set(range(4)))
     plan = DataPlan.create(tmp_path / "plan.jsonl", start_of([reader], GrowthRule("strict", 4, 4)), [reader])
-    grower_of(plan, [reader], horizon_steps=10).cover(8)
+    grower_of(plan, [reader], horizon_steps=horizon_steps).cover(8)
     passes = [(segment.epoch, segment.num_epochs) for segment in plan.segments[0]]
-    assert passes == [(0, 1), (1, 5)]  # from row 8, ten steps of 4 rows
+    assert passes == [(0, 1), (1, num_passes)]  # from row 8, steps of 4 rows
 
 
 def test_gaps_are_recorded_and_survive_their_filling(tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ def test_stages_with_sources_that_rest_and_come_back() -> None:
     for index in range(3):
         assert draw[source == index].tolist() == list(range(int((source == index).sum())))
     assert np.array_equal(stages.invert(source, draw), np.arange(14))
-    assert stages.counts(14) == tuple(np.bincount(source, minlength=3).tolist())
+    assert [stages.counts(end) for end in range(15)] == [
+        tuple(np.bincount(source[:end], minlength=3).tolist()) for end in range(15)
+    ]
     assert stages.invert(np.array([0, 2], np.int32), np.array([9, 2])).tolist() == [NEVER, NEVER]
 
 

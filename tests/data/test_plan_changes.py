@@ -289,6 +289,8 @@ def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:
     plan.add(events)
     plan.extend_to(140, [readers[0], None, web])
     plan.check([readers[0], None, web])
+    with pytest.raises(DataError, match="'web' changed"):
+        plan.check([readers[0], None, FakeRows("web", [50], content=1)])
     assert says(events) == [
         "code: 70.0% -> 50.0%; goes on after 42 rows, nothing repeats or is skipped",
         "text: 30.0% -> no longer drawn; 12 unread rows of pass 1 are skipped",

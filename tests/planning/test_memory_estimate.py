@@ -35,6 +35,9 @@ def test_muon_keeps_one_moment_of_matrices() -> None:
     spec, adamw = estimate()
     _, muon = estimate("optimizer.name=muon")
     assert adamw.optimizer_bytes - muon.optimizer_bytes == 4 * 12 * 12 * spec.hidden_size**2
+    frozen = 'optimizer.groups=[{"match":"blocks.*","frozen":true}]'
+    moments = [estimate(f"optimizer.name={name}", frozen)[1].optimizer_bytes for name in ("adamw", "muon")]
+    assert moments[0] == moments[1] > 0, "frozen matrices have none"
 
 
 def test_what_saves_memory_saves_it_in_the_estimate() -> None:
@@ -69,6 +72,15 @@ def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute:
     )
     sharded = memory(64, "parallel.context_parallel_size=4", "parallel.fsdp_size=2")
     assert sharded.optimizer_bytes == whole.optimizer_bytes // 8
+
+
+def test_the_first_device_of_a_pipeline_keeps_a_micro_batch_for_every_device() -> None:
+    """Four times a quarter of the blocks, besides a buffer of fp32 for what each micro-batch gets back."""
+    spec, whole = estimate()
+    _, first = estimate("parallel.pipeline_parallel_size=4", "train.global_batch_sequences=64")
+    stream = 8 * 1024 * spec.hidden_size * 4
+    assert first.logits_bytes == 0
+    assert first.activation_bytes - whole.activation_bytes == 64 // 8 * stream
 
 
 def test_sequence_parallelism_divides_what_checkpointing_saves() -> None:

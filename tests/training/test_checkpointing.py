@@ -169,6 +169,18 @@ def test_save_on_demand(tmp_path: Path) -> None:
     assert run.checkpointer.due(progress_at(4))
 
 
+def test_a_last_state_that_only_skipped_steps_led_to_is_not_saved_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(4)
+    run.pending.nonfinite_in_a_row = 2
+    run.checkpointer.save(run.engine, progress_at(6), run.pending, run.report, is_last=True)
+    run.checkpointer.wait()
+    assert run.steps == [4]
+    run.checkpointer.save(run.engine, progress_at(7), run.pending, run.report, is_last=True)
+    run.checkpointer.wait()
+    assert run.steps == [4, 7], "step 5 was applied"
+
+
 def test_at_end_off(tmp_path: Path) -> None:
     assert not Run(tmp_path, at_end=False).checkpointer.due(progress_at(100))
 

@@ -178,6 +178,22 @@ def test_metrics_are_exported_from_where_the_last_update_ended(tmp_path: Path) -
     assert [step for (step,) in found] == [*range(1, 15)]
 
 
+def test_metrics_that_another_process_has_exported_meanwhile_are_replaced(tmp_path: Path) -> None:
+    directory, database = run(configuration(tmp_path, ["log.every_steps=1"])).run_directory, tmp_path / "other.sqlite"
+    with (
+        RunDataIndex.open(directory) as run_data,
+        RunExport(database, directory, run_data.plan, run_data.readers) as live,
+        RunExport(database, directory, run_data.plan, run_data.readers) as refresh,
+    ):
+        live.update()
+        with (directory / "metrics.jsonl").open("ab") as file:
+            file.write(json.dumps({"step": 13, "attempt": 1, "time": 1.0, "values": {"loss": 2.0}}).encode() + b"\n")
+        refresh.update()
+        live.update()
+    found = MetadataCache.query(database, "SELECT step, loss FROM logged_step WHERE step > 11 ORDER BY 1").rows
+    assert [step for step, _ in found] == [12, 13]
+
+
 def test_off_writes_nothing_but_the_record_of_attempts(tmp_path: Path) -> None:
     directory = run(configuration(tmp_path, ["log.metadata=off"])).run_directory
     assert not list(directory.glob("metadata*"))

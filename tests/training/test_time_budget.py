@@ -66,6 +66,8 @@ def test_steps_and_their_validations_fit(tmp_path: Path) -> None:
     assert steps_within(-5.0, costs, config) == 1
     only_end = configuration(tmp_path, ["eval.every_steps=null"])
     assert steps_within(100.0, costs, only_end) == int((96 - 4 - 2) / 0.5)
+    both_ends = configuration(tmp_path, ["eval.every_steps=null", "eval.at_start=true"])
+    assert steps_within(100.0, costs, both_ends) == int((96 - 4 - 4) / 0.5)
 
 
 def test_the_length_is_replaced_and_nothing_else(tmp_path: Path) -> None:

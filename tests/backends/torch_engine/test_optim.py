@@ -108,6 +108,18 @@ def test_a_step_that_is_not_finite_changes_no_bit(optimizer: str, fused: bool, p
     assert bool(engine.optimizer.step(lr=0.1, weight_decay=0.1, loss=LOSS).finite)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_loss_at_the_limit_is_applied_and_one_above_it_changes_no_bit(optimizer: str) -> None:
+    engine = make(GPT2, optimizer__name=optimizer)
+    train(engine, 1)
+    before = state_of(engine)
+    for max_loss, is_applied in ((float(LOSS) * (1 - 2**-20), False), (float(LOSS), True)):
+        set_gradients(engine, 1)
+        assert bool(engine.optimizer.step(lr=0.1, weight_decay=0.1, loss=LOSS, max_loss=max_loss).finite)
+        changed = {name for name, buffer in state_of(engine).items() if not torch.equal(buffer, before[name])}
+        assert bool(changed) == is_applied
+
+
 def test_alignment_gaps_stay_zero() -> None:
     engine = make(GPT2 | {"hidden_size": 20, "num_heads": 2}, optimizer__weight_decay=0.1)
     train(engine, 3)

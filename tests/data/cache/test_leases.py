@@ -110,6 +110,25 @@ def test_another_machine_is_trusted_for_a_minute(tmp_path: Path) -> None:
     assert str(read_holder(lease_path(tmp_path, 1))) == "process 1 on elsewhere"
 
 
+def test_a_lease_that_another_builder_took_over_first_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign(lease_path(tmp_path, 1), 80)
+    with Leases(tmp_path) as faster, Leases(tmp_path) as slower:
+        lock = module.FileLock
+
+        def lock_after_the_other(path: Path) -> module.FileLock:
+            monkeypatch.setattr(module, "FileLock", lock)
+            assert faster.acquire(1)
+            return lock(path)
+
+        monkeypatch.setattr(module, "FileLock", lock_after_the_other)
+        assert not slower.acquire(1)
+        assert str(os.getpid()) in str(faster.holder(1))
+        faster.release(1)
+        assert not lease_path(tmp_path, 1).exists()
+
+
 def test_the_clock_of_the_disk_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk's clock is an hour behind: ages are measured by it."""
     real = os.utime
