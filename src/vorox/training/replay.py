@@ -1,49 +1,21 @@
-"""Replay: recompute steps of a run and compare every number with the replay chain.
+"""Replay: compute steps of a run again and compare every number with the replay chain.
 
-In: a run directory, which is not changed, and the current caches and engine. Out: a ``ReplayReport``: bit-exact, or the
-first step and quantity that differ. A replay starts from the newest valid checkpoint at or before the first requested
-state, or from the initial weights. A state is named by its finished steps: from state A to state B are steps A+1 to B.
-
-Where a resume changed settings, a replay does what the resume did: it saves the state, in a temporary directory, and
-loads it into an engine of the settings that are in force from there on. So no step depends on a checkpoint at such a
-change, which retention may remove. No replay can follow a change of the number of processes: retention keeps the
-checkpoint there, and a replay over both sides is refused.
+Out: a ``ReplayReport``: bit-exact, or the first step and quantity that differ.
 """
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.batch import Progress
-from vorox.core.config import config_values
-from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.errors import CheckpointError, DataError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout, step_directories
-from vorox.core.schema import RunConfig
-from vorox.core.user_code.trusted_code import mark_recorded
-from vorox.data.corpus.corpus import plan_start
-from vorox.data.order.loader import first_cursor
-from vorox.data.order.plan import DataPlan
-from vorox.data.order.plan_events import encode_event
-from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, number, read_states
-from vorox.records.run_lookup import run_argument
-from vorox.records.step_environments import StepEnvironments
-from vorox.training.checkpoints.store import Checkpoint, commit_checkpoint, latest_valid, read_state, write_shards
-from vorox.training.loop.step_sync import RankRows
-from vorox.training.mirror import mirror_uri
-from vorox.training.resume import resume, resume_settings
-from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
-from vorox.training.steps.loss_spikes import LossSpikes, losses_before
-from vorox.training.steps.run_plan import plan_readers
-from vorox.training.steps.schedule import Horizon, Schedule
-from vorox.training.steps.workload import Workload
-from vorox.training.user_functions import changed_functions, recorded_taps
-from vorox.training.weights.init_from import initialize_again
+from vorox.core.run_layout import step_directories
+from vorox.records.replay_chain import ChainEntry, examine_chain, number
+from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
 
 OnStep = Callable[[int, int], None]
 """Called with the number of compared steps and the total."""
@@ -102,7 +74,7 @@ class ReplayReport:
 
 def replay(
     run_directory: Path,
-    make_workload: Callable[[RunConfig], Workload],
+    make_workload: MakeWorkload,
     *,
     first_step: int = 0,
     last_step: int | None = None,
@@ -122,344 +94,48 @@ def replay(
         CheckpointError: No checkpoint to start from is valid, or it is not of this run's plan.
         DataError: A cache, the plan or the chain differs from the record.
     """
-    recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
-    last_step = _check_range(recorded, first_step, last_step, run_directory)
-    checkpoint = _checkpoint_before(run_directory, first_step, last_step)
-    start = 0 if checkpoint is None else checkpoint.step
-    _check_processes(run_directory, start, first_step, last_step)
-    _check_start(recorded, start, last_step, run_directory)
-    if checkpoint is not None and not _made_with(run_directory, checkpoint):
-        raise ConfigError(
-            f"Checkpoint of step {checkpoint.step:,} was written under another configuration",
-            where=str(RunLayout(run_directory).config),
-            hint="restore the run's config.yaml from a copy, or start from a later state",
-        )
-    found = _Comparison(run_directory, recorded, start, last_step, on_step or _ignore_progress)
-    with tempfile.TemporaryDirectory(prefix="vorox-replay-") as scratch:
-        progress: Progress | None = None
-        while found.difference is None and (progress is None or progress.step < last_step):
-            progress, checkpoint = _replay_segment(make_workload, found, progress, checkpoint, Path(scratch))
+    execution = ReExecution(run_directory, first_step, last_step)
+    found = _Comparison(execution, on_step or _ignore_progress)
+    with contextlib.closing(execution.steps(make_workload)) as steps:
+        for step in steps:
+            if not found.add(step):
+                break
     return found.report()
-
-
-def nproc_option(run_directory: Path, step: int) -> str:
-    """Return the option of ``vorox replay`` for the processes of a step, with a space before; empty for one process."""
-    count = StepEnvironments.of_run(run_directory).num_processes(step)
-    return "" if count is None or count == 1 else f" --nproc {count}"
-
-
-def _check_processes(run_directory: Path, start: int, first_step: int, last_step: int) -> None:
-    """Check that all steps from the checkpoint on ran with the same number of processes.
-
-    Raises:
-        ConfigError: They did not; the hint has the commands for the parts of the range.
-    """
-    environments = StepEnvironments.of_run(run_directory)
-    spans = environments.spans(start, last_step)
-    if len(spans) == 1:
-        return
-    origins = {0, *step_directories(run_directory)}
-    parts: list[str] = []
-    missing: list[int] = []
-    for first, end, _ in environments.spans(first_step, last_step):
-        if (begin := _first_replayable(environments, origins, first, end)) is not None:
-            option = nproc_option(run_directory, end)
-            parts.append(f"vorox replay {run_argument(run_directory)} --from {begin} --to {end}{option}")
-        else:
-            missing.append(max((state for state in environments.changes if state <= first), default=first))
-    hints = ["run " + ", then ".join(parts)] if parts else []
-    if missing:
-        hints.append(_restore_hint(run_directory, missing))
-    ran = ", ".join(
-        f"steps {first + 1:,} to {end:,} ran with "
-        + ("an unknown number" if count is None else pluralize(count, "process", "processes"))
-        for first, end, count in spans
-    )
-    raise ConfigError(
-        f"One replay has one number of processes, but {ran}",
-        where=str(RunLayout(run_directory).record), saved="the run was not changed",
-        hint=", then ".join(hints),
-    )  # fmt: skip
-
-
-def _restore_hint(run_directory: Path, steps: Sequence[int]) -> str:
-    """Return how to get back the checkpoints from which the remaining steps can be replayed."""
-    lacking = f"no checkpoint is left to start from for the steps after {' and '.join(f'{step:,}' for step in steps)}: "
-    if mirror_uri(run_directory) is None:
-        return f"{lacking}put back the checkpoint there from a copy into {RunLayout(run_directory).checkpoints}"
-    run = run_argument(run_directory)
-    names = " && ".join(f"vorox checkpoints restore {run} --step {step}" for step in steps)
-    return f"{lacking}restore the one there from the mirror with `{names}`, and run this command again"
-
-
-def _first_replayable(environments: StepEnvironments, origins: Collection[int], first: int, end: int) -> int | None:
-    """Return the first state from which a replay to ``end`` needs one number of processes; ``None``: there is none."""
-    for state in sorted({first, *(origin for origin in origins if first < origin < end)}):
-        start = max((origin for origin in origins if origin <= state), default=None)
-        if start is not None and len(environments.spans(start, end)) == 1:
-            return state
-    return None
-
-
-def _checkpoint_before(run_directory: Path, first_step: int, last_step: int) -> Checkpoint | None:
-    """Return the newest valid checkpoint up to a step; ``None``: the initial weights, because there is none.
-
-    Raises:
-        CheckpointError: There are some, but all are corrupt.
-    """
-    corrupt: list[CheckpointError] = []
-    found = latest_valid(run_directory, at_or_before=first_step, on_corrupt=lambda _, error: corrupt.append(error))
-    if found is None and corrupt:
-        run = run_argument(run_directory)
-        raise CheckpointError(
-            f"No checkpoint up to step {first_step:,} is valid: {'; '.join(map(str, corrupt))}",
-            where=str(RunLayout(run_directory).checkpoints), saved="the run was not changed",
-            hint=f"replay from the initial weights (vorox replay {run} --from 0 --to {last_step}"
-            f"{nproc_option(run_directory, last_step)}), or restore the "
-            f"checkpoint from a copy",
-        )  # fmt: skip
-    return found
-
-
-def _replay_segment(
-    make_workload: Callable[[RunConfig], Workload],
-    comparison: _Comparison,
-    progress: Progress | None,
-    checkpoint: Checkpoint | None,
-    scratch: Path,
-) -> tuple[Progress, Checkpoint | None]:
-    """Replay steps up to the next change of settings, or the last one.
-
-    Args:
-        make_workload: As of ``replay``.
-        comparison: Receives the steps.
-        progress: The state that ``checkpoint`` holds; ``None`` reads it there, or starts the run.
-        checkpoint: The state to start from; ``None``: the initial weights.
-        scratch: A temporary directory.
-
-    Returns:
-        The state at the end, and a checkpoint of it if steps follow.
-    """
-    run_directory = comparison.run_directory
-    start = (0 if checkpoint is None else checkpoint.step) if progress is None else progress.step
-    config, _ = resume_settings.config_in_force(run_directory, start)
-    mark_recorded(config_values(config), run_directory)
-    changed_at = resume_settings.next_change(run_directory, start)
-    end = comparison.last_step if changed_at is None else min(changed_at, comparison.last_step)
-    with contextlib.closing(make_workload(config)) as workload:
-        plan = _copy_of_plan(run_directory, scratch, workload)
-        if progress is None:
-            progress = _start(workload, plan, checkpoint, run_directory)
-        else:
-            assert checkpoint is not None
-            resume.load_run(workload, checkpoint)
-        progress = _compare(comparison, workload, plan, progress, end)
-        following = None
-        if comparison.difference is None and end < comparison.last_step:
-            following = _save_state(workload, progress, scratch)
-    return progress, following
-
-
-def _save_state(workload: Workload, progress: Progress, scratch: Path) -> Checkpoint:
-    """Save the engine's state as a checkpoint outside the run; on all ranks."""
-    dist, snapshot = workload.distributed, workload.engine.snapshot(detached=False)
-    path = Path(dist.broadcast("replay state", str(RunLayout(scratch).checkpoint(progress.step))))
-    metadata = {**resume.manifest_metadata(workload), "step": progress.step}
-    if dist.is_main:
-        commit_checkpoint(path, snapshot, {}, metadata, dist)
-    else:
-        write_shards(snapshot, dist)
-    dist.barrier("replay state saved")
-    return Checkpoint.read(path)
-
-
-def _made_with(run_directory: Path, checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was written under the configuration in force at its step, or under the previous one."""
-    in_force = (resume_settings.config_in_force(run_directory, at)[0] for at in (checkpoint.step, checkpoint.step - 1))
-    return any(resume_settings.is_made_with(checkpoint, config) for config in in_force)
-
-
-def _check_range(recorded: RecordedChain, first_step: int, last_step: int | None, run_directory: Path) -> int:
-    """Check that a range can be replayed; return its last step."""
-    known = recorded.last_known_step
-    last_step = known if last_step is None else last_step
-    if not known:
-        raise DataError("No step is recorded", where=str(recorded.path), hint="train the run first")
-    if not 0 <= first_step < last_step <= known:
-        raise ConfigError(
-            f"--from {first_step} --to {last_step} is not a range of this run; it recorded {pluralize(known, 'step')}",
-            where=str(recorded.path),
-            hint=f"run `vorox replay {run_argument(run_directory)} --from 0 --to {known}"
-            f"{nproc_option(run_directory, known)}`, or a part of it",
-        )
-    return last_step
-
-
-def _check_start(recorded: RecordedChain, start: int, last_step: int, run_directory: Path) -> None:
-    """Check that all steps from the checkpoint on are recorded."""
-    kept = list(step_directories(run_directory))
-    damage = recorded.first_damage(start + 1, last_step)
-    if damage is not None:
-        step, what = damage
-        beyond = [
-            state for state in kept if step <= state < last_step and not recorded.first_damage(state + 1, last_step)
-        ]
-        others = [f"--from {start} --to {step - 1}"] * (step > start + 1) + [f"--from {state}" for state in beyond[:1]]
-        others = [words + nproc_option(run_directory, last_step) for words in others]
-        raise DataError(
-            f"Step {step:,} cannot be compared: it {what}",
-            where=str(recorded.path),
-            hint="restore the file from a copy" + "".join(f", or replay with {words}" for words in others),
-        )
-
-
-def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> DataPlan:
-    """Copy the run's plan, which a live run may extend, and check it against configuration and caches."""
-    original = RunLayout(run_directory).plan
-    DataPlan.open(original)
-    copy = RunLayout(scratch).plan
-    copy.write_bytes(original.read_bytes())
-    plan = DataPlan.open(copy)
-    recorded, wanted = encode_event(plan.start), encode_event(plan_start(workload.config, workload.corpus, plan))
-    for key in sorted({*recorded, *wanted} - {"sources"}):
-        if recorded.get(key) != wanted.get(key):
-            raise ConfigError(
-                f"Plan has {key} = {recorded.get(key)}, the configuration {wanted.get(key)}",
-                where=str(original), hint="restore the run's config.yaml from a copy",
-            )  # fmt: skip
-    plan.check(plan_readers(plan, workload.corpus))
-    return plan
-
-
-def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None, run_directory: Path) -> Progress:
-    """Load the state to start from; return its progress."""
-    if checkpoint is None:
-        initialize_again(workload.config, workload.spec, workload.engine, run_directory)
-        return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
-    resume.load_run(workload, checkpoint)
-    progress = read_state(checkpoint.path).progress
-    resume.check_plan(plan, progress.cursor)
-    return progress
-
-
-def _schedule(workload: Workload, plan: DataPlan, step: int) -> Schedule:
-    """Return the schedule of a step (from 1), under the length recorded for it.
-
-    Raises:
-        DataError: The plan does not record the length.
-    """
-    config, known = workload.config, plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
-    if known is None:
-        raise DataError(
-            f"Length of the run is not recorded for step {step:,}", where=RunLayout.plan.name,
-            hint="restore plan.jsonl from a copy",
-        )  # fmt: skip
-    tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
-    length = Horizon(known.total_steps, known.warmup_steps, tokens_per_step)
-    return Schedule.from_config(config.schedule, config.optimizer, length)
-
-
-def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the metadata of every checkpoint with an intact manifest, by step."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for step, path in step_directories(run_directory).items():
-        with contextlib.suppress(CheckpointError):
-            found[step] = Checkpoint.read(path).metadata
-    return found
 
 
 class _Comparison:
     """The steps compared so far.
 
     Args:
-        run_directory: The run.
-        recorded: Its replay chain.
-        start_step: The state that the replay starts from.
-        last_step: The state that it is to reach.
+        execution: What computes them.
         on_step: Called after every step.
-
-    Attributes:
-        num_states: States of checkpoints on the way, kept or not, that are bit-exact as a whole.
-        difference: The difference that ended it.
-        manifests: Metadata of every checkpoint of the run, by step.
     """
 
-    def __init__(
-        self, run_directory: Path, recorded: RecordedChain, start_step: int, last_step: int, on_step: OnStep
-    ) -> None:
-        self.run_directory, self.recorded, self.on_step = run_directory, recorded, on_step
-        self.start_step, self.last_step, self._step = start_step, last_step, start_step
-        self.num_states, self.difference = 0, None
-        self.manifests = _manifests(run_directory)
-        kept = {step: (str(found["chain"]), str(found["fingerprint"])) for step, found in self.manifests.items()}
-        self._states = {step: found[:2] for step, found in read_states(run_directory).items()} | kept
-        self._environments, self._environment = StepEnvironments.of_run(run_directory), dict[str, None]()
+    def __init__(self, execution: ReExecution, on_step: OnStep) -> None:
+        self._execution, self._on_step = execution, on_step
+        self._step = execution.start_step
+        self._num_states, self._difference = 0, None
 
-    def prepare(self, workload: Workload, start: int) -> None:
-        """Let the engine adopt the environment of the run's next step; note what differs."""
-        later = [step for step in self.manifests if step > start]
-        nearest = self.manifests.get(min(later, default=max(self.manifests, default=0)))
-        recorded = self._environments.at(start + 1) or (nearest or {}).get("environment")
-        changes = list[str]()
-        if recorded:
-            workload.engine.adopt_environment(recorded)
-            changes += resume.environment_differences(recorded, resume.environment(workload.engine))
-        changes += changed_functions(nearest or {}, workload.config)
-        taps = dict.fromkeys(tap for attempt in recorded_taps(self.run_directory) for tap in attempt)
-        changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
-        self._environment |= dict.fromkeys(changes)
-
-    def add(self, entry: ChainEntry, workload: Workload) -> bool:
+    def add(self, computed: ReExecutedStep) -> bool:
         """Compare a step; return whether it is bit-exact."""
+        execution, entry = self._execution, computed.entry
         step = self._step = entry.step
-        self.difference = first_difference(self.recorded.entries[step], entry)
-        chain, saved = self._states.get(step, ("", ""))
-        if self.difference is None and chain == entry.chain:
-            self.difference = _state_difference(step, saved, workload.engine.fingerprint())
-            self.num_states += self.difference is None
-        if self.difference is not None and (then := self._environments.at(step)):
-            now = resume.environment(workload.engine)
-            self._environment |= dict.fromkeys(resume.environment_differences(then, now))
-        if self.difference is None:
-            self.on_step(step - self.start_step, self.last_step - self.start_step)
-        return self.difference is None
+        self._difference = first_difference(execution.recorded.entries[step], entry)
+        chain, saved = execution.states.get(step, ("", ""))
+        if self._difference is None and chain == entry.chain:
+            self._difference = _state_difference(step, saved, computed.workload.engine.fingerprint())
+            self._num_states += self._difference is None
+        if self._difference is not None:
+            execution.note_environment(computed.workload, step)
+            return False
+        self._on_step(step - execution.start_step, execution.last_step - execution.start_step)
+        return True
 
     def report(self) -> ReplayReport:
-        exact = self._step - self.start_step - (self.difference is not None)
-        return ReplayReport(
-            self.start_step, self.last_step, exact, self.num_states, self.difference, tuple(self._environment)
-        )
-
-
-def _compare(
-    comparison: _Comparison, workload: Workload, plan: DataPlan, progress: Progress, end: int
-) -> Progress:  # fmt: skip
-    """Recompute and compare steps up to ``end``, under one configuration; return the state after the last one."""
-    config, engine, chain = workload.config, workload.engine, comparison.recorded
-    recorded, start = chain.entries, progress.step
-    comparison.prepare(workload, start)
-    rows, known = RankRows(workload.distributed, engine.data_shard), losses_before(recorded, start, config.train)
-    spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
-    if start in recorded and start not in chain.changed and recorded[start].chain != progress.chain:
-        raise DataError(
-            f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {progress.chain}",
-            where=str(RunLayout(comparison.run_directory).chain),
-            hint="one of the two was changed; restore it from a copy",
-        )
-    check_engine_of_plan(plan, engine)
-    with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
-        for step in range(start + 1, end + 1):
-            batch = next(batches)
-            schedule = _schedule(workload, plan, step)
-            lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
-            max_loss = spikes.max_loss(step)
-            values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
-            spikes.record(step, values, max_loss)
-            entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)
-            progress = replace(progress.advance(batch, engine.data_shard), chain=entry.chain)
-            if not comparison.add(entry, workload):
-                break
-    return progress
+        start, last = self._execution.start_step, self._execution.last_step
+        exact = self._step - start - (self._difference is not None)
+        environment = tuple(self._execution.environment)
+        return ReplayReport(start, last, exact, self._num_states, self._difference, environment)
 
 
 def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifference | None:

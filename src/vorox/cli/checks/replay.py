@@ -22,7 +22,8 @@ from vorox.records.log import RunLog
 from vorox.records.run_lookup import find_run, run_argument
 from vorox.run import make_workload
 from vorox.training import replay as replaying
-from vorox.training.replay import ReplayReport, nproc_option
+from vorox.training.re_execution import nproc_option
+from vorox.training.replay import ReplayReport
 from vorox.training.steps.workload import Workload
 
 
