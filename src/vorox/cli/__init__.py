@@ -18,6 +18,7 @@ import typer
 from vorox.cli.commands import app
 from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.terminal.standard_streams import resilient_streams
+from vorox.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, VoroxError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.platform.windows_variables import set_windows_variables
 from vorox.core.user_code.trusted_code import take_flag
@@ -69,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         except typer.Abort:  # a question at the end of the input
             sys.stderr.write("Aborted.\n")
-            return 1
+            return VoroxError.exit_code
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED_EXIT_CODE
         except Exception as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed
-                return 2
+                return ConfigError.exit_code
             from vorox.cli.failure import report_failure  # too slow for the start of every command
 
             return report_failure(error, argv)

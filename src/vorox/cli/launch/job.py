@@ -13,7 +13,14 @@ from pathlib import Path
 
 from vorox.cli.terminal import humanize
 from vorox.core.config import model_label, slug
-from vorox.core.errors import ConfigError, DataError, DoesNotFitError, NumericalError, Preempted
+from vorox.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    NumericalError,
+    Preempted,
+)
 from vorox.core.redaction import redact_arguments
 from vorox.core.schema import RunConfig
 from vorox.planned_run import planned_model
@@ -21,7 +28,6 @@ from vorox.planning.disk_space import checkpoint_bytes
 from vorox.records.run_context import run_id
 from vorox.records.run_lookup import latest_run
 from vorox.training.checkpoints.preemption_notice import MeasuredTimes
-from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 SAVED_EXIT_CODE = Preempted.exit_code
 """The run saved and stopped on request: start it again, as often as it happens."""

@@ -25,7 +25,14 @@ from types import TracebackType
 from typing import IO, Any
 
 from vorox.cli.launch.restarts import Restarts
-from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError, Preempted
+from vorox.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    ConfigError,
+    DoesNotFitError,
+    LostRankError,
+    NumericalError,
+    Preempted,
+)
 from vorox.core.processes.child_process import child_command
 from vorox.core.processes.signals import end_with_parent, stop_signals
 from vorox.core.ranks.distributed_context import (
@@ -46,7 +53,6 @@ from vorox.core.ranks.distributed_context import (
     node_membership,
 )
 from vorox.core.ranks.rank_secret import SECRET, new_secret
-from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 GRACE_SECONDS = 30.0
 FINAL_EXIT_CODES = frozenset(
@@ -259,7 +265,7 @@ def _wait(
     if -code == signals.received:  # it got the signal before it could handle it
         return _Ending(Preempted.exit_code)
     rank, world_size = node.index * len(children) + failed, node.count * len(children)
-    return _Ending(1, f"Rank {rank} of {world_size} was killed by {signal.Signals(-code).name}")
+    return _Ending(LostRankError.exit_code, f"Rank {rank} of {world_size} was killed by {signal.Signals(-code).name}")
 
 
 def _first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE
 from vorox.cli.launch.rank_launcher import GRACE_SECONDS
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, LostRankError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
 from vorox.core.processes.child_process import child_command
@@ -27,7 +27,7 @@ from vorox.core.ranks.distributed_context import COORDINATOR, NODE_COUNT, NODE_I
 from vorox.core.ranks.rank_secret import SECRET, new_secret
 
 _POLL_SECONDS = 1.0
-_LOST_EXIT_CODE = 1
+_LOST_EXIT_CODE = LostRankError.exit_code
 """Of a machine that Ray has lost."""
 
 
