@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vorox.cli.launch.restarts import FINAL_EXIT_CODES, JOB_FINAL_EXIT_CODES
 from vorox.core import errors
-from vorox.core.errors import INTERRUPTED_EXIT_CODE, KILLED_EXIT_CODE, DataError, VoroxError, exit_code_of
+from vorox.core.errors import INTERRUPTED_EXIT_CODE, KILLED_EXIT_CODE, DataError, Preempted, VoroxError, exit_code_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,6 +36,12 @@ def test_the_page_has_every_code_with_its_kind() -> None:
     assert set(meanings) == {0, *codes, INTERRUPTED_EXIT_CODE, KILLED_EXIT_CODE}
     for error in kinds():
         assert re.search(rf"(^|; ){error.kind}\b", meanings[error.exit_code]), error
+
+
+def test_the_page_about_jobs_has_the_codes_that_end_them() -> None:
+    listed = [cells[0] for cells in rows("clusters.md", "Restarts")]
+    assert listed == ["0", str(Preempted.exit_code), ", ".join(map(str, JOB_FINAL_EXIT_CODES)), "any other"]
+    assert list(JOB_FINAL_EXIT_CODES) == sorted({*FINAL_EXIT_CODES, DataError.exit_code}), "the reason is stated"
 
 
 def test_an_error_with_a_code_of_its_own_has_a_kind() -> None:

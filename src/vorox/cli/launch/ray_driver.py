@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE
+from vorox.cli.launch.job import SAVED_EXIT_CODE
 from vorox.cli.launch.rank_launcher import GRACE_SECONDS
+from vorox.cli.launch.restarts import JOB_FINAL_EXIT_CODES
 from vorox.core.errors import ConfigError, LostRankError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
@@ -100,7 +101,7 @@ def train_on_ray(
     crashes = 0
     while True:
         code = _start(arguments, num_nodes, {"GPU": gpus_per_node, "CPU": cpus_per_node}, secrets, stop)
-        if code == 0 or code in FINAL_EXIT_CODES or stop.is_requested:
+        if code == 0 or code in JOB_FINAL_EXIT_CODES or stop.is_requested:
             return code
         if code != SAVED_EXIT_CODE:
             crashes += 1
