@@ -20,7 +20,7 @@ from vorox.data.cache.files.chunk import Chunk
 from vorox.records import run_record
 from vorox.records.run_context import RunContext
 
-TRANSIENT = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV]
+TRANSIENT = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.EHOSTDOWN, errno.EREMOTEIO]
 
 
 def failing(number: int, path: Path | None = None) -> OSError:
