@@ -21,7 +21,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown backend 'tensorflow'; available: jax, torch"):
+    with pytest.raises(ConfigError, match=r"Unknown backend 'tensorflow'; available: torch, jax"):
         backends.load("tensorflow")
 
 

@@ -18,7 +18,7 @@ import pytest
 from eventually import PATIENCE_SECONDS, wait_until
 from tiny_runs import configuration, run, use_numpy_engine
 from vorox.cli import main
-from vorox.data.cache.chunk import Chunk
+from vorox.data.cache.files.chunk import Chunk
 from vorox.data.cache.reader import CacheReader
 
 Run = Callable[..., tuple[int, str, str]]

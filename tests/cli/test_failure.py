@@ -13,6 +13,7 @@ from vorox.core.errors import (
     ConfigError,
     DataError,
     DoesNotFitError,
+    LostRankError,
     NumericalError,
     Preempted,
     StalledError,
@@ -24,7 +25,8 @@ from vorox.core.user_code.extensions import load_function
 @pytest.mark.parametrize(
     ("kind", "word", "code"),
     [
-        (VoroxError, "crash", 1), (ConfigError, "configuration", 2), (DoesNotFitError, "does not fit", 3),
+        (VoroxError, "crash", 1), (LostRankError, "lost rank", 1), (ConfigError, "configuration", 2),
+        (DoesNotFitError, "does not fit", 3),
         (DataError, "data", 4), (CheckpointError, "checkpoint", 5), (StalledError, "stalled", 6),
         (NumericalError, "numerical", 7), (Preempted, "stopped", 75),
     ],

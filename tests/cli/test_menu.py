@@ -346,6 +346,9 @@ def test_settings_for_a_machine() -> None:
     assert settings_for_machine(config, named_hardware("v100-16")) == [], "it computes no bf16"
 
 
+FOUR_LAYERS = ["model.preset=null", "model.hidden_size=512", "model.num_heads=8", "model.num_layers=4"]
+
+
 @pytest.mark.parametrize(
     ("settings", "has_triton", "is_compiled"),
     [
@@ -356,8 +359,22 @@ def test_settings_for_a_machine() -> None:
         (["backend=jax"], True, False),
         (["model.preset=null", "model.hidden_size=256", "model.num_heads=4"], True, False),
         (["train.activation_checkpointing=dots"], True, False),
+        (["parallel.tensor_parallel_size=2"], True, False),
+        ([*FOUR_LAYERS, "model.layer_pattern=*-*-"], True, True),
+        ([*FOUR_LAYERS, "model.layer_pattern=M-*-"], True, False),
     ],
-    ids=["larger model", "no Triton", "already", "bitwise", "jax", "smaller model", "dots"],
+    ids=[
+        "larger model",
+        "no Triton",
+        "already",
+        "bitwise",
+        "jax",
+        "smaller model",
+        "dots",
+        "tensor parallelism",
+        "pattern",
+        "Mamba-2",
+    ],
 )
 def test_larger_models_are_compiled_on_a_gpu(
     settings: list[str], has_triton: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch

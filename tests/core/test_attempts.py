@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from vorox.core.errors import DataError
+from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.run_layout import RunLayout
 from vorox.records.attempts import Attempt, AttemptRecord, intervals, read_attempts
+from vorox.records.executed_steps import executed_attempts
 
 
 def test_no_run_has_no_attempts(tmp_path: Path) -> None:
@@ -46,6 +49,27 @@ def test_a_saved_step_is_durable_at_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert durable == [], "a step costs no system call"
         record.record_saved(4)
         assert durable == [Attempt(1, 0, 0, 5, 4)]
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_checkpoint_counts_as_saved_although_the_counter_is_older(tmp_path: Path, step: int) -> None:
+    with AttemptRecord(tmp_path, 1, 0, 0) as record:
+        record.record_started(5)
+        record.record_saved(2)
+    checkpoint = RunLayout(tmp_path).checkpoint(step)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST_NAME).touch()
+    assert executed_attempts(tmp_path) == (Attempt(1, 0, 0, 5, step),)
+
+
+def test_a_checkpoint_beyond_the_recorded_steps_shows_that_some_are_lost(tmp_path: Path) -> None:
+    with AttemptRecord(tmp_path, 1, 0, 0) as record:
+        record.record_started(5)
+    checkpoint = RunLayout(tmp_path).checkpoint(6)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST_NAME).touch()
+    with pytest.raises(DataError, match="other records of the run have step 6"):
+        executed_attempts(tmp_path)
 
 
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tiny_runs import configuration
 from vorox.cli.failure import report_failure
-from vorox.cli.launch.rank_launcher import FINAL_EXIT_CODES
+from vorox.cli.launch.restarts import FINAL_EXIT_CODES
 from vorox.core.errors import CheckpointError, ConfigError, DataError, DoesNotFitError, VoroxError
 from vorox.core.files import file_holder
 from vorox.core.files.disk_errors import disk_error, exhausts_memory, memory_error, translate_machine_errors
@@ -20,7 +20,7 @@ from vorox.data.cache.files.chunk import Chunk
 from vorox.records import run_record
 from vorox.records.run_context import RunContext
 
-TRANSIENT = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV]
+TRANSIENT = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.EHOSTDOWN, errno.EREMOTEIO]
 
 
 def failing(number: int, path: Path | None = None) -> OSError:

@@ -180,6 +180,17 @@ def test_a_longer_cache_joins_at_the_next_epoch_and_moves_nothing(tmp_path: Path
     assert [sorted(row for _, e, row in after if e == epoch) for epoch in (1, 2)] == [[*range(12)], [*range(17)]]
 
 
+def test_a_process_that_follows_prepares_before_the_new_events_count(tmp_path: Path) -> None:
+    start, readers = two_sources()
+    plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)
+    other = DataPlan.open(plan.path)
+    plan.extend_to(50, readers)
+    seen: list[tuple[int, int]] = []
+    assert other.refresh(lambda state: seen.append((state.num_positions, other.num_positions)))
+    assert seen == [(plan.num_positions, 0)]
+    assert other.digest == plan.digest
+
+
 def test_extending_to_what_is_covered_writes_nothing(tmp_path: Path) -> None:
     start, readers = two_sources()
     plan = DataPlan.create(tmp_path / "plan.jsonl", start, readers)

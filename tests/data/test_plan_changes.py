@@ -22,6 +22,7 @@ from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_changes import (
     RequestedMixtureStage,
     cache_growth_events,
+    first_unread_epoch,
     horizon_update_events,
     make_segment,
     mixture_update_events,
@@ -39,6 +40,7 @@ from vorox.data.order.plan_events import (
     SourceEvent,
     UnitRange,
 )
+from vorox.data.order.plan_state import PlanState
 from vorox.data.permutation import permutation_key, permute
 
 Address = tuple[int, int, int, int]
@@ -277,6 +279,14 @@ def test_changed_weights_hold_from_the_position_on_and_move_nothing_before(tmp_p
         assert len(set(seen)) == len(seen)
         assert sorted(epoch for epoch, *_ in seen) == [at // rows for at in range(len(seen))]
     assert mixture_update_events(plan.state, start.sources, wanted(code="1", text="4"), 60) == []
+
+
+def test_a_pass_whose_first_segment_is_read_has_begun() -> None:
+    """Two segments of one pass: at the border between them, the next unread pass is the second."""
+    state = PlanState.initial(PlanStart(7, True, 1, (PlanSource("code", Fraction(1), "ab", 9),))).apply_all(
+        [Segment("code", 3 * unit, 0, 1, (UnitRange(unit, unit + 1, 3),), f"{unit}") for unit in range(2)]
+    )
+    assert [first_unread_epoch(state, 0, position) for position in range(7)] == [0, *[1] * 6]
 
 
 def test_a_source_taken_out_and_one_put_in(tmp_path: Path) -> None:

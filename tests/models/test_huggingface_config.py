@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from vorox.core.errors import ConfigError
 from vorox.core.schema.model import ModelConfig
 from vorox.models.decoder.spec import DecoderSpec, decoder_spec
-from vorox.models.huggingface.config import huggingface_config, spec_from_huggingface
+from vorox.models.huggingface.config import huggingface_config, huggingface_files, spec_from_huggingface
 from vorox.models.huggingface.families import ARCHITECTURES, huggingface_family
+from vorox.models.huggingface.spec import HuggingFaceSpec
 
 GPT2_HUB: dict[str, Any] = {
     "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
@@ -127,11 +129,27 @@ def test_written_and_read_back_it_is_the_same_model(hub: dict[str, Any]) -> None
     config = json.loads(json.dumps(huggingface_config(spec, end_of_text_id=7)))
     assert spec_of(spec_from_huggingface(config)) == spec
     assert config["architectures"] == hub["architectures"]
+    activation = ARCHITECTURES[hub["model_type"]].activation_key
+    assert config[activation] == hub[activation]
     assert (config["bos_token_id"], config["eos_token_id"]) == (7, 7)
     assert huggingface_config(spec, end_of_text_id=None)["eos_token_id"] is None
     ids = {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": 6}
     written = huggingface_config(spec, special_ids=ids)
     assert {name: written[name] for name in ids} == ids
+
+
+def test_the_scale_of_queries_is_written_where_it_follows_from_the_heads() -> None:
+    spec = replace(spec_of(spec_from_huggingface(GEMMA3_HUB)), query_pre_attn_scalar=None)
+    assert huggingface_config(spec)["query_pre_attn_scalar"] == spec.head_dim == 256
+
+
+def test_ids_of_special_tokens_replace_those_of_the_text_part_that_it_has() -> None:
+    config = {"model_type": "gemma3", "eos_token_id": 1, "text_config": {"eos_token_id": 1, "vocab_size": 97}}
+    spec = HuggingFaceSpec(config, (), 2, 32, 97, 64)
+    (content,) = huggingface_files(spec, special_ids={"eos_token_id": 5, "bos_token_id": 6}).values()
+    written = json.loads(content)
+    assert (written["eos_token_id"], written["bos_token_id"]) == (5, 6)
+    assert written["text_config"] == {"eos_token_id": 5, "vocab_size": 97}
 
 
 def test_the_rotary_base_is_written_for_old_and_new_readers() -> None:

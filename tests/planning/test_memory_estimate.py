@@ -74,6 +74,13 @@ def test_a_part_of_the_positions_has_the_activations_of_a_shorter_row(recompute:
     assert sharded.optimizer_bytes == whole.optimizer_bytes // 8
 
 
+def test_a_state_in_host_memory_is_not_on_a_gpu_but_on_a_cpu() -> None:
+    config = load_config("quickstart", ["parallel.fsdp_size=2", "parallel.fsdp_offload=true", "optimizer.name=adamw"])
+    spec = decoder_spec(config.model, tokenizer_vocab_size=4096, sequence_length_tokens=64)
+    cpu, gpu = (memory_per_device(spec, config, kind).parameter_bytes for kind in ("cpu", "cuda"))
+    assert (cpu, gpu) == (2 * spec.num_parameters, 0)
+
+
 def test_the_first_device_of_a_pipeline_keeps_a_micro_batch_for_every_device() -> None:
     """Four times a quarter of the blocks, besides a buffer of fp32 for what each micro-batch gets back."""
     spec, whole = estimate()

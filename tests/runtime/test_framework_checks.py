@@ -14,11 +14,14 @@ CUDA = {
     "has_bf16": True, "flash_attention": "",
 }  # fmt: skip
 CPU = {"kind": "cpu", "name": "cpu", "problem": ""}
-INSTALLS = {"jax": "pip install vorox[jax]", "torch": "pip install vorox[torch]"}
+INSTALLS = {"torch": "pip install vorox[torch]", "jax": "pip install vorox[jax]"}
 
 
 def report(*devices: dict[str, Any], has_triton: bool = True) -> dict[str, Any]:
-    return {"version": "2.13", "built_for": "CUDA 13.0", "devices": list(devices), "has_triton": has_triton}
+    return {
+        "version": "2.13", "built_for": "CUDA 13.0", "devices": list(devices), "cuda_build": "a CUDA build",
+        "has_triton": has_triton,
+    }  # fmt: skip
 
 
 def findings(

@@ -341,6 +341,7 @@ def test_removing_a_run_removes_its_rows_from_a_shared_database(
         assert lost.exists()
 
     moved = lost.rename(tmp_path / lost.name)
+    shutil.copytree(left, lost)  # another run in its place
     remove([str(moved)], yes=True)
     assert "Removed its rows from the metadata database." in capsys.readouterr().out
     assert not moved.exists()

@@ -543,17 +543,21 @@ def test_the_checkpoint_where_the_number_of_processes_changed_is_kept(
 
 def test_environments_of_steps_follow_the_attempts_that_kept_them(tmp_path: Path) -> None:
     """A later attempt replaces the steps that it executed again; one that executed none counts for nothing."""
-    attempts = [(0, 1), (20, 2), (None, 7), (30, 2), (20, 4), (16, 1), (24, 2)]
-    record = {
-        "config_digest": "",
-        "attempts": [
-            {"attempt": number, "notes": {"environment": {"num_processes": count}}
-             | ({} if start is None else {"steps": {"start_step": start}})}
-            for number, (start, count) in enumerate(attempts, 1)
-        ],
-    }  # fmt: skip
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    found = StepEnvironments.of_run(tmp_path)
+
+    def environments(*attempts: tuple[int | None, int]) -> StepEnvironments:
+        record = {
+            "config_digest": "",
+            "attempts": [
+                {"attempt": number, "notes": {"environment": {"num_processes": count}}
+                 | ({} if start is None else {"steps": {"start_step": start}})}
+                for number, (start, count) in enumerate(attempts, 1)
+            ],
+        }  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        return StepEnvironments.of_run(tmp_path)
+
+    assert environments((0, 1), (24, 2), (24, 1)).changes == frozenset(), "the first environment computes again"
+    found = environments((0, 1), (20, 2), (None, 7), (30, 2), (20, 4), (16, 1), (24, 2))
     assert [found.num_processes(step) for step in (1, 16, 17, 24, 25, 99)] == [1, 1, 1, 1, 2, 2]
     assert found.changes == {24}
     assert found.spans(10, 30) == [(10, 24, 1), (24, 30, 2)]

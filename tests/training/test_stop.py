@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from eventually import PATIENCE_SECONDS
-from vorox.core.errors import LostRankError, Preempted
-from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE, StopRequest
+from vorox.core.errors import INTERRUPTED_EXIT_CODE, LostRankError, Preempted
+from vorox.training.steps.stop import StopRequest
 
 
 def test_at_once_while_preparing() -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import tiny_runs
 from vorox.cli import main
+from vorox.cli.commands import app
 from vorox.core.errors import ConfigError
 from vorox.core.user_code import trusted_code
 from vorox.core.user_code.extensions import load_function
@@ -277,11 +279,20 @@ def test_a_module_is_found_without_importing_its_package(tmp_path: Path, monkeyp
 
 
 def test_the_flag_is_for_commands_that_run_the_code_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["dash", "--trust-code"], ["runs", "list", "--trust-code"], ["config", "show", "--trust-code"]):
-        assert main(words) == 2
-        assert "runs show RUN --trust-code" in capsys.readouterr().err
-    assert trusted_code.take_flag(["generate", "r", "--trust-code", "-p", "x"]) == ["generate", "r", "-p", "x"]
-    assert trusted_code.take_flag(["generate", "--", "--trust-code"]) == ["generate", "--", "--trust-code"]
+    """Exactly the commands whose help lists it."""
+    root: Any = typer.main.get_command(app)
+    num_taking = 0
+    for name, command in root.commands.items():
+        for inner, declared in getattr(command, "commands", {"": command}).items():
+            words = [word for word in (name, inner) if word]
+            takes = any("--trust-code" in parameter.opts for parameter in declared.params)
+            num_taking += takes
+            assert main([*words, "--trust-code", "--help"]) == (0 if takes else 2), words
+            captured = capsys.readouterr()
+            assert takes or "runs show RUN --trust-code" in captured.err
+    assert num_taking > 8
+    assert trusted_code.take_flag(["generate", "r", "--trust-code", "-p", "x"], bool) == ["generate", "r", "-p", "x"]
+    assert trusted_code.take_flag(["generate", "--", "--trust-code"], bool) == ["generate", "--", "--trust-code"]
 
 
 def test_text_that_looks_like_a_function_is_text(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def is_pretrained(name: str) -> bool:
 def pretrained_config(name: str, root: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return a configuration that starts from a pretrained model, to infer with it."""
     values = {
-        "backend": "torch" if backends.is_installed("torch") else "jax",
+        "backend": backends.preferred(),
         "data": {"sources": [{"name": "none", "format": "python_stdlib"}]},
         "train": {"from_weights": name, "num_steps": 1},
         "run": {"directory": str(root)},

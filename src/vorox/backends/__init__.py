@@ -1,7 +1,7 @@
 """Backend registry: import an engine by name, lazily.
 
-Every engine module has ``connect(config)`` and ``create(config, spec, dist) -> Engine``. Nothing else in Vorox knows
-which engines exist, and no framework is imported before its engine is loaded.
+Every engine module has ``connect(config)`` and ``create(config, spec, dist) -> Engine``. ``engine_table.py`` says what
+each engine has; no framework is imported before its engine is loaded.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
+from vorox.backends.engine_table import ENGINE_TABLE, EngineRow, engine_row
 from vorox.core.config import decides_bits, flat_values
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
@@ -32,32 +33,12 @@ from vorox.models.spec import ModelSpec
 from vorox.planning.memory_advice import Devices
 from vorox.planning.memory_estimate import MemoryEstimate
 
-_MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "jax": ("vorox.backends.jax_engine.engine", ("jax", "flax", "optax")),
-    "torch": ("vorox.backends.torch_engine.engine", ("torch",)),
-}
-"""Backend name (also the name of its extra) to its engine module and the packages that the module imports."""
-
-BACKENDS = tuple(sorted(_MODULES))
+BACKENDS: tuple[str, ...] = tuple(ENGINE_TABLE)
+"""Names of the engines, in order of preference; each is also the name of an extra."""
 
 _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_PER_STALL = 1.5
 """A rank on a busy machine may give no sign of life for some seconds."""
-
-_TRANSFORMERS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.networks.huggingface_settings"}
-"""Backends that compute transformers models, with the module that resolves them."""
-
-_USER_MODELS: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.networks.user_model"}
-"""Backends that compute models by import path, with the module that resolves them."""
-
-_DEVICES: Mapping[str, str] = {"torch": "vorox.backends.torch_engine.device.devices"}
-"""Backends whose memory is estimated from settings, with their devices; JAX's compiler plans a step itself."""
-
-_COMPILED_MEMORY: Mapping[str, str] = {"jax": "vorox.backends.jax_engine.compiled_memory"}
-"""Backends that compile a whole step before it runs, with the module that reads its memory."""
-
-_ONE_DEVICE_PER_PROCESS = frozenset({"torch"})
-"""Backends of which a process has one device; the others divide a model over all devices of a process."""
 
 _SECTIONS_WITH_COLLECTIVES = ("checkpoint.", "eval.")
 """Sections that are not part of a run's identity, but decide when the ranks exchange arrays."""
@@ -82,7 +63,7 @@ class Backend(Protocol):
 
 def always_compiles(name: str) -> bool:
     """Return whether a backend compiles its steps without ``runtime.compile``."""
-    return name in _COMPILED_MEMORY
+    return bool(engine_row(name).compiled_memory)
 
 
 def check_installed(name: str) -> None:
@@ -91,9 +72,7 @@ def check_installed(name: str) -> None:
     Raises:
         ConfigError: The backend is unknown, or one of its packages is not installed.
     """
-    if name not in _MODULES:
-        raise ConfigError(f"Unknown backend {name!r}; available: {', '.join(BACKENDS)}", where="backend")
-    missing = [package for package in _MODULES[name][1] if not _is_installed(package)]
+    missing = [package for package in engine_row(name).packages if not _is_installed(package)]
     if missing:
         raise ConfigError(
             f"Backend {name!r} needs {' and '.join(missing)}, which is not installed",
@@ -103,7 +82,12 @@ def check_installed(name: str) -> None:
 
 def is_installed(name: str) -> bool:
     """Return whether the packages of a backend are installed."""
-    return all(_is_installed(package) for package in _MODULES[name][1])
+    return all(_is_installed(package) for package in engine_row(name).packages)
+
+
+def preferred() -> str:
+    """Return the first backend that is installed; the first of all if none is."""
+    return next((name for name in BACKENDS if is_installed(name)), BACKENDS[0])
 
 
 def load(name: str) -> Backend:
@@ -113,12 +97,12 @@ def load(name: str) -> Backend:
         ConfigError: As ``check_installed``.
     """
     check_installed(name)
-    return cast(Backend, importlib.import_module(_MODULES[name][0]))
+    return cast(Backend, importlib.import_module(engine_row(name).engine))
 
 
 def config_for_one_process(config: RunConfig) -> RunConfig:
     """Return the configuration of an engine that one process creates from a run of several, to infer with its model."""
-    if config.backend not in _ONE_DEVICE_PER_PROCESS:
+    if engine_row(config.backend).divides_over_process:
         return config
     return config.model_copy(update={"parallel": ParallelConfig()})
 
@@ -139,10 +123,10 @@ def model_spec(
     """
     if is_extension(config.model.kind):
         check_installed(config.backend)
-        name = _USER_MODELS.get(config.backend)
-        if name is None:
+        name = engine_row(config.backend).user_models
+        if not name:
             raise ConfigError(
-                f"model.kind={config.model.kind} needs backend={' or '.join(_USER_MODELS)}", where="backend",
+                f"model.kind={config.model.kind} needs backend={_having(lambda row: row.user_models)}", where="backend",
                 hint="or train the native decoder (model.kind=decoder)",
             )  # fmt: skip
         return importlib.import_module(name).resolve(config, tokenizer_vocab_size=tokenizer_vocab_size)
@@ -153,11 +137,11 @@ def model_spec(
             sequence_length_tokens=config.data.sequence_length_tokens,
         )
     check_installed(config.backend)
-    name = _TRANSFORMERS.get(config.backend)
-    if name is None:
+    name = engine_row(config.backend).transformers
+    if not name:
         families = ", ".join(ARCHITECTURES)
         raise ConfigError(
-            f"model.kind=huggingface needs backend={' or '.join(_TRANSFORMERS)}", where="backend",
+            f"model.kind=huggingface needs backend={_having(lambda row: row.transformers)}", where="backend",
             hint=f"or start from the weights of a native family (train.from_weights): {families}",
         )  # fmt: skip
     module = importlib.import_module(name)
@@ -177,7 +161,7 @@ def measured_spec(config: RunConfig, spec: ModelSpec) -> ModelSpec:
             f"The activations of model.kind={config.model.kind} are not known without running it", where="model.kind",
             hint="measure them with a run of a few steps",
         )  # fmt: skip
-    module = importlib.import_module(f"{_TRANSFORMERS[config.backend].rpartition('.')[0]}.activation_memory")
+    module = importlib.import_module(engine_row(config.backend).activation_memory)
     return module.measured(spec)
 
 
@@ -187,7 +171,7 @@ def check_divisible(config: RunConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: The sizes of the model are not divisible as the configuration says.
     """
-    if config.backend in _ONE_DEVICE_PER_PROCESS:
+    if not engine_row(config.backend).divides_over_process:
         divisibility.check_divisible(config, spec)
 
 
@@ -197,10 +181,12 @@ def check_memory_estimate(config: RunConfig) -> None:
     Raises:
         ConfigError: The engine plans the memory of a step itself.
     """
-    if config.backend not in _DEVICES:
+    if not engine_row(config.backend).devices:
+        known = _having(lambda row: row.devices)
         raise ConfigError(
-            f"The compiler of backend={config.backend} plans the memory of a step itself", where="backend",
-            hint=f"set backend={' or '.join(_DEVICES)}, or find out with `vorox plan CONFIG --compile` what fits",
+            f"The compiler of backend={config.backend} plans the memory of a step itself",
+            where="backend",
+            hint=f"set backend={known}, or find out with `vorox plan CONFIG --compile` what fits",
         )  # fmt: skip
 
 
@@ -210,8 +196,8 @@ def training_devices(config: RunConfig, dist: DistributedContext) -> Devices | N
     Raises:
         ConfigError: This machine does not have the device of the configuration.
     """
-    name = _DEVICES.get(config.backend)
-    return None if name is None else importlib.import_module(name).training_devices(config, dist)
+    name = engine_row(config.backend).devices
+    return None if not name else importlib.import_module(name).training_devices(config, dist)
 
 
 def compiled_memory(config: RunConfig, spec: ModelSpec, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -221,11 +207,11 @@ def compiled_memory(config: RunConfig, spec: ModelSpec, estimate: MemoryEstimate
         ConfigError: The backend does not compile a whole step, or does not support a setting.
     """
     check_installed(config.backend)
-    name = _COMPILED_MEMORY.get(config.backend)
-    if name is None:
+    name = engine_row(config.backend).compiled_memory
+    if not name:
         raise ConfigError(
             f"backend={config.backend} does not compile a whole step in advance", where="--compile",
-            hint=f"plan without --compile, or with backend={' or '.join(_COMPILED_MEMORY)}",
+            hint=f"plan without --compile, or with backend={_having(lambda row: row.compiled_memory)}",
         )  # fmt: skip
     return importlib.import_module(name).compiled_memory(config, spec, estimate)
 
@@ -289,7 +275,7 @@ def _patience_seconds(config: RunConfig) -> float:
 def _start_facts(config: RunConfig) -> dict[str, Any]:
     """Return what must be equal on all ranks before they connect: versions, and settings of bits and collectives."""
     versions = package_versions()
-    engine = {name: versions.get(name) for name in (*_MODULES[config.backend][1], "jaxlib", "numpy")}
+    engine = {name: versions.get(name) for name in (*engine_row(config.backend).packages, "jaxlib", "numpy")}
     python = ".".join(platform.python_version_tuple()[:2])
     settings = {
         key: value
@@ -297,6 +283,11 @@ def _start_facts(config: RunConfig) -> dict[str, Any]:
         if decides_bits(key) or key.startswith(_SECTIONS_WITH_COLLECTIVES)
     }
     return {"vorox": __version__, "Python": python, **engine, **redact_value(settings)}
+
+
+def _having(module: Callable[[EngineRow], str]) -> str:
+    """Return the backends that have a module, as text."""
+    return " or ".join(name for name, row in ENGINE_TABLE.items() if module(row))
 
 
 def _is_installed(package: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vorox.backends import check_installed
+from vorox.backends.engine_table import engine_row
 from vorox.core.errors import ConfigError
 from vorox.core.platform.installation import install_command
 from vorox.core.processes.child_process import child_command
@@ -36,12 +37,6 @@ class InstallationProbe:
     problem: str = ""
 
 
-_REPORTS = {
-    "torch": "vorox.backends.torch_engine.device.installation_report",
-    "jax": "vorox.backends.jax_engine.device.installation_report",
-}
-
-
 def probe_installation(backend: str, command: Sequence[str] | None = None) -> InstallationProbe:
     """Import the framework of an engine in a child process.
 
@@ -54,7 +49,7 @@ def probe_installation(backend: str, command: Sequence[str] | None = None) -> In
         check_installed(backend)
     except ConfigError as error:
         return InstallationProbe(backend, False, install, problem=error.what)
-    command = command or child_command(_REPORTS[backend])
+    command = command or child_command(engine_row(backend).installation_report)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

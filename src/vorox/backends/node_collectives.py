@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from vorox.backends import BACKENDS, check_installed
+from vorox.backends import BACKENDS, check_installed, is_installed, preferred
+from vorox.backends.engine_table import engine_row
 from vorox.core.errors import ConfigError
 from vorox.core.platform.installation import install_command
 from vorox.core.ranks.distributed_context import DistributedContext, Membership
 
-_PREFERRED = sorted(BACKENDS, reverse=True)
-
 
 def collective_engine(name: str | None) -> str:
-    """Return the engine to use: the named one, else PyTorch if it is installed, else JAX.
+    """Return the engine to use: the named one, else the preferred one of those installed.
 
     Raises:
         ConfigError: The named engine is unknown, or no engine is installed.
@@ -22,22 +21,13 @@ def collective_engine(name: str | None) -> str:
     if name is not None:
         check_installed(name)
         return name
-    for candidate in _PREFERRED:
-        try:
-            check_installed(candidate)
-        except ConfigError:
-            continue
-        return candidate
-    raise ConfigError(
-        "An all-reduce needs PyTorch or JAX, and neither is installed", where="vorox doctor --nodes",
-        hint=install_command(_PREFERRED[0]),
-    )  # fmt: skip
-
-
-_COLLECTIVES = {
-    "torch": "vorox.backends.torch_engine.ranks.collectives",
-    "jax": "vorox.backends.jax_engine.ranks.collectives",
-}
+    found = preferred()
+    if not is_installed(found):
+        raise ConfigError(
+            f"An all-reduce needs an engine ({' or '.join(BACKENDS)}), and none is installed",
+            where="vorox doctor --nodes", hint=install_command(found),
+        )  # fmt: skip
+    return found
 
 
 def join(name: str, member: Membership, timeout_seconds: float) -> tuple[DistributedContext, Any]:
@@ -46,5 +36,5 @@ def join(name: str, member: Membership, timeout_seconds: float) -> tuple[Distrib
     Raises:
         VoroxError: The ranks cannot connect.
     """
-    module = importlib.import_module(_COLLECTIVES[name])
+    module = importlib.import_module(engine_row(name).collectives)
     return module.join(member, timeout_seconds)

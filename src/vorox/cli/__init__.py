@@ -15,12 +15,13 @@ from typing import NoReturn
 
 import typer
 
-from vorox.cli.commands import app
+from vorox.cli.commands import app, declares_option
 from vorox.cli.environment_variables import unknown_variables
 from vorox.cli.terminal.standard_streams import resilient_streams
+from vorox.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, VoroxError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.platform.windows_variables import set_windows_variables
-from vorox.core.user_code.trusted_code import take_flag
+from vorox.core.user_code.trusted_code import FLAG, take_flag
 
 _MOST_OPEN_FILES = 65_536
 
@@ -62,21 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in unknown_variables(os.environ):
             sys.stderr.write(f"warning: {line}\n")
         try:
-            argv = take_flag(argv)
+            argv = take_flag(argv, lambda words: declares_option(words, FLAG))
             code = app(args=argv, prog_name="vorox", standalone_mode=False)
             return code if isinstance(code, int) else 0
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
         except typer.Abort:  # a question at the end of the input
             sys.stderr.write("Aborted.\n")
-            return 1
+            return VoroxError.exit_code
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED_EXIT_CODE
         except Exception as error:
             if type(error).__name__ == "NoArgsIsHelpError":  # the help was printed
-                return 2
+                return ConfigError.exit_code
             from vorox.cli.failure import report_failure  # too slow for the start of every command
 
             return report_failure(error, argv)
         finally:
-            take_flag(())  # it is for this command alone
+            take_flag((), lambda _: False)  # it is for this command alone

@@ -19,33 +19,12 @@ from pathlib import Path
 
 from vorox.cli.launch.rank_launcher import nproc_option
 from vorox.cli.terminal import humanize
-from vorox.core.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DoesNotFitError,
-    NumericalError,
-    Preempted,
-    StalledError,
-    VoroxError,
-    saved_of,
-    set_saved,
-)
+from vorox.core.errors import ConfigError, Preempted, VoroxError, saved_of, set_saved
 from vorox.core.files.atomic import make_directory, write_file
 from vorox.core.files.disk_errors import disk_error, exhausts_memory, memory_error
 from vorox.core.redaction import redact, redact_arguments
 from vorox.core.user_code.extensions import refused_call
 from vorox.records.run_lookup import short_path
-
-_KINDS: tuple[tuple[type[VoroxError], str], ...] = (
-    (ConfigError, "configuration"),
-    (DoesNotFitError, "does not fit"),
-    (DataError, "data"),
-    (CheckpointError, "checkpoint"),
-    (StalledError, "stalled"),
-    (NumericalError, "numerical"),
-    (Preempted, "stopped"),
-)
 
 
 def report_failure(error: BaseException, arguments: Sequence[str]) -> int:
@@ -91,11 +70,10 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _four_lines(known: VoroxError, arguments: Sequence[str]) -> list[str]:
-    kind = next((name for of, name in _KINDS if isinstance(known, of)), "crash")
     again = "correct it and run the same command again" if isinstance(known, ConfigError) else "-"
     mark = "-" if isinstance(known, Preempted) else "x"
     return [
-        f"{mark} {kind}: {redact(known.what)}  [exit {known.exit_code}]",
+        f"{mark} {known.kind}: {redact(known.what)}  [exit {known.exit_code}]",
         f"  where   {redact(short_path(known.where)) if known.where else _command(arguments)}",
         f"  saved   {redact(known.saved) or '-'}",
         f"  do      {redact(known.hint) or again}",

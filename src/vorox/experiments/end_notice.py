@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vorox.core.errors import KILLED_EXIT_CODE
 from vorox.core.files.json_reader import read_json
 from vorox.core.redaction import hold_secret
 from vorox.core.run_layout import RunLayout
 from vorox.experiments.webhook import NOTICE_VARIABLE, Webhook
 from vorox.records.log import RunLog
 from vorox.records.run_lookup import run_argument, saved_state
-
-_KILLED_EXIT_CODE = 137
 
 
 def failure_of(layout: RunLayout, attempt: int) -> Mapping[str, Any]:
@@ -35,7 +34,7 @@ def failure_of(layout: RunLayout, attempt: int) -> Mapping[str, Any]:
         "where": str(layout.directory),
         "saved": saved_state(layout),
         "hint": f"vorox train --resume {run_argument(layout.directory)}; if memory ran out, the kernel's log names it",
-        "exit_code": _KILLED_EXIT_CODE,
+        "exit_code": KILLED_EXIT_CODE,
     }
 
 

@@ -106,7 +106,7 @@ class Webhook:
             return
         failure = {key: value for key, value in failure_record(error).items() if key not in _UNPOSTED}
         if isinstance(error, KeyboardInterrupt):
-            failure |= {"what": "Interrupted", "exit_code": 130}
+            failure["what"] = "Interrupted"
         self._enqueue_end(failure, is_stop=isinstance(error, Preempted | KeyboardInterrupt))
 
     def notify_failure(self, failure: Mapping[str, Any]) -> None:

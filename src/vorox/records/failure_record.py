@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from vorox.core.errors import VoroxError, saved_of
+from vorox.core.errors import VoroxError, exit_code_of, saved_of
 from vorox.core.redaction import redact
 
 FAILURE_FORMAT = "vorox-failure/1"
@@ -21,6 +21,6 @@ def failure_record(error: BaseException) -> dict[str, str | int]:
         "where": redact(known.where) if known else "",
         "saved": redact(saved_of(error)),
         "hint": redact(known.hint) if known else "",
-        "exit_code": known.exit_code if known else 1,
+        "exit_code": exit_code_of(error),
         "traceback": redact(trace),
     }

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from vorox.core.errors import VoroxError
+from vorox.core.errors import exit_code_of
 from vorox.core.files.json_lines import LineFile, encode
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.redaction import redact, redact_value
@@ -133,7 +133,7 @@ class RunLog:
             "message": redact(str(error)),
             "fields": {
                 "error": type(error).__name__,
-                "exit_code": error.exit_code if isinstance(error, VoroxError) else 1,
+                "exit_code": exit_code_of(error),
                 "traceback": trace,
             },
         }

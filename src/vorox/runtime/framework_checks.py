@@ -72,11 +72,11 @@ def check_frameworks(
     Args:
         reports: Report by backend.
         problems: Why there is no report, by backend, for installed frameworks that fail.
-        installs: The command that installs a framework, by backend.
+        installs: The command that installs a framework, by backend, in the order of the findings.
         gpus: The GPUs of the driver.
     """
     num_gpus = 0 if isinstance(gpus, str) else len(gpus)
-    for framework in sorted(installs, key=lambda name: name != "torch"):
+    for framework in installs:
         if framework in reports:
             yield from _judge(framework, reports[framework], num_gpus)
         elif framework in problems:
@@ -99,12 +99,11 @@ def _judge(framework: str, report: Mapping[str, Any], num_gpus: int) -> Iterator
         yield Finding(framework, "fail", f"{text}: {broken['name']} fails: {broken['problem']}", remedy)
         return
     if num_gpus and not accelerators:
-        extra = "jax[cuda13]" if framework == "jax" else "a CUDA build (https://pytorch.org/get-started)"
-        remedy = f"install {extra}, or check CUDA_VISIBLE_DEVICES and the driver's version"
+        remedy = f"install {report['cuda_build']}, or check CUDA_VISIBLE_DEVICES and the driver's version"
         yield Finding(framework, "warn", f"{text} does not use the {pluralize(num_gpus, 'GPU')} of the driver", remedy)
         return
     yield Finding(framework, "ok", f"{text}; {_devices(devices)}")
-    if framework == "torch":
+    if "has_triton" in report:
         yield from _kernels(report, accelerators)
 
 

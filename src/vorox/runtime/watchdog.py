@@ -186,7 +186,7 @@ class Watchdog:
         self.record(stalled)  # before a rank ends, so that others know why they lost it
         # Before a rank ends, too: a container may end with it, and this process with the container.
         sys.stderr.write(
-            f"x stalled: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
+            f"x {error.kind}: {redact(error.what)}  [exit {error.exit_code}]\n  where   {error.where}\n"
             f"  saved   {error.saved or '-'}\n  do      {error.hint}\n"
         )
         sys.stderr.flush()

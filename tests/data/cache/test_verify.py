@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cache_corpus import Corpus, build_corpus, corpus_of, recipe_for, small_corpus, work_of
@@ -18,6 +19,7 @@ from vorox.data.cache.files.chunk import Chunk
 from vorox.data.cache.files.manifest import LOG_NAME, Manifest, chunk_path
 from vorox.data.cache.files.verify import Depth, damaged_units, find_damage
 from vorox.data.cache.reader import CacheReader
+from vorox.data.recipe import Recipe
 
 CORPUS = small_corpus()
 
@@ -227,6 +229,25 @@ def test_lists_of_another_source_are_found(tmp_path: Path) -> None:
         CacheReader.open(tmp_path).verify()
     (tmp_path / "UNITS.jsonl").unlink()
     with pytest.raises(DataError, match="the list of units has 0"):
+        CacheReader.open(tmp_path).verify()
+
+
+def test_a_list_that_lacks_one_unit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_corpus(tmp_path, CORPUS)
+    units = verify_module.read_units(tmp_path)
+    monkeypatch.setattr(verify_module, "read_units", lambda directory: units[:-1])
+    with pytest.raises(DataError, match=f"has {len(units)} units, but the list of units has {len(units) - 1}"):
+        CacheReader.open(tmp_path).verify()
+
+
+def test_an_id_outside_the_vocabulary_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_corpus(tmp_path, CORPUS)
+    reader = CacheReader.open(tmp_path)
+    largest = int(reader.read_rows(np.arange(reader.num_rows)).tokens_NC.max())
+    monkeypatch.setattr(Recipe, "num_ids", largest + 1)
+    CacheReader.open(tmp_path).verify()
+    monkeypatch.setattr(Recipe, "num_ids", largest)
+    with pytest.raises(DataError, match=f"Token id {largest} exceeds the vocabulary of {largest} tokens"):
         CacheReader.open(tmp_path).verify()
 
 

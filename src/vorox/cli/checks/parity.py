@@ -28,7 +28,7 @@ from vorox.training.steps.dataloading import preview_batches
 from vorox.training.steps.schedule import Schedule, horizon
 from vorox.training.weights.init_from import init_from_weights
 
-FIRST, SECOND = "torch", "jax"
+FIRST, SECOND = backends.BACKENDS[:2]
 
 
 def parity(arguments: list[str], steps: int, as_json: bool) -> None:

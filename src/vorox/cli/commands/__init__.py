@@ -5,7 +5,8 @@ The rooms beside this folder do the work; a module of theirs is imported when it
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +28,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def declares_option(words: Sequence[str], option: str) -> bool:
+    """Return whether the command that a command line names declares an option; imports its module alone."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        found = getattr(command, "commands", {}).get(word)
+        if found is None:
+            break
+        command = found
+    return any(option in parameter.opts for parameter in command.params)
 
 
 def _print_version(wanted: bool) -> None:

@@ -40,7 +40,7 @@ TrustCode = Annotated[
         "--trust-code", expose_value=False, help="Trust the functions that the run names, as their files are now."
     ),
 ]
-"""Taken off the command line before it is parsed (``core/user_code/trusted_code.py``); declared for the help."""
+"""Taken off the command line before it is parsed (``core/user_code/trusted_code.py``), of commands that declare it."""
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 ConfigArguments = Annotated[
     list[str],

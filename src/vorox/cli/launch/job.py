@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vorox.cli.terminal import humanize
 from vorox.core.config import model_label, slug
-from vorox.core.errors import ConfigError, DataError, DoesNotFitError, NumericalError, Preempted
+from vorox.core.errors import ConfigError, Preempted
 from vorox.core.redaction import redact_arguments
 from vorox.core.schema import RunConfig
 from vorox.planned_run import planned_model
@@ -21,15 +21,9 @@ from vorox.planning.disk_space import checkpoint_bytes
 from vorox.records.run_context import run_id
 from vorox.records.run_lookup import latest_run
 from vorox.training.checkpoints.preemption_notice import MeasuredTimes
-from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 SAVED_EXIT_CODE = Preempted.exit_code
 """The run saved and stopped on request: start it again, as often as it happens."""
-FINAL_EXIT_CODES = (
-    ConfigError.exit_code, DoesNotFitError.exit_code, DataError.exit_code, NumericalError.exit_code,
-    INTERRUPTED_EXIT_CODE,
-)  # fmt: skip
-"""Never start again: a new start would end the same way. All other codes may be faults of a machine."""
 PORT = 29500
 START_TIMEOUT_SECONDS = 1800
 """Time that the machines of a restarted job may take to arrive; Kubernetes delays restarts by up to six minutes."""

@@ -6,7 +6,8 @@ import json
 import textwrap
 from collections.abc import Iterator
 
-from vorox.cli.launch.job import FINAL_EXIT_CODES, PORT, SAVED_EXIT_CODE, Job
+from vorox.cli.launch.job import PORT, SAVED_EXIT_CODE, Job
+from vorox.cli.launch.restarts import JOB_FINAL_EXIT_CODES
 from vorox.core.config import dump_yaml
 
 _CONFIGURATION = "/etc/vorox/config.yaml"
@@ -102,7 +103,7 @@ def kubernetes_manifest(job: Job, *, image: str, volume: str, secrets_from: str)
         name=job.name, num_nodes=job.num_nodes, devices=job.devices_per_node, cpus=job.cpus_per_node,
         configuration=textwrap.indent(dump_yaml(job.config).rstrip(), "    "),
         backoff_limit=job.max_restarts * job.num_nodes, max_restarts=job.max_restarts,
-        final=list(FINAL_EXIT_CODES), saved=SAVED_EXIT_CODE, notice=job.notice.reason,
+        final=list(JOB_FINAL_EXIT_CODES), saved=SAVED_EXIT_CODE, notice=job.notice.reason,
         notice_seconds=job.notice.seconds, image=json.dumps(image), command=json.dumps(job.command(_CONFIGURATION)),
         shared=json.dumps(job.shared),
         environment=textwrap.indent("\n".join(_environment(job, secrets_from)), " " * 12),

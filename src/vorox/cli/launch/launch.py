@@ -1,7 +1,7 @@
 """``vorox launch``: write the job file of a run for SLURM, Kubernetes, Ray or SkyPilot.
 
 The job starts ``vorox train`` on every machine. Each start runs the same command, which resumes the run; exit codes
-decide whether to restart (``job.FINAL_EXIT_CODES``).
+decide whether to restart (``restarts.JOB_FINAL_EXIT_CODES``).
 """
 
 from __future__ import annotations

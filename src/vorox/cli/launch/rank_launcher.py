@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
-from vorox.cli.launch.restarts import Restarts
-from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError, Preempted
+from vorox.cli.launch.restarts import FINAL_EXIT_CODES, Restarts
+from vorox.core.errors import ConfigError, LostRankError, Preempted
 from vorox.core.processes.child_process import child_command
 from vorox.core.processes.signals import end_with_parent, stop_signals
 from vorox.core.ranks.distributed_context import (
@@ -46,14 +46,10 @@ from vorox.core.ranks.distributed_context import (
     node_membership,
 )
 from vorox.core.ranks.rank_secret import SECRET, new_secret
-from vorox.training.steps.stop import INTERRUPTED_EXIT_CODE
 
 GRACE_SECONDS = 30.0
-FINAL_EXIT_CODES = frozenset(
-    {0, ConfigError.exit_code, DoesNotFitError.exit_code, NumericalError.exit_code, Preempted.exit_code,
-     INTERRUPTED_EXIT_CODE}
-)  # fmt: skip
-"""Exit codes after which a restart would end the same way, or is not wanted."""
+_ENDS_WELL = frozenset({0, Preempted.exit_code})
+"""After either, other ranks may still be writing the checkpoint."""
 _HERE = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _SHOWN_BYTES = 4000
@@ -93,7 +89,8 @@ def launch_ranks(
     with _Signals() as signals:
         while True:
             ending = _run_ranks(count, arguments, signals)
-            is_final = ending.exit_code in FINAL_EXIT_CODES or signals.received is not None
+            ends_well = ending.exit_code in _ENDS_WELL or signals.received is not None
+            is_final = ends_well or ending.exit_code in FINAL_EXIT_CODES
             following = None if restarts is None or is_final else restarts.after_failure(ending.text)
             if following is None:
                 if ending.text:
@@ -259,12 +256,11 @@ def _wait(
     if -code == signals.received:  # it got the signal before it could handle it
         return _Ending(Preempted.exit_code)
     rank, world_size = node.index * len(children) + failed, node.count * len(children)
-    return _Ending(1, f"Rank {rank} of {world_size} was killed by {signal.Signals(-code).name}")
+    return _Ending(LostRankError.exit_code, f"Rank {rank} of {world_size} was killed by {signal.Signals(-code).name}")
 
 
 def _first_failed(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Return the rank that failed; if several did, a killed one: the others may have lost their connection to it."""
-    ends_well = {None, 0, Preempted.exit_code}  # rank 0 may still be writing the checkpoint
     codes = {rank: child.poll() for rank, child in enumerate(children)}
-    failed = [rank for rank, code in codes.items() if code not in ends_well]
+    failed = [rank for rank, code in codes.items() if code is not None and code not in _ENDS_WELL]
     return next((rank for rank in failed if codes[rank] == -signal.SIGKILL), next(iter(failed), None))

@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE
+from vorox.cli.launch.job import SAVED_EXIT_CODE
 from vorox.cli.launch.rank_launcher import GRACE_SECONDS
-from vorox.core.errors import ConfigError
+from vorox.cli.launch.restarts import JOB_FINAL_EXIT_CODES
+from vorox.core.errors import ConfigError, LostRankError
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
 from vorox.core.processes.child_process import child_command
@@ -27,7 +28,7 @@ from vorox.core.ranks.distributed_context import COORDINATOR, NODE_COUNT, NODE_I
 from vorox.core.ranks.rank_secret import SECRET, new_secret
 
 _POLL_SECONDS = 1.0
-_LOST_EXIT_CODE = 1
+_LOST_EXIT_CODE = LostRankError.exit_code
 """Of a machine that Ray has lost."""
 
 
@@ -100,7 +101,7 @@ def train_on_ray(
     crashes = 0
     while True:
         code = _start(arguments, num_nodes, {"GPU": gpus_per_node, "CPU": cpus_per_node}, secrets, stop)
-        if code == 0 or code in FINAL_EXIT_CODES or stop.is_requested:
+        if code == 0 or code in JOB_FINAL_EXIT_CODES or stop.is_requested:
             return code
         if code != SAVED_EXIT_CODE:
             crashes += 1

@@ -1,7 +1,8 @@
 """``--max-restarts``: whether a failed run starts again, and from where.
 
 In: the run directory, and how often it may restart. Out, after each failure: the arguments of the next start, or none.
-A restart makes progress if it completes a step that no start before it completed (``attempts.bin``).
+A restart makes progress if it completes a step that no start before it completed (``attempts.bin``). The job files of
+``vorox launch`` restart by exit code alone, which is decided here as well.
 """
 
 from __future__ import annotations
@@ -10,11 +11,26 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vorox.core.errors import StalledError
+from vorox.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    NumericalError,
+    StalledError,
+)
 from vorox.core.pluralize import pluralize
 from vorox.records.attempts import read_attempts
 from vorox.records.run_lookup import is_run
 
+FINAL_EXIT_CODES = (
+    ConfigError.exit_code, DoesNotFitError.exit_code, NumericalError.exit_code, INTERRUPTED_EXIT_CODE,
+)  # fmt: skip
+"""Never start again: a new start would end the same way, or is not wanted. All others may be faults of a machine."""
+JOB_FINAL_EXIT_CODES = tuple(sorted((*FINAL_EXIT_CODES, DataError.exit_code)))
+"""Those of a job. Its scheduler does not know whether a restart made progress, and would claim machines K times for a
+damaged source. ``--max-restarts`` has its machine anyway and gives up without progress, so it tries again: the source
+may only be unreachable for a moment."""
 MAX_WITHOUT_PROGRESS = 3
 """Consecutive restarts without progress after which a run is given up."""
 

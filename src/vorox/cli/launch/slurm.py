@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from vorox.cli.launch.job import FINAL_EXIT_CODES, SAVED_EXIT_CODE, Job
+from vorox.cli.launch.job import SAVED_EXIT_CODE, Job
+from vorox.cli.launch.restarts import JOB_FINAL_EXIT_CODES
 
 _MOST_NOTICE_SECONDS = 65535
 """``sbatch --signal`` accepts no longer time."""
@@ -103,6 +104,6 @@ def slurm_script(job: Job, *, time: str, partition: str | None, account: str | N
         notice=job.notice.reason, notice_seconds=min(job.notice.seconds, _MOST_NOTICE_SECONDS),
         setup=f"{setup} || exit 1\n" if setup else "",
         secrets="".join(f': "${{{name}:?export it before sbatch}}"\n' for name in job.secrets),
-        command=shlex.join(job.command()), saved=SAVED_EXIT_CODE, final="|".join(map(str, FINAL_EXIT_CODES)),
+        command=shlex.join(job.command()), saved=SAVED_EXIT_CODE, final="|".join(map(str, JOB_FINAL_EXIT_CODES)),
         max_restarts=job.max_restarts, crashes=shlex.quote(f"{job.shared or '.'}/{job.name}-crashes"),
     )  # fmt: skip

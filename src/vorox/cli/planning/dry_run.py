@@ -75,7 +75,7 @@ _BYTES_PER_TOKEN = {
 """Estimated bytes of text per token by kind of tokenizer, used until the cache exists."""
 
 
-_ENGINE_FACTS = ("torch", "jax", "device", "num_devices", "dtype", "determinism", "compiled", "num_threads")
+_ENGINE_FACTS = (*backends.BACKENDS, "device", "num_devices", "dtype", "determinism", "compiled", "num_threads")
 """Facts of an engine that a dry run shows; ``run.json`` has all of them."""
 
 

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from vorox.core.schema import RunConfig
 from vorox.core.schema.section import ImportPath, Section
-from vorox.core.schema.setting import Engine, Need, SettingFacts, facts_of
+from vorox.core.schema.setting import ENGINES, Need, SettingFacts, facts_of
 
 REQUIRED: Final = object()
 """Default of a required key."""
@@ -196,7 +196,7 @@ def _facts(key: str, info: FieldInfo, above: SettingFacts) -> SettingFacts:
 def _needs(stated: SettingFacts) -> tuple[Need, ...]:
     """What a setting needs, the engine too if only some support it whatever its value."""
     engines = stated.engines
-    if isinstance(engines, Mapping) or len(engines) == len(typing.get_args(Engine)):
+    if isinstance(engines, Mapping) or len(engines) == len(ENGINES):
         return stated.needs
     return (Need("backend", engines, is_feature=True), *stated.needs)
 

@@ -10,20 +10,11 @@ from pathlib import Path
 
 from vorox.core.errors import CheckpointError, DoesNotFitError
 from vorox.core.files.atomic import is_disk_full
+from vorox.core.files.failing_disk import is_failing
 from vorox.core.platform.environment import free_disk_bytes
 
 _CHECK = "check the disk or the network share, or use another disk"
-_UNREACHABLE = {
-    getattr(errno, name)
-    for name in ("ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "EREMOTEIO",
-                 "ENOLINK", "ENODEV", "ENXIO", "ECONNABORTED", "ECONNRESET", "ESHUTDOWN")
-    if hasattr(errno, name)
-}  # fmt: skip
-"""Errors of a file on a network share, or of a FUSE mount whose server has ended; sockets have some of them too."""
-_FAILING = {
-    **dict.fromkeys((errno.EIO, errno.ESTALE, *_UNREACHABLE), _CHECK),
-    errno.EROFS: "mount the file system so that it can be written, or use another one",
-}
+_MOUNT = "mount the file system so that it can be written, or use another one"
 
 
 def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
@@ -40,11 +31,6 @@ def room_text(needed_bytes: int, directory: Path, error: OSError) -> str:
         f"a write was refused ({reason}) with about {needed_bytes:,} bytes remaining; {free_bytes:,} are free now that "
         "the partial file is removed, so a quota, a limit or another program is the cause"
     )
-
-
-def is_failing(error: OSError) -> bool:
-    """Whether an error means that a disk or share fails, perhaps for a moment, and nothing about what is on it."""
-    return error.errno in _FAILING and (error.errno not in _UNREACHABLE or bool(error.filename))
 
 
 def read_hint(error: OSError) -> str | None:
@@ -80,7 +66,7 @@ def disk_error(error: OSError, default_path: str) -> CheckpointError | None:
     if is_disk_full(error):
         hint = f"free space on the file system of {where}, then run the same command again"
     elif is_failing(error):
-        hint = f"{_FAILING[error.errno]}; then run the same command again"
+        hint = f"{_MOUNT if error.errno == errno.EROFS else _CHECK}; then run the same command again"
     else:
         return None
     return CheckpointError(f"Disk error: {os.strerror(error.errno or 0)}", where=where, hint=hint)

@@ -28,13 +28,11 @@ from types import TracebackType
 from typing import Any, cast
 
 from vorox.core.errors import ConfigError
+from vorox.core.files.failing_disk import is_failing
 from vorox.core.files.json_reader import MalformedJson, open_regular, parse_json
 
 _HELD_ERRORS = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 """Of a lock that another process holds; the last two on Windows."""
-
-_FAILING = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENODEV}
-"""Of a failing disk or share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +224,9 @@ class FileLock:
             _lock(file.fileno(), self._blocking)
         except OSError as error:
             with contextlib.closing(file):
-                if error.errno in _FAILING:  # it says nothing about the lock; the caller explains it
-                    raise OSError(error.errno, error.strerror, str(self.path)) from error
+                named = OSError(error.errno, error.strerror, str(self.path))
+                if is_failing(named):  # it says nothing about the lock; the caller explains it
+                    raise named from error
                 file.seek(0)
                 holder = ProcessIdentity.parse(file.read()) or "another process"
             name = self._purpose or self.path.name

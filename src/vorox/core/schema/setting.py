@@ -7,6 +7,7 @@ functions that act on the facts stay where they are used. A fact that a section 
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -18,6 +19,8 @@ FUNCTION: Final = "package.module:function"
 """Stands for every user function among the values of a setting."""
 
 Engine = Literal["torch", "jax"]
+ENGINES: Final[tuple[Engine, ...]] = typing.get_args(Engine)
+"""``backends/engine_table.py`` says what each has."""
 Digest = Literal["identity", "bits", "none"]
 """What a setting decides. identity: which run it is; bits: numbers of a run, decided when it is created; none: no bit
 of the parameters, so runs that differ in it alone are the same run."""
@@ -80,7 +83,7 @@ class SettingFacts:
 
     digest: Digest | None = None
     resume: Resume | None = None
-    engines: tuple[Engine, ...] | Mapping[str, tuple[Engine, ...]] = ("torch", "jax")
+    engines: tuple[Engine, ...] | Mapping[str, tuple[Engine, ...]] = ENGINES
     needs: tuple[Need, ...] = ()
     alternatives: tuple[str, ...] = ()
     implied: Implied | None = None
@@ -98,7 +101,7 @@ def setting(
     default_factory: Callable[[], Any] | None = None,
     digest: Digest | None = None,
     resume: Resume | None = None,
-    engines: tuple[Engine, ...] | Mapping[str, tuple[Engine, ...]] = ("torch", "jax"),
+    engines: tuple[Engine, ...] | Mapping[str, tuple[Engine, ...]] = ENGINES,
     needs: Need | tuple[Need, ...] = (),
     alternatives: tuple[str, ...] = (),
     implied: Implied | None = None,

@@ -21,7 +21,7 @@ import shlex
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,9 +32,6 @@ from vorox.core.files.json_reader import MalformedJson, mapping, read_json
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 
 FLAG = "--trust-code"
-COMMANDS = frozenset({"train", "generate", "chat", "serve", "eval", "export", "replay", "compress"})
-"""Commands that use the code of the run that they name."""
-_SHOW = ("runs", "show")
 _NAME = re.compile(r"([^:\s]+:[A-Za-z_]\w*)(?:://\S*)?")
 _MAX_LISTED = 20
 _MAX_MODULES, _MAX_SOURCE_BYTES = 200, 2**20
@@ -50,32 +47,35 @@ _trusted: set[tuple[str, str]] = set()
 
 
 class _Command:
-    """The command line of this process, and whether it trusts the code of the runs that it names."""
+    """The command line of this process, and whether it may and does trust the code of the run that it names."""
 
     words: tuple[str, ...] = ()
+    takes_flag = False
     trusts_code = False
 
 
-def take_flag(arguments: Sequence[str]) -> list[str]:
+def take_flag(arguments: Sequence[str], takes_flag: Callable[[Sequence[str]], bool]) -> list[str]:
     """Return a command line without ``--trust-code``; remember the flag and the command for the hint of a refusal.
 
+    Args:
+        arguments: The command line.
+        takes_flag: Whether a command line is one of a command that declares the flag.
+
     Raises:
-        ConfigError: The command does not use the code of a run.
+        ConfigError: The command does not declare it.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = [word for number, word in enumerate(arguments) if word != FLAG or number > end]
     _Command.words, _Command.trusts_code = tuple(words), len(words) < len(arguments)
-    if _Command.trusts_code and not _takes_flag(words):
+    _Command.takes_flag = takes_flag(words)
+    if _Command.trusts_code and not _Command.takes_flag:
         _Command.trusts_code = False
         raise ConfigError(
-            f"{FLAG} trusts the code of one run, and this command runs none", where=" ".join(["vorox", *arguments[:2]]),
+            f"{FLAG} trusts the code of one run, and this command does not take it",
+            where=" ".join(["vorox", *arguments[:2]]),
             hint=f"trust a run with `vorox runs show RUN {FLAG}`, then run this command without {FLAG}",
         )  # fmt: skip
     return words
-
-
-def _takes_flag(words: Sequence[str]) -> bool:
-    return words[:1] == ["data"] or tuple(words[:2]) == _SHOW or (bool(words) and words[0] in COMMANDS)
 
 
 def state(values: object, *, but_recorded: bool = False) -> None:
@@ -147,7 +147,7 @@ def require_trusted(name: str, where: str) -> None:
     argument = shlex.quote(str(owner))
     with contextlib.suppress(OSError, ValueError):
         argument = shlex.quote(str(owner.relative_to(Path.cwd())))
-    words = _Command.words if _takes_flag(_Command.words) else (*_SHOW, argument)
+    words = _Command.words if _Command.takes_flag else ("runs", "show", argument)
     raise ConfigError(
         f"The run {owner.name} names code that you have not trusted:\n" + "\n".join(lines[:_MAX_LISTED]),
         where=f"{where} of {owner}", saved="nothing of it was run",

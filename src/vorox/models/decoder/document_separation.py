@@ -7,18 +7,35 @@ linearly with the length of a row. ``mask`` is a dense mask, a byte for every pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from vorox.core.schema import RunConfig
+from vorox.core.schema.setting import Engine
 from vorox.models.decoder.spec import DecoderSpec
 from vorox.models.module_spec import ModuleSpec
 from vorox.models.spec import ModelSpec
 
 DocumentAttention = Literal["mask", "slices", "varlen"]
-_KERNELS: Mapping[str, Mapping[str, DocumentAttention]] = {"torch": {"cpu": "slices", "cuda": "varlen"}, "jax": {}}
-"""How each engine can separate documents without a mask, by kind of device."""
-_SAVES_MASKS = {"torch": True, "jax": False}
-"""Whether an engine saves the mask of every layer as numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMasks:
+    """How an engine treats masks, for estimates of its memory.
+
+    Attributes:
+        kernels: How it can separate documents without a mask, by kind of device.
+        saves_masks: Whether it saves the mask of every layer as numbers.
+    """
+
+    kernels: Mapping[str, DocumentAttention]
+    saves_masks: bool
+
+
+ENGINE_MASKS: Mapping[Engine, EngineMasks] = {
+    "torch": EngineMasks({"cpu": "slices", "cuda": "varlen"}, saves_masks=True),
+    "jax": EngineMasks({}, saves_masks=False),
+}
 FUSED_KERNELS = frozenset({"auto", "sdpa"})
 """Values of ``model.attention_kernel`` that separate documents without a mask."""
 
@@ -41,7 +58,7 @@ def separation(
 
 def expected_attention(config: RunConfig, device_kind: str) -> DocumentAttention:
     """Return what an engine's kernels support; a GPU is taken to have the one of half precision."""
-    found = _KERNELS[config.backend].get(device_kind, "mask")
+    found = ENGINE_MASKS[config.backend].kernels.get(device_kind, "mask")
     return "mask" if found == "varlen" and config.precision.dtype == "fp32" else found
 
 
@@ -60,7 +77,7 @@ def attention_matrix_bytes(spec: ModelSpec, config: RunConfig, device_kind: str,
     """
     pairs = config.data.sequence_length_tokens**2
     windows = _windows_with_mask(spec, config, device_kind)
-    if not _SAVES_MASKS[config.backend]:
+    if not ENGINE_MASKS[config.backend].saves_masks:
         return pairs * len(set(windows)) * (1 + dtype_bytes)
     recomputes = config.train.activation_checkpointing == "block"
     if config.model.attention_kernel == "reference":

@@ -19,10 +19,8 @@ from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Protocol
 
-from vorox.core.errors import Preempted
+from vorox.core.errors import INTERRUPTED_EXIT_CODE, Preempted
 from vorox.core.processes.signals import stop_signals
-
-INTERRUPTED_EXIT_CODE = 130
 
 
 class Stop(Protocol):

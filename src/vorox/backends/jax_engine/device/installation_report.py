@@ -19,7 +19,7 @@ def report() -> dict[str, Any]:
         "version": jax.__version__,
         "built_for": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jaxlib", "flax", "optax")),
         "devices": [_device(device) for device in jax.local_devices()],
-        "has_triton": False,
+        "cuda_build": "jax[cuda13]",
     }
 
 

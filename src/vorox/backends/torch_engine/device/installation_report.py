@@ -23,6 +23,7 @@ def report() -> dict[str, Any]:
         "version": torch.__version__,
         "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU",
         "devices": [_device(torch.device(kind)) for kind in kinds] or [_device(torch.device("cpu"))],
+        "cuda_build": "a CUDA build (https://pytorch.org/get-started)",
         "has_triton": importlib.util.find_spec("triton") is not None,
     }
 

@@ -14,6 +14,7 @@ from vorox import backends
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_wrapped
 from vorox.cli.training.menu.questions import title
+from vorox.core.config.checks.cross_checks import find_problems
 from vorox.core.errors import VoroxError
 from vorox.core.platform.environment import free_disk_bytes, processor_name, usable_cores
 from vorox.core.platform.windows_variables import windows_variables
@@ -75,14 +76,17 @@ def settings_for_machine(config: RunConfig, hardware: Hardware) -> list[tuple[st
 
 
 def _is_faster_compiled(config: RunConfig) -> bool:
-    """Whether the model can be compiled as a whole, and is large enough that this saves more time than it takes."""
-    model, runtime, train = config.model, config.runtime, config.train
-    own_parts = (model.layer_pattern, model.block, model.mlp, model.num_experts, train.forward_backward)
-    is_possible = model.kind == "decoder" and all(part is None for part in own_parts)
-    is_possible = is_possible and train.activation_checkpointing != "dots"
-    is_possible = is_possible and runtime.determinism not in {"bitwise", "bitwise-any-world"}
-    is_possible = is_possible and not backends.always_compiles(config.backend)
-    return is_possible and not runtime.compile and model.hidden_size >= _COMPILED_HIDDEN_SIZE
+    """Whether the model can be compiled, and is large enough that this saves more time than it takes."""
+    model, runtime = config.model, config.runtime
+    if runtime.compile or backends.always_compiles(config.backend) or model.hidden_size < _COMPILED_HIDDEN_SIZE:
+        return False
+    if runtime.determinism in {"bitwise", "bitwise-any-world"}:  # refused on GPUs only, so by the engine
+        return False
+    # A user's function may not be traceable, and experts stay outside of the graphs.
+    if any(part is not None for part in (model.block, model.mlp, model.num_experts, config.train.forward_backward)):
+        return False
+    compiled = config.model_copy(update={"runtime": runtime.model_copy(update={"compile": True})})
+    return len(find_problems(compiled)) <= len(find_problems(config))
 
 
 def _has_triton() -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 
 from vorox.core.config.layers.overrides import Assignment
 from vorox.core.config.schema_fields import synonyms
+from vorox.core.schema.setting import ENGINES
 
 _BATCH_PER_DEVICE: Final[Mapping[str, str]] = {"training_config.batch_size": "train.micro_batch_sequences"}
 """Names whose last part means another setting elsewhere: this trainer counts the rows of a device."""
@@ -47,8 +48,7 @@ OTHER_OPTIONS: Final[Mapping[str, str]] = {
     "mlflow": "log.mlflow=true",
     "trackio": "log.trackio=true",
     "tensorboard": "log.tensorboard=true",
-    "jax": "backend=jax",
-    "torch": "backend=torch",
+    **{name: f"backend={name}" for name in ENGINES},
 }
 """Names in other trainers, on the command line or at the top of a file, and what to write instead: none is a synonym,
 because its values differ."""
