@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,26 @@ def test_no_dangerous_calls() -> None:
         for pattern in DANGERS:
             found += [f"{name_of(path)}: {match[0]}" for match in re.finditer(pattern, source)]
     assert not found, "\n".join(found)
+
+
+def choices_in(path: Path) -> Iterator[frozenset[str]]:
+    """The values of every ``Literal`` of several texts."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            values = [getattr(one, "value", None) for one in getattr(node.slice, "elts", [])]
+            if values and all(isinstance(value, str) for value in values):
+                yield frozenset(map(str, values))
+
+
+def test_the_values_of_a_choice_stand_once() -> None:
+    """``cli/commands`` imports only typer; ``test_commands.py`` compares its choices with those of the workers."""
+    places: dict[frozenset[str], list[str]] = {}
+    for path in MODULES:
+        if SOURCE / "cli" / "commands" not in path.parents:
+            for values in choices_in(path):
+                places.setdefault(values, []).append(name_of(path))
+    twice = {", ".join(sorted(values)): found for values, found in places.items() if len(found) > 1}
+    assert not twice, twice
 
 
 def test_files_named_in_docstrings_exist() -> None:

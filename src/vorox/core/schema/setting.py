@@ -19,6 +19,7 @@ FUNCTION: Final = "package.module:function"
 
 Engine = Literal["torch", "jax"]
 Digest = Literal["identity", "bits", "none"]
+Location = Literal["model", "tokenizer"]
 """What a setting decides. identity: which run it is; bits: numbers of a run, decided when it is created; none: no bit
 of the parameters, so runs that differ in it alone are the same run."""
 
@@ -84,7 +85,7 @@ class SettingFacts:
     needs: tuple[Need, ...] = ()
     alternatives: tuple[str, ...] = ()
     implied: Implied | None = None
-    location: Literal["model", "tokenizer"] | None = None
+    location: Location | None = None
     synonyms: tuple[str, ...] = ()
 
 
@@ -102,7 +103,7 @@ def setting(
     needs: Need | tuple[Need, ...] = (),
     alternatives: tuple[str, ...] = (),
     implied: Implied | None = None,
-    location: Literal["model", "tokenizer"] | None = None,
+    location: Location | None = None,
     synonyms: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:

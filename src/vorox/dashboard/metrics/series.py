@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ _BLOCK_BYTES = 1 << 21
 _MIN_DECODED_BYTES = 1 << 14
 """Shorter blocks, as a live run appends them, are read line by line."""
 Steps = npt.NDArray[np.int64]
+Position = Literal["steps", "tokens", "seconds"]
+"""What places the points of a curve."""
 
 
 class MetricSeries:
