@@ -380,5 +380,3 @@ class ModelConfig(Section):
 
 MAMBA_KEYS = tuple(key for key in ModelConfig.model_fields if key.startswith("mamba_"))
 """Settings of the Mamba-2 layers of ``layer_pattern``."""
-IMAGE_PROCESSOR_KEYS = tuple(f"image_processor.{key}" for key in ImageProcessorConfig.model_fields)
-"""Settings of the image processor of a transformers model."""
