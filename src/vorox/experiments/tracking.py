@@ -5,7 +5,7 @@ registry, and the given ones. Names must be registered. A failing sink is report
 nor other sinks.
 
 ``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
-``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps (``core/json_lines``).
+``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps (``core/files/json_lines.py``).
 ``read_metrics`` skips torn lines, and of several attempts at a step the latest counts.
 """
 
