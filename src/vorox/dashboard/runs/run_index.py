@@ -17,10 +17,11 @@ import numpy as np
 
 from vorox.core.errors import ConfigError
 from vorox.core.files.file_holder import lock_holder
-from vorox.core.files.json_lines import as_number, read_lines
+from vorox.core.files.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.metrics.series import MetricSeries
 from vorox.experiments.artifacts import RunSummary, inspect_any, unreadable_run
+from vorox.experiments.metrics_lines import metrics_line
 from vorox.experiments.tracking import read_metrics
 from vorox.records.run_lookup import attempt_notes, is_run, run_argument, run_attempts, run_directories
 
@@ -221,10 +222,8 @@ def _newest_values(directory: Path) -> dict[str, float]:
 
 def _last_time(directory: Path) -> float | None:
     """Return when the newest logged step was logged, in seconds since the epoch."""
-    times = [
-        as_number(record.get("time")) for record in read_lines(RunLayout(directory).metrics, last_bytes=_TAIL_BYTES)
-    ]
-    return next((time for time in reversed(times) if time is not None), None)
+    lines = [metrics_line(record) for record in read_lines(RunLayout(directory).metrics, last_bytes=_TAIL_BYTES)]
+    return next((line.time for line in reversed(lines) if line is not None and line.time is not None), None)
 
 
 def _sparkline(directory: Path) -> list[float]:
