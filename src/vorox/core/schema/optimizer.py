@@ -209,7 +209,7 @@ class ScheduleConfig(Section):
     @property
     def facts(self) -> ScheduleFacts:
         """What is known of the schedule; of a user's, nothing."""
-        return BUILT_IN_SCHEDULES.get(self.name, ScheduleFacts())
+        return ScheduleFacts() if ":" in self.name else BUILT_IN_SCHEDULES[self.name]
 
     @property
     def top_fraction(self) -> float:

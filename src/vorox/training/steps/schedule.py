@@ -217,8 +217,7 @@ class Schedule:
             decay_steps = round(config.decay_fraction * self.total_steps)
             into_decay = step + 1 - (self.total_steps - decay_steps)
             return 1.0 if into_decay <= 0 else _linear(min(into_decay, decay_steps) / decay_steps, final)
-        shape = _cosine if config.name == "cosine" else _linear
-        return shape(_share(step - self.warmup_steps, self.total_steps - self.warmup_steps), final)
+        return _SHAPES[config.name](_share(step - self.warmup_steps, self.total_steps - self.warmup_steps), final)
 
     def weight_decay(self, step: int) -> float:
         """Return the weight decay of a step; it has no warm-up."""
@@ -227,8 +226,7 @@ class Schedule:
             return self.peak_weight_decay * self._share_of(self.weight_decay_function, step, "schedule.weight_decay")
         if name == "constant":
             return self.peak_weight_decay
-        shape = _cosine if name == "cosine" else _linear
-        return self.peak_weight_decay * shape(_share(step, self.total_steps), final)
+        return self.peak_weight_decay * _SHAPES[name](_share(step, self.total_steps), final)
 
     def _share_of(self, function: Shape, step: int, where: str) -> float:
         """Call a user function; refuse a result that is not a share of the peak."""
@@ -269,3 +267,6 @@ def _linear(share: float, final: float) -> float:
 
 def _cosine(share: float, final: float) -> float:
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+_SHAPES = {"linear": _linear, "cosine": _cosine}
