@@ -36,14 +36,14 @@ class BuiltIn(NamedTuple):
 
     Attributes:
         path: Its function.
-        index: Makes the index of a deduplication; ``None`` for other transforms.
+        make_index: Makes the index of a deduplication; ``None`` for other transforms.
         is_augmentation: Whether it changes text, which would break a conversation.
         special_tokens: Its arguments that name special tokens.
         check_library: Refuses it where its library is missing.
     """
 
     path: str
-    index: Callable[[Mapping[str, Any]], Index] | None = None
+    make_index: Callable[[Mapping[str, Any]], Index] | None = None
     is_augmentation: bool = False
     special_tokens: tuple[str, ...] = ()
     check_library: Callable[[], object] | None = None
@@ -54,8 +54,8 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "length": BuiltIn(f"{_MODULES}.filters:length"),
     "token_length": BuiltIn(f"{_MODULES}.filters:token_length"),
     "repetition": BuiltIn(f"{_MODULES}.filters:repetition"),
-    "exact_duplicates": BuiltIn(f"{_MODULES}.signatures:exact_duplicates", index=exact_index),
-    "near_duplicates": BuiltIn(f"{_MODULES}.signatures:near_duplicates", index=near_index, check_library=datasketch),
+    "exact_duplicates": BuiltIn(f"{_MODULES}.signatures:exact_duplicates", make_index=exact_index),
+    "near_duplicates": BuiltIn(f"{_MODULES}.signatures:near_duplicates", make_index=near_index, check_library=datasketch),
     "fill_in_the_middle": BuiltIn(
         f"{_MODULES}.augmentation:fill_in_the_middle",
         is_augmentation=True,
@@ -149,7 +149,7 @@ def recipe_of(transforms: Sequence[Transform], seed: int) -> tuple[Mapping[str, 
 
 def index_for(transform: Transform) -> Index:
     """Return an empty index for a deduplication."""
-    make = _built_in(transform.name).index
+    make = _built_in(transform.name).make_index
     assert make is not None
     return make(transform.args)
 
@@ -171,12 +171,12 @@ def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
     function = load_function(config.name, kind="transform", where=f"{where}.name", known=BUILT_IN, path=path)
     parameters = inspect.signature(function).parameters
     first = next(iter(parameters), "")
-    if built_in.index is None and first not in ("text", "tokens"):
+    if built_in.make_index is None and first not in ("text", "tokens"):
         raise ConfigError(
             f"The first parameter of {path} is named {first or 'nothing'!r}", where=f"{where}.name",
             hint="name it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
-    kind: Kind = "duplicates" if built_in.index is not None else "text" if first == "text" else "tokens"
+    kind: Kind = "duplicates" if built_in.make_index is not None else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
     given = frozenset(name for name in _GIVEN[kind] if name in rest)
     args = _checked(config, {name: rest[name] for name in rest if name not in given}, function, where)
