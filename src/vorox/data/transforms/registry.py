@@ -55,7 +55,9 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "token_length": BuiltIn(f"{_MODULES}.filters:token_length"),
     "repetition": BuiltIn(f"{_MODULES}.filters:repetition"),
     "exact_duplicates": BuiltIn(f"{_MODULES}.signatures:exact_duplicates", make_index=exact_index),
-    "near_duplicates": BuiltIn(f"{_MODULES}.signatures:near_duplicates", make_index=near_index, check_library=datasketch),
+    "near_duplicates": BuiltIn(
+        f"{_MODULES}.signatures:near_duplicates", make_index=near_index, check_library=datasketch
+    ),
     "fill_in_the_middle": BuiltIn(
         f"{_MODULES}.augmentation:fill_in_the_middle",
         is_augmentation=True,
