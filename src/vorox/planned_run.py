@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vorox import backends
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
-from vorox.core.run_layout import step_directories
+from vorox.core.run_layout import ResumeFrom, step_directories
 from vorox.core.schema import RunConfig
 from vorox.data.tokenizers.loading import planned_vocab_size
 from vorox.models.spec import ModelSpec
@@ -63,9 +63,7 @@ def planned_model(config: RunConfig) -> ModelSpec:
     return backends.measured_spec(config, spec)
 
 
-def choose_micro_batch(
-    config: RunConfig, resume_from: Literal["auto", "never"] | Path, dist: DistributedContext
-) -> MicroBatch | None:
+def choose_micro_batch(config: RunConfig, resume_from: ResumeFrom, dist: DistributedContext) -> MicroBatch | None:
     """Return the micro-batch of a run under ``auto``: rank 0 reads it from the run, or decides it. A collective.
 
     Raises:

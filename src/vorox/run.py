@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vorox import backends
 from vorox.core.batch import Progress
@@ -23,7 +23,7 @@ from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.ranks.rank_comparison import compare_ranks
-from vorox.core.run_layout import run_of_checkpoint
+from vorox.core.run_layout import ResumeFrom, run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.core.user_code import trusted_code
 from vorox.data.cache.build import BuildOptions
@@ -88,7 +88,7 @@ class Outcome:
 def train(
     config: RunConfig,
     *,
-    resume_from: Literal["auto", "never"] | Path = "auto",
+    resume_from: ResumeFrom = "auto",
     minutes: float | None = None,
     display: Display | None = None,
     on_progress: PrepareProgress | None = None,
@@ -175,9 +175,7 @@ class _TrainingProcess:
     taps: Sequence[Tap]
     tasks: Mapping[str, Any]
 
-    def run_attempt(
-        self, resume_from: Literal["auto", "never"] | Path, rollback: Rollback | None = None
-    ) -> Outcome | _Returned:
+    def run_attempt(self, resume_from: ResumeFrom, rollback: Rollback | None = None) -> Outcome | _Returned:
         """Train from the state that ``resume_from`` and ``rollback`` name, to the end or to the next rollback."""
         is_rollback = rollback is not None
         with open_mirror(self.config, resume_from, self.dist, self.display.message, is_rollback=is_rollback) as mirror:
@@ -189,7 +187,7 @@ class _TrainingProcess:
         config: RunConfig,
         micro_batch: MicroBatch | None,
         mirror: Mirror,
-        resume_from: Literal["auto", "never"] | Path,
+        resume_from: ResumeFrom,
         rollback: Rollback | None,
     ) -> Outcome | _Returned:
         dist, stop, display = self.dist, self.stop, self.display

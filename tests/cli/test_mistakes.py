@@ -120,7 +120,7 @@ OPTIONS = [
     row("--text", "train --text my.txt", 2, "--data"),
     row("-d", "train -d my.txt", 2, "--data"),
     row("--val_data", "train tiny.yaml --val_data my.txt", 2, "data.validation.sources="),
-    row("--gpu", "train tiny.yaml --gpu", 2, "--device cuda"),
+    row("--gpu", "train tiny.yaml --gpu", 2, "runtime.device=cuda"),
     row("--bf16", "train tiny.yaml --bf16", 2, "precision.dtype=bf16"),
     row("--gradient-accumulation-steps", "train tiny.yaml --gradient-accumulation-steps 4", 2, "train.global_batch"),
     row("--wandb", "train tiny.yaml --wandb", 2, "log.wandb=true"),

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from vorox.core.schema.data import PackingMethod
 from vorox.data.cache.units.packing import Packing, pack
-from vorox.data.recipe import PackingMethod
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 ROW_TOKENS = st.integers(2, 17)

@@ -120,7 +120,7 @@ def test_the_targets_of_a_batch_are_found() -> None:
         halves = [np.flatnonzero((segments_BT[row] == s) & (labels_BT[row] >= 0)) for s in (2 * pair + 1, 2 * pair + 2)]
         if all(len(half) for half in halves):
             expected += [(60 * row + half).tolist() for half in halves]
-    assert found.num_pairs == len(expected) // 2
+    assert len(found.target_HL) == len(expected)
     padded = np.append(found.position_K, -1)
     assert [[p for p in padded[row].tolist() if p >= 0] for row in found.target_HL] == expected
     np.testing.assert_array_equal(found.label_K, labels_BT.reshape(-1)[found.position_K])

@@ -36,8 +36,9 @@ from vorox.data.storage import (
     remove_object,
     retry_budget,
 )
+from vorox.records.log import Level
 from vorox.records.replay_chain import read_chain
-from vorox.training.loop.display import Level, NoDisplay
+from vorox.training.loop.display import NoDisplay
 from vorox.training.mirror import list_mirror, ownership
 
 POLICY = RetryPolicy(retries_per_unit=4, first_backoff_seconds=0.01, longest_backoff_seconds=0.05)

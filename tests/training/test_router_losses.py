@@ -17,6 +17,7 @@ from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.planned_run import resolve_model
 from vorox.run import train
 from vorox.training.origin.configuration import load_resolved
+from vorox.training.origin.model_origin import ModelOrigin
 from vorox.training.weights.init_from import init_from_weights
 
 pytest.importorskip("transformers")
@@ -133,10 +134,18 @@ def test_other_names_of_the_coefficient_are_read(model_type: str, values: dict[s
     assert gradient_norm(place, TRANSFORMERS) == pytest.approx(expected_norm(place), rel=1e-4)
 
 
-def test_the_softmax_loss_of_bamba_is_adopted() -> None:
-    from vorox.training.origin.model_origin import ModelOrigin
+def origin_of(values: dict[str, Any]) -> ModelOrigin:
+    return ModelOrigin("base", None, None, values, None, None, {}, {})
 
+
+@pytest.mark.parametrize("key", ["num_routed_experts", "moe_num_experts", "num_local_experts"])
+def test_experts_under_any_name_are_reported(key: str) -> None:
+    assert "no load-balancing loss" in (origin_of({"model_type": "other", key: 4}).router_note() or "")
+    assert origin_of({"model_type": "other"}).router_note() is None
+
+
+def test_the_softmax_loss_of_bamba_is_adopted() -> None:
     values = {"model_type": "bamba", "z_loss_coefficient": 0.25}
-    origin = ModelOrigin("base", None, None, values, None, None, {}, {})
+    origin = origin_of(values)
     assert origin.losses()[0] == {"z_loss_weight": 0.25}
     assert dataclasses.replace(origin, values={"model_type": "bamba"}).losses()[0] == {}

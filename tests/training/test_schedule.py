@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vorox.core.batch_sizes import BatchSizes
+from vorox.core.config.schema_fields import LENGTHS, schema_fields
 from vorox.core.errors import ConfigError
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
-from vorox.training.steps.schedule import Horizon, Schedule, horizon, learning_rate_warnings
+from vorox.core.schema.optimizer import BUILT_IN_SCHEDULES
+from vorox.training.steps.schedule import Horizon, Schedule, holding_overrides, horizon, learning_rate_warnings
 
 
 def configuration(train: dict[str, object], schedule: dict[str, object] | None = None) -> RunConfig:
@@ -65,6 +67,21 @@ def test_lengths_and_warmups_exclude_each_other() -> None:
     config = configuration({"num_steps": 1}, {"warmup_steps": 1, "warmup_tokens": 5})
     with pytest.raises(ConfigError, match="More than one warm-up"):
         horizon(config, num_train_rows=1, full_dataset_tokens=1)
+
+
+@pytest.mark.parametrize("name", [one for one in schema_fields()["schedule.name"].choices if isinstance(one, str)])
+def test_a_schedule_falls_as_its_row_says(name: str) -> None:
+    length, facts = Horizon(100, 10, 1), BUILT_IN_SCHEDULES[name]
+    schedule = Schedule.from_config(ScheduleConfig(name=name), OptimizerConfig(lr=1.0), length)
+    assert (schedule.lr(99) < schedule.lr(9)) == facts.falls
+    assert (schedule.lr(9) < 1.0) == facts.starts_low
+    assert (holding_overrides(schedule.config, length) != "") == facts.falls
+
+
+def test_a_length_is_read_from_each_of_its_keys() -> None:
+    for key in LENGTHS:
+        config = configuration({key.removeprefix("train."): 3})
+        assert horizon(config, num_train_rows=10**6, full_dataset_tokens=10**9).total_steps > 0
 
 
 def test_warns_when_the_warmup_outlasts_the_run() -> None:

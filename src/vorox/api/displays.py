@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any, Final, TextIO
 
 from vorox.core.errors import ConfigError
-from vorox.training.loop.display import Display, Level, NoDisplay, StepView
+from vorox.records.log import Level
+from vorox.training.loop.display import Display, NoDisplay, StepView
 
 _METHODS: Final = ("step", "message", "sample", "waiting", "close")
 _SECONDS_BETWEEN_LINES = 5.0

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,14 @@ from vorox import backends
 from vorox.api.arguments import check_argument
 from vorox.api.configuration import Configuration, as_config
 from vorox.core.config import config_from_record
-from vorox.core.engine import Engine, Tap, TapPoint, Weights, attach_taps, exchange_average
+from vorox.core.engine import Engine, Tap, TapPoint, attach_taps, exchange_average
 from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.files.staged_directory import read_manifest
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, run_of_checkpoint
 from vorox.core.schema import LossConfig, RunConfig
+from vorox.core.schema.train import Weights
 from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.storage import scheme_of
 from vorox.data.tokenizers.loading import load as load_tokenizer
@@ -106,7 +107,7 @@ def load_model(
     check_argument("vorox.load_model", "step", step, (int, type(None)), least=1)
     check_argument("vorox.load_model", "root", root, (str, Path))
     check_argument("vorox.load_model", "device", device, (str, type(None)))
-    if weights not in ("model", "ema"):
+    if weights not in get_args(Weights):
         raise ConfigError(f"weights={weights!r} must be 'model' or 'ema'", where="vorox.load_model")
     return find_model(str(name), step=step, root=root, device=device, weights=weights, on_corrupt=_warn_of_corrupt)
 

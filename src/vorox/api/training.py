@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from vorox.api.arguments import check_argument
 from vorox.api.configuration import Configuration, Overrides, as_config
 from vorox.api.displays import DisplayChoice, display_of
 from vorox.core.engine import Tap
 from vorox.core.errors import ConfigError
+from vorox.core.run_layout import ResumeFrom
 from vorox.data.cache.building.report import PrepareProgress
 from vorox.run import Outcome
 from vorox.run import train as train_run
@@ -22,7 +22,7 @@ def train(
     config: Configuration,
     overrides: Overrides = (),
     *,
-    resume_from: Literal["auto", "never"] | str | Path = "auto",
+    resume_from: ResumeFrom | str = "auto",
     minutes: float | None = None,
     taps: Sequence[Tap] = (),
     display: DisplayChoice = None,

@@ -34,9 +34,6 @@ from vorox.core.step_profile import StepRecording
 NamedArray = tuple[str, npt.NDArray[np.float32]]
 """A parameter under its canonical name (``models/spec.py``), fp32."""
 
-Weights = Literal["model", "ema"]
-"""The parameters of a model, or their moving average (``train.ema_decay``)."""
-
 TIMED_PRODUCTS = 20
 """Products of one measurement on an accelerator: one alone takes about as long to start as to compute."""
 

@@ -30,10 +30,6 @@ class Pairs:
     label_K: npt.NDArray[np.int64]
     target_HL: npt.NDArray[np.int64]
 
-    @property
-    def num_pairs(self) -> int:
-        return len(self.target_HL) // 2
-
 
 def find_pairs(segments_BT: Int32Array, labels_BT: Int32Array) -> Pairs:
     """Return the pairs of a micro-batch; a pair without targets in both conversations is left out."""

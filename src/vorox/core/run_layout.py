@@ -13,11 +13,14 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from vorox.core.files.atomic import TEMPORARY_PREFIX
 from vorox.core.files.file_holder import FileLock
 from vorox.core.files.staged_directory import has_manifest, unreadable_error
+
+ResumeFrom = Literal["auto", "never"] | Path
+"""What a run continues: its newest checkpoint if it has one, nothing, or a run or checkpoint by path."""
 
 _CHECKPOINT = re.compile(r"step-(?P<step>[0-9]{8,16})(?:\.(?P<status>corrupt|replaced|incomplete)-[0-9]+)?")
 

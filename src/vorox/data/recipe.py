@@ -15,17 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vorox.core.errors import DataError
 from vorox.core.files.atomic import canonical_json, pretty_json, write_file
 from vorox.core.files.chained_log import HashChainedLog, LogPosition
 from vorox.core.files.json_reader import parse_json
+from vorox.core.schema.data import PackingMethod
 from vorox.data.documents import SourceFile, Unit, UnitSpan
 from vorox.data.images.layout import ImageLayout
 from vorox.data.images.tokens import END_OF_IMAGE_IDS
-
-PackingMethod = Literal["best_fit", "concat"]
 
 RECIPE_NAME = "RECIPE.json"
 FILES_NAME = "FILES.jsonl"

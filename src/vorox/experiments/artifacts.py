@@ -109,10 +109,17 @@ def inspect_any(directory: Path) -> RunSummary:
     try:
         return inspect_run(directory)
     except Exception as error:  # others may have written the files: no list may end at one of them
-        return RunSummary(
-            directory.resolve().name, directory, "unreadable", None, 0, None, None, None, None, 0, 0, 0, None, 0.0,
-            None, error.what if isinstance(error, VoroxError) else f"{type(error).__name__}: {error}",
-        )  # fmt: skip
+        return unreadable_run(
+            directory, error.what if isinstance(error, VoroxError) else f"{type(error).__name__}: {error}"
+        )
+
+
+def unreadable_run(directory: Path, problem: str) -> RunSummary:
+    """Return the summary of a run of which nothing is known."""
+    return RunSummary(
+        directory.resolve().name, directory, "unreadable", None, 0, None, None, None, None, 0, 0, 0, None, 0.0, None,
+        problem,
+    )  # fmt: skip
 
 
 def list_failed_runs(root: Path) -> list[RunSummary]:

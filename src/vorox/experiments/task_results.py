@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 from vorox.core.errors import ConfigError
 from vorox.core.files import atomic
 from vorox.core.files.atomic import MANIFEST_NAME
-from vorox.core.files.json_lines import LineFile, encode, finite_json, read_lines
+from vorox.core.files.json_lines import LineFile, finite_json, read_lines
 from vorox.core.files.json_reader import read_json
 from vorox.core.run_layout import RunLayout, lock_run
 from vorox.experiments.metrics import metric
+from vorox.experiments.metrics_lines import encode_metrics
 
 FORMAT = "vorox-tasks/1"
 
@@ -90,7 +90,6 @@ def _append_metrics(run_directory: Path, step: int, values: Mapping[str, float])
     path = RunLayout(run_directory).metrics
     attempts = [line["attempt"] for line in read_lines(path) if type(line.get("attempt")) is int]
     file = LineFile(path)
-    record = {"step": step, "attempt": max(attempts, default=1), "time": round(time.time(), 3), "values": values}
-    error = file.append(encode(record)) or file.flush(sync=True)
+    error = file.append(encode_metrics(step, max(attempts, default=1), values)) or file.flush(sync=True)
     if error is not None:
         raise error

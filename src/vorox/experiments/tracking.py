@@ -4,26 +4,25 @@
 registry, and the given ones. Names must be registered. A failing sink is reported once and affects neither the training
 nor other sinks.
 
-``metrics.jsonl`` has one line ``{"step", "attempt", "time", "values"}`` per call. A resumed attempt starts with a line
-``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps (``core/json_lines``).
+``metrics.jsonl`` has one line per call (``metrics_lines.py``). A resumed attempt starts with a line
+``{"attempt", "resume_step"}``, which voids what earlier attempts wrote for later steps (``core/files/json_lines.py``).
 ``read_metrics`` skips torn lines, and of several attempts at a step the latest counts.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vorox.core.files.json_lines import LineFile, as_number, encode, read_lines, read_tails, valid_records
-from vorox.core.files.json_reader import is_step
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import LogConfig
 from vorox.core.user_code.extensions import load_function
 from vorox.experiments.metrics import MetricFunctions, metric
+from vorox.experiments.metrics_lines import encode_metrics, metrics_line
 from vorox.experiments.mlflow_sink import MlflowSink, require_mlflow
 from vorox.experiments.sinks import Sink, TensorBoardSink, open_custom_sink, require_tensorboard
 from vorox.experiments.trackio_sink import TrackioSink, require_trackio
@@ -208,8 +207,7 @@ class JsonLinesSink:
         error: OSError | None = None
         if self._opening is not None:
             error, self._opening = self._file.append(encode(self._opening)), None
-        record = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3), "values": values}
-        error = self._file.append(encode(record)) or error
+        error = self._file.append(encode_metrics(step, self._attempt, values)) or error
         if error is not None:
             raise error
 
@@ -246,9 +244,8 @@ def last_values(run_directory: Path, names: Sequence[str]) -> dict[str, tuple[in
 def _by_step(records: Iterable[dict[str, Any]]) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, tuple[int, float]]] = {}
     for record in valid_records(records):
-        attempt, values = record.get("attempt"), record.get("values")
-        if is_step(attempt) and isinstance(values, dict):
-            _merge(steps.setdefault(record["step"], {}), attempt, values)
+        if (line := metrics_line(record)) is not None:
+            _merge(steps.setdefault(line.step, {}), line.attempt, line.values)
     return {step: {name: value for name, (_, value) in steps[step].items()} for step in sorted(steps)}
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vorox.core.config.checks.batch import check_devices
 from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError, DoesNotFitError
 from vorox.core.files.file_holder import boot_identity
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout
+from vorox.core.run_layout import ResumeFrom, RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.user_code.extensions import is_extension
 from vorox.models.spec import ModelSpec
@@ -51,7 +50,7 @@ def with_micro_batch(config: RunConfig, decision: MicroBatch | None) -> RunConfi
     return config.model_copy(update={"train": train})
 
 
-def recorded(config: RunConfig, resume_from: Literal["auto", "never"] | Path) -> MicroBatch | None:
+def recorded(config: RunConfig, resume_from: ResumeFrom) -> MicroBatch | None:
     """Return the micro-batch of the run that is resumed; ``None`` for a new run.
 
     Raises:

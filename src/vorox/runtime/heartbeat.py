@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal
+from typing import IO, Literal, get_args
 
 from vorox.core.errors import StalledError
 from vorox.core.files.file_holder import ProcessIdentity, this_process
@@ -41,7 +41,7 @@ Phase = Literal["start", "compile", "data", "step", "sync", "settle", "save", "v
 """``data``: waits for a batch; ``step``: forward, backward and update; ``sync``: waits for the other ranks; ``settle``:
 waits for the numbers of a step from the device. The others may be long."""
 
-PHASES: tuple[Phase, ...] = ("start", "compile", "data", "step", "sync", "settle", "save", "validation", "end")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 WATCHED: frozenset[Phase] = frozenset({"data", "step", "sync", "settle"})
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)

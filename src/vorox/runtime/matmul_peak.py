@@ -57,11 +57,6 @@ class MatmulPeak:
     seconds_per_step: float
     rates: Mapping[MatmulShape, float]
 
-    @property
-    def best_flops_per_second(self) -> float:
-        """FLOP/s of the fastest shape."""
-        return max(self.rates.values())
-
 
 def training_shapes(weights: Iterable[tuple[int, int]], num_positions: int) -> Counter[MatmulShape]:
     """Count the multiplications of one forward and backward pass over linear layers.

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from servers.shelves import WRITABLE
 from vorox.core.errors import ConfigError
+from vorox.core.schema.train import OBJECT_STORES
 from vorox.data.storage import canonical_uri, has_magic, list_files, relative_name, scheme_of
+from vorox.data.storage.cloud_clients import CLOUDS
 from vorox.data.storage.locations import matches_glob
 
 
@@ -25,6 +28,11 @@ from vorox.data.storage.locations import matches_glob
 )  # fmt: skip
 def test_schemes(location: str, scheme: str | None) -> None:
     assert scheme_of(location) == scheme
+
+
+def test_every_store_that_can_be_written_to_has_a_client() -> None:
+    assert list(CLOUDS) == list(OBJECT_STORES)
+    assert {kind.partition("-")[0] for kind in WRITABLE} == set(OBJECT_STORES), "each is tested against a server"
 
 
 @pytest.mark.parametrize("location", ["ftp://host/x", "azure://x/y", "file:///etc/passwd"])

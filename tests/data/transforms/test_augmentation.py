@@ -7,12 +7,14 @@ import hashlib
 import numpy as np
 import pytest
 
+from vorox.core.schema.data import TRANSFORMS
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.tokenizers.loading import train
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.data.transforms import augmentation
-from vorox.data.transforms.augmentation import fill_in_the_middle, local_model, required_special_tokens, token_dropout
+from vorox.data.transforms.augmentation import fill_in_the_middle, local_model, token_dropout
 from vorox.data.transforms.identity import generator_at
+from vorox.data.transforms.registry import BUILT_IN, required_special_tokens
 
 SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 TEXT = "def add(a, b):\n    return a + b  # être\n" * 3
@@ -112,6 +114,10 @@ def test_sentinels_that_are_needed_are_named():
     assert required_special_tokens("token_dropout", {"replacement": None}) == ()
     assert required_special_tokens("token_dropout", {"replacement": "x"}) == ("x",)
     assert required_special_tokens("length", {}) == ()
+
+
+def test_every_built_in_transform_has_a_row() -> None:
+    assert tuple(BUILT_IN) == TRANSFORMS
 
 
 @pytest.mark.slow

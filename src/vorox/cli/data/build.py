@@ -7,7 +7,6 @@ exit code 75, and the same command resumes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import typer
 
@@ -16,7 +15,8 @@ from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.data.cache.build import BuildOptions
+from vorox.data.cache.build import BuildOptions, Executor
+from vorox.data.cache.building.build_queue import Mode
 from vorox.data.cache.building.report import BuildReport
 from vorox.data.corpus.corpus import prepare
 from vorox.training.steps.stop import StopRequest
@@ -26,9 +26,9 @@ _OPTIONS = ("--workers", "--executor", "--json")
 
 def build(
     arguments: list[str],
-    mode: Literal["forward", "inverse", "gaps"],
+    mode: Mode,
     workers: int,
-    executor: Literal["process", "ray"],
+    executor: Executor,
     force_rebuild: bool,
     repair: bool,
     as_json: bool,
@@ -45,14 +45,14 @@ def build(
     _make(arguments, ("--mode", "--force-rebuild", "--repair", *_OPTIONS), options, as_json)
 
 
-def fill(arguments: list[str], verify: bool, workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
+def fill(arguments: list[str], verify: bool, workers: int, executor: Executor, as_json: bool) -> None:
     options = BuildOptions(
         verify="full" if verify else "quick", mode="gaps", workers=workers, executor=executor, wait_for="complete"
     )
     _make(arguments, ("--verify", *_OPTIONS), options, as_json)
 
 
-def repair(arguments: list[str], workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
+def repair(arguments: list[str], workers: int, executor: Executor, as_json: bool) -> None:
     _make(
         arguments,
         _OPTIONS,
@@ -61,7 +61,7 @@ def repair(arguments: list[str], workers: int, executor: Literal["process", "ray
     )
 
 
-def grow(arguments: list[str], workers: int, executor: Literal["process", "ray"], as_json: bool) -> None:
+def grow(arguments: list[str], workers: int, executor: Executor, as_json: bool) -> None:
     options = BuildOptions(verify="quick", workers=workers, executor=executor, wait_for="complete")
     _make(arguments, _OPTIONS, options, as_json, overrides=("data.cache.grow=true",))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
 
 import typer
 
@@ -11,6 +10,7 @@ from vorox.cli.data.loading import load_with_tokenizer, prepare_built, print_not
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table, print_text, print_wrapped
 from vorox.core.pluralize import pluralize
+from vorox.core.schema.data import Split
 from vorox.data.provenance import inspection
 
 
@@ -85,7 +85,7 @@ def stats(arguments: list[str], xz: bool, as_json: bool) -> None:
         typer.echo(f"\nxz baseline: {baseline:.3f} bits/byte on the validation text")
 
 
-def peek(arguments: list[str], num_rows: int, split: Literal["train", "validation"], as_json: bool) -> None:
+def peek(arguments: list[str], num_rows: int, split: Split, as_json: bool) -> None:
     config, tokenizer = load_with_tokenizer(arguments, ("--rows", "--split", "--json"))
     with progress_display() as display:
         corpus = prepare_built(arguments, ("--rows", "--split", "--json"), config, tokenizer, display)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
@@ -14,6 +14,7 @@ from vorox.cli.data.provenance import chosen_steps
 from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.pluralize import pluralize
+from vorox.core.schema.train import Weights
 from vorox.training.steps.document_losses import DocumentLoss
 
 Losses = list[DocumentLoss]
@@ -31,7 +32,7 @@ def losses(
     against: int | None,
     easiest: bool,
     limit: int,
-    weights: Literal["model", "ema"],
+    weights: Weights,
     device: str | None,
     root: str,
     as_json: bool,

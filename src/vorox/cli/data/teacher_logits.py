@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -14,11 +13,12 @@ from vorox.cli.data.loading import load, progress_display
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json
 from vorox.core.pluralize import pluralize
+from vorox.training.steps.teacher_logits import Precision
 
 _REPORT_SECONDS = 10.0
 
 
-def teacher_logits(arguments: list[str], to: Path, precision: Literal["fp16", "fp32"], as_json: bool) -> None:
+def teacher_logits(arguments: list[str], to: Path, precision: Precision, as_json: bool) -> None:
     config = load(arguments, ("--to", "--precision", "--json"))
     last = time.monotonic()
 

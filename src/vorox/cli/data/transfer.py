@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -12,20 +11,23 @@ from vorox.cli.data.loading import load_with_tokenizer, prepare_built, progress_
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.pluralize import pluralize
+from vorox.core.schema.data import Split
+from vorox.data.text.holdout import SPLITS
 from vorox.data.transfer.download import download as download_files
 from vorox.data.transfer.token_export import export_tokens
+from vorox.data.transfer.token_formats import TokenFormat
 
 
 def export(
     arguments: list[str],
-    to: Literal["bin", "mds", "npy"],
+    to: TokenFormat,
     output: Path,
-    split: Literal["train", "validation"] | None,
+    split: Split | None,
     shard_tokens: int | None,
     as_json: bool,
 ) -> None:
     config, tokenizer = load_with_tokenizer(arguments, ("--to", "--output", "--split", "--shard-tokens", "--json"))
-    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation") if split is None else (split,)
+    splits: tuple[Split, ...] = SPLITS if split is None else (split,)
     with progress_display() as display:
         corpus = prepare_built(
             arguments, ("--to", "--output", "--split", "--shard-tokens", "--json"), config, tokenizer, display

@@ -6,7 +6,6 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterator
-from typing import Literal
 
 import typer
 
@@ -14,6 +13,7 @@ from vorox.api.model import find_model
 from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.humanize import printable
 from vorox.core.errors import ConfigError, VoroxError
+from vorox.core.schema.train import Weights
 from vorox.training.inference.conversation import Conversation
 
 _COMMANDS = {
@@ -35,7 +35,7 @@ def chat(
     top_p: float,
     seed: int | None,
     step: int | None,
-    weights: Literal["model", "ema"],
+    weights: Weights,
     device: str | None,
     root: str,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -12,13 +11,14 @@ from vorox.api.compression import Measurement
 from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table
+from vorox.core.schema.train import QuantizationScheme
 from vorox.models.pruning import Pruning
 
 
 def compress(
     run: str,
     to: Path,
-    quantize: Literal["int8-weight-only", "int8-dynamic", "int4"] | None,
+    quantize: QuantizationScheme | None,
     prune: str | None,
     step: int | None,
     device: str | None,

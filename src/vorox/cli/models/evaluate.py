@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -11,6 +10,7 @@ from vorox.api.model import find_model
 from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.output import print_json, print_table
 from vorox.core.errors import ConfigError
+from vorox.core.schema.train import Weights
 from vorox.experiments.task_results import checkpoint_sha256, write_task_results
 from vorox.training.evaluation.task_evaluation import TaskResult, evaluate_tasks, records_of, time_budget
 from vorox.training.evaluation.task_loading import load_tasks
@@ -22,7 +22,7 @@ def evaluate(
     task_path: Path | None,
     limit: int | None,
     minutes: float | None,
-    weights: Literal["model", "ema"],
+    weights: Weights,
     batch_size: int,
     step: int | None,
     device: str | None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -23,10 +22,12 @@ from vorox.cli.terminal.output import print_json
 from vorox.core.config import config_values, load_config
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
+from vorox.core.schema.runtime import NumberFormat
+from vorox.core.schema.train import Weights
 from vorox.planned_run import resolve_model
 from vorox.records.run_context import recorded_config
 from vorox.records.run_lookup import find_run
-from vorox.training.export.checkpoint import Export
+from vorox.training.export.checkpoint import Export, Target
 from vorox.training.export.checkpoint import export as write
 from vorox.training.export.gguf import GGUF_NAME, stores_tokenizer
 from vorox.training.origin.model_origin import model_files
@@ -36,10 +37,10 @@ _CHECKED_IN_FP32 = ["precision.dtype=fp32", "precision.matmul=ieee", "runtime.co
 
 def export(
     run: str,
-    to: Literal["hf", "gguf", "peft"],
+    to: Target,
     output: Path | None,
-    dtype: Literal["fp32", "bf16", "fp16"],
-    weights: Literal["model", "ema"],
+    dtype: NumberFormat,
+    weights: Weights,
     check: bool,
     step: int | None,
     root: str,
@@ -71,8 +72,8 @@ def _export_pretrained(
     name: str,
     root: str,
     target: Path,
-    to: Literal["hf", "gguf", "peft"],
-    dtype: Literal["fp32", "bf16", "fp16"],
+    to: Target,
+    dtype: NumberFormat,
     *,
     check: bool,
 ) -> Export:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -11,6 +10,7 @@ from vorox.api.model import find_model
 from vorox.cli.terminal.humanize import printable
 from vorox.cli.terminal.output import print_json
 from vorox.core.errors import ConfigError
+from vorox.core.schema.train import Weights
 from vorox.training.inference.image_prompts import encode_image_prompt
 from vorox.training.inference.sampling import complete
 from vorox.training.inference.sampling import generate as sample
@@ -28,7 +28,7 @@ def generate(
     num_samples: int,
     seed: int | None,
     step: int | None,
-    weights: Literal["model", "ema"],
+    weights: Weights,
     device: str | None,
     root: str,
     as_json: bool,

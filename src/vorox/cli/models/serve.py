@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -11,6 +10,7 @@ from vorox.api.model import find_model
 from vorox.cli.models.generate import report_skipped
 from vorox.core.errors import ConfigError
 from vorox.core.platform.installation import install_command
+from vorox.core.schema.train import Weights
 
 
 def serve(
@@ -21,7 +21,7 @@ def serve(
     no_token: bool,
     name: str | None,
     step: int | None,
-    weights: Literal["model", "ema"],
+    weights: Weights,
     device: str | None,
     root: str,
 ) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from vorox import backends
 from vorox.cli.planning.data_growth import DataGrowth, find_growth
@@ -28,8 +27,9 @@ from vorox.core.config.config_for_text import expected_ids
 from vorox.core.files.file_holder import lock_holder
 from vorox.core.pluralize import pluralize
 from vorox.core.ranks.distributed_context import DistributedContext
-from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.run_layout import ResumeFrom, RunLayout, step_directories
 from vorox.core.schema import RunConfig
+from vorox.core.schema.data import Split
 from vorox.core.schema.model import ModelConfig
 from vorox.data.cache.files.manifest import Manifest
 from vorox.data.cache.reader import CacheReader
@@ -41,7 +41,6 @@ from vorox.data.corpus.source_listing import ListedSources, list_sources
 from vorox.data.images.layout import image_layout
 from vorox.data.recipe import RECIPE_NAME
 from vorox.data.storage import check_writable
-from vorox.data.text.holdout import Split
 from vorox.data.text.holdout_selection import held_out_bytes
 from vorox.data.text.sources import Source
 from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
@@ -116,7 +115,7 @@ class RunPreview:
     """
 
     config: RunConfig
-    resume_from: Literal["auto", "never"] | Path
+    resume_from: ResumeFrom
     named_keys: Collection[str] = ()
     origin: OriginOf | None = None
     restored_to: Path | None = None

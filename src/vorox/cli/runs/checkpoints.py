@@ -302,4 +302,4 @@ def print_checkpoints(found: list[CheckpointSummary]) -> None:
 
 def _json(entry: CheckpointSummary) -> dict[str, Any]:
     path: Path = entry.path
-    return {**asdict(entry), "path": str(path), "eval_loss": entry.eval_loss}
+    return {**asdict(entry), "path": str(path)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -14,16 +14,14 @@ from vorox.core.files import atomic
 from vorox.core.platform.installation import install_command
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
-from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries, Position
 from vorox.records.run_lookup import find_run, run_argument, short_path
 
 if TYPE_CHECKING:
     from vorox.dashboard.exports.plotting import Format
 
 
-def plot(
-    names: list[str], to: Path, x: Literal["steps", "tokens", "seconds"], smoothing: float | None, root: str
-) -> None:
+def plot(names: list[str], to: Path, x: Position, smoothing: float | None, root: str) -> None:
     _require_ending(to, (".png", ".svg"))
     try:
         from vorox.dashboard.exports.plotting import COLOURS, draw_runs  # matplotlib is optional

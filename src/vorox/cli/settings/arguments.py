@@ -19,15 +19,14 @@ from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 
 _EQUIVALENTS = {
+    **OTHER_OPTIONS,
     **dict.fromkeys(("text", "texts", "file", "input", "train_data", "train_file", "corpus", "d"), "--data PATH"),
     **dict.fromkeys(("val_data", "validation_file", "eval_data"),
                     "'data.validation.sources=[{name: held-out, format: txt, paths: [PATH]}]'"),
-    **dict.fromkeys(("gpu", "cuda"), "--device cuda"),
-    **dict.fromkeys(("model_name_or_path", "checkpoint", "pretrained"), "--from-weights DIRECTORY"),
-    "cpu": "--device cpu",
     "model": "model.preset=NAME (a size) or --from-weights DIRECTORY (trained weights)",
 }  # fmt: skip
-"""Options of other trainers that options of ours replace; ``OTHER_OPTIONS`` has those that settings replace."""
+"""Options of other trainers, and what to write instead: ``OTHER_OPTIONS``, which a file may have too, and those of a
+command line only."""
 
 _DEVICE_COUNTS = ("gpus", "num_gpus", "n_gpu", "devices", "num_devices", "nproc_per_node", "num_processes")
 """Options of other trainers for the number of devices."""
@@ -149,7 +148,7 @@ def _refuse_blanks_around_equals(word: str, key: str | None, rest: Sequence[str]
 
 def _unknown_option(name: str, options: Sequence[str]) -> Exception:
     known = name.lstrip("-").replace("-", "_")
-    equivalent = _EQUIVALENTS.get(known) or OTHER_OPTIONS.get(known)
+    equivalent = _EQUIVALENTS.get(known)
     if known in _DEVICE_COUNTS:
         equivalent = "--hardware, for example h100x8" if "--hardware" in options else "--nproc N (a process for each)"
     if equivalent is not None:

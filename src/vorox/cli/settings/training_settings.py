@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from vorox.cli.terminal import humanize
 from vorox.core.batch_sizes import batch_sizes_of
+from vorox.core.config.schema_fields import WARM_UPS
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 
@@ -34,17 +35,17 @@ def training_settings(config: RunConfig, origin: OriginOf | None = None, *, warm
 def _settings(config: RunConfig, warmup_steps: int | None) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield each setting as text, with its keys; the first key that is not a default names the place."""
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
-    share = schedule.min_lr_fraction if schedule.name == "hold" else 1
+    share = schedule.top_fraction
     yield f"learning rate {share * optimizer.lr:.2g}", ("optimizer.lr",)
     if optimizer.facts.orthogonalises:
         yield f"{share * optimizer.muon_lr:.2g} for matrices", ("optimizer.muon_lr", "optimizer.name")
     shape = schedule.name
-    if shape in {"cosine", "linear", "wsd"}:
+    if schedule.facts.falls:
         shape += f" to {100 * schedule.min_lr_fraction:g}%"
-    elif shape == "hold":
+    elif schedule.facts.starts_low:
         shape += f" at {100 * share:g}% of {optimizer.lr:.2g}"
     yield shape, ("schedule.name", "schedule.min_lr_fraction")
-    yield _warmup(config, warmup_steps), tuple(f"schedule.warmup_{unit}" for unit in ("steps", "tokens", "fraction"))
+    yield _warmup(config, warmup_steps), WARM_UPS
     if train.num_steps is not None:
         yield pluralize(train.num_steps, "step"), ("train.num_steps",)
     elif train.num_tokens is not None:

@@ -18,7 +18,8 @@ from typing import TextIO
 from vorox.cli.terminal.humanize import count, duration, eta, percent, printable
 from vorox.cli.terminal.standard_streams import raw_stream
 from vorox.core.pluralize import pluralize
-from vorox.training.loop.display import Display, Level, StepView
+from vorox.records.log import Level
+from vorox.training.loop.display import Display, StepView
 
 _QUIET_SECONDS = 0.5
 _LINE_EVERY_SECONDS = 10.0

@@ -24,7 +24,8 @@ from rich.text import Text
 
 from vorox.cli.terminal.humanize import count, duration, eta, number, percent, printable, size, small, speed, wrap
 from vorox.cli.terminal.standard_streams import raw_stream
-from vorox.training.loop.display import Display, Level, NoDisplay, StepView
+from vorox.records.log import Level
+from vorox.training.loop.display import Display, NoDisplay, StepView
 
 _SAMPLE_LINES, _SAMPLE_COLUMNS = 3, 76
 _MIN_BAR_CELLS, _BAR_CELLS = 4, 40

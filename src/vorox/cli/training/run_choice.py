@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import typer
 
@@ -22,7 +21,7 @@ from vorox.core.config.layers.overrides import parse_override
 from vorox.core.config.layers.synonyms import key_of
 from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import ConfigError
-from vorox.core.run_layout import run_of_checkpoint
+from vorox.core.run_layout import ResumeFrom, run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.data.storage import scheme_of
 from vorox.records.run_context import recorded_config
@@ -62,7 +61,7 @@ class ChosenRun:
     """
 
     config: RunConfig
-    resume_from: Literal["auto", "never"] | Path
+    resume_from: ResumeFrom
     named_keys: Sequence[str]
     origin: OriginOf | None
 

@@ -97,6 +97,12 @@ def alternatives_of(key: str) -> tuple[str, ...]:
     return tuple(name for name in schema_fields() if name in group)
 
 
+def given_keys(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
+    """Return those of the keys that have a value."""
+    names = [key.partition(".") for key in keys]
+    return [f"{section}.{name}" for section, _, name in names if getattr(getattr(config, section), name) is not None]
+
+
 def keys_where(holds: Callable[[SettingFacts], bool]) -> tuple[str, ...]:
     """Return the keys, of sections too, whose facts meet a condition."""
     return tuple(key for key, field in schema_fields().items() if holds(field.facts))
@@ -283,3 +289,7 @@ def _accepted(info: FieldInfo) -> str:
         elif getattr(rule, "pattern", None):
             parts.append(f"text matching {rule.pattern}")
     return ", ".join(parts)
+
+
+LENGTHS, WARM_UPS = alternatives_of("train.num_steps"), alternatives_of("schedule.warmup_steps")
+"""The keys of the length of a run, of which one is given, and of its warm-up, of which at most one is."""

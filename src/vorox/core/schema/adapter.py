@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from vorox.core.schema.section import Section
 from vorox.core.schema.setting import Need, setting
 
-_ADAPTER = Need("kind", ("lora", "dora", "qlora"))
+AdapterKind = Literal["lora", "dora", "qlora"]
+
+_ADAPTER = Need("kind", get_args(AdapterKind))
 
 
 class AdapterConfig(Section):
-    kind: Literal["none", "lora", "dora", "qlora"] = setting(
+    kind: Literal["none", AdapterKind] = setting(
         default="none",
         description="none: train all weights. lora: freeze them, and add a trained product of two low-rank matrices to "
         "linear layers. dora: also train the norm of each row. qlora: as lora, with the frozen linear layers in 4 "

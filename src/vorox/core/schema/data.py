@@ -11,10 +11,19 @@ from vorox.core.schema.section import ImportPath, Section
 from vorox.core.schema.setting import Implied, Need, setting
 from vorox.core.schema.source_formats import FORMATS, formats_that
 
+PackingMethod = Literal["best_fit", "concat"]
+Split = Literal["train", "validation"]
+
 if TYPE_CHECKING:
     FormatName = str
 else:
     FormatName = Literal[tuple(FORMATS)]
+
+TRANSFORMS = (
+    "length", "token_length", "repetition", "exact_duplicates", "near_duplicates", "fill_in_the_middle",
+    "token_dropout", "local_model",
+)  # fmt: skip
+"""The built-in transforms; ``data/transforms/registry.py: BUILT_IN`` has a row for each."""
 
 _READS_FILES = Need("format", never=("python_stdlib",), remedy="a format other than python_stdlib")
 _READS_THE_HUB = Need("paths", contains="hf://", remedy="a path hf://OWNER/NAME")
@@ -28,11 +37,11 @@ class TransformConfig(Section):
     """One transform of documents between reading and packing."""
 
     name: str = setting(
-        description="length, token_length, repetition, exact_duplicates, near_duplicates, fill_in_the_middle, "
-        "token_dropout, local_model, or a user function as my_package.my_module:function or path/to/file.py:function.",
+        description=f"{', '.join(TRANSFORMS)}, or a user function as my_package.my_module:function or "
+        "path/to/file.py:function.",
     )
     args: Mapping[str, Any] = setting(default_factory=dict, description="Keyword arguments of the transform.")
-    splits: tuple[Literal["train", "validation"], ...] = setting(
+    splits: tuple[Split, ...] = setting(
         default=("train",),
         min_length=1,
         description="Splits that it applies to; validation text is unchanged by default.",
@@ -489,7 +498,7 @@ class DataConfig(Section):
         description="Tokens per packed row.",
         synonyms=("seq_len", "seq_length", "sequence_length", "block_size", "context_length"),
     )
-    packing: Literal["best_fit", "concat"] = setting(
+    packing: PackingMethod = setting(
         default="best_fit",
         description="best_fit keeps documents whole where they fit; concat splits the concatenated documents.",
     )

@@ -10,6 +10,9 @@ from vorox.core.schema.setting import FUNCTION, Need, setting
 from vorox.core.schema.vision import VisionConfig
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"]
+Norm = Literal["rms_norm", "layer_norm"]
+NormPlacement = Literal["pre", "post", "both"]
+Positions = Literal["rope", "learned", "none"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
 _FOREIGN = Need("kind", ("huggingface",))
@@ -180,7 +183,7 @@ class ModelConfig(Section):
         description="Maximum sequence length of the model. None: data.sequence_length_tokens.",
         needs=_DECODER,
     )
-    positions: Literal["rope", "learned", "none"] = setting(
+    positions: Positions = setting(
         default="rope", description="Rotary or learned absolute positions, or none (Nemotron-H).", needs=_DECODER
     )
     rope_theta: float = setting(
@@ -277,10 +280,8 @@ class ModelConfig(Section):
     mamba_time_step_max: float = setting(
         default=0.1, gt=0, description="Mamba-2: largest time step at the start.", needs=(_DECODER, _HAS_MAMBA)
     )
-    norm: Literal["rms_norm", "layer_norm"] = setting(
-        default="rms_norm", description="Normalisation layer.", needs=_DECODER
-    )
-    norm_placement: Literal["pre", "post", "both"] = setting(
+    norm: Norm = setting(default="rms_norm", description="Normalisation layer.", needs=_DECODER)
+    norm_placement: NormPlacement = setting(
         default="pre",
         description="Norms before attention and MLP, after them on the residual branch (OLMo 2), or both (Gemma 3).",
         needs=_DECODER,
@@ -379,5 +380,3 @@ class ModelConfig(Section):
 
 MAMBA_KEYS = tuple(key for key in ModelConfig.model_fields if key.startswith("mamba_"))
 """Settings of the Mamba-2 layers of ``layer_pattern``."""
-IMAGE_PROCESSOR_KEYS = tuple(f"image_processor.{key}" for key in ImageProcessorConfig.model_fields)
-"""Settings of the image processor of a transformers model."""

@@ -31,7 +31,29 @@ BUILT_IN_OPTIMIZERS = {
     "muon": OptimizerFacts(orthogonalises=True),
 }
 
+
+class ScheduleFacts(NamedTuple):
+    """What is known of a schedule of the learning rate.
+
+    Attributes:
+        falls: Whether the rate falls from its peak to ``min_lr_fraction`` of it.
+        starts_low: Whether the warm-up rises to ``min_lr_fraction`` of the peak only.
+    """
+
+    falls: bool = False
+    starts_low: bool = False
+
+
+BUILT_IN_SCHEDULES = {
+    "cosine": ScheduleFacts(falls=True),
+    "linear": ScheduleFacts(falls=True),
+    "wsd": ScheduleFacts(falls=True),
+    "constant": ScheduleFacts(),
+    "hold": ScheduleFacts(starts_low=True),
+}
+
 _BUILT_IN = Need("name", never=(FUNCTION,), remedy="a built-in optimizer")
+_WITH_MINIMUM = tuple(name for name, facts in BUILT_IN_SCHEDULES.items() if any(facts))
 
 
 class ParameterGroup(Section):
@@ -164,7 +186,7 @@ class ScheduleConfig(Section):
         ge=0,
         le=1,
         description="Final learning rate as a fraction of the peak.",
-        needs=Need("name", ("cosine", "linear", "wsd", "hold"), remedy="a falling schedule"),
+        needs=Need("name", _WITH_MINIMUM, remedy="a falling schedule"),
     )
     decay_fraction: float = setting(
         default=0.2,
@@ -183,6 +205,16 @@ class ScheduleConfig(Section):
         description="linear and cosine: final weight decay as a fraction of the initial one.",
         needs=Need("weight_decay", ("linear", "cosine")),
     )
+
+    @property
+    def facts(self) -> ScheduleFacts:
+        """What is known of the schedule; of a user's, nothing."""
+        return ScheduleFacts() if ":" in self.name else BUILT_IN_SCHEDULES[self.name]
+
+    @property
+    def top_fraction(self) -> float:
+        """Share of the peak that the warm-up rises to."""
+        return self.min_lr_fraction if self.facts.starts_low else 1.0
 
 
 class LossConfig(Section):

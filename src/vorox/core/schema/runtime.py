@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,13 +11,16 @@ from pydantic import Field
 from vorox.core.schema.section import Section
 from vorox.core.schema.setting import Need, setting
 
+NumberFormat = Literal["fp32", "bf16", "fp16"]
+PipelineScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
+
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**32
 
 _NATIVE = Need("kind", ("native",))
 
 
 class PrecisionConfig(Section):
-    dtype: Literal["fp32", "bf16", "fp16"] = setting(
+    dtype: NumberFormat = setting(
         default="fp32",
         description="Number format of the forward and backward pass; parameters stay fp32.",
         engines={"fp16": ("torch",)},
@@ -139,7 +143,7 @@ class PipelineSchedule:
     divides_backward: bool = False
 
 
-_SCHEDULES = {
+_SCHEDULES: Mapping[PipelineScheduleName, PipelineSchedule] = {
     "1f1b": PipelineSchedule(stages_per_device=1, needs_rounds=False),
     "interleaved": PipelineSchedule(),
     "zero_bubble": PipelineSchedule(divides_backward=True),
@@ -181,7 +185,7 @@ class ParallelConfig(Section):
         engines=("torch",),
         needs=_NATIVE,
     )
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = setting(
+    pipeline_schedule: PipelineScheduleName = setting(
         default="1f1b",
         description="Order of the forward and backward passes of a pipeline. 1f1b: one stage of consecutive blocks for "
         "each process; interleaved: two, so processes idle less and communicate more; zero_bubble: two, and gradients "

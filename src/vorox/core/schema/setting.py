@@ -22,6 +22,7 @@ Engine = Literal["torch", "jax"]
 ENGINES: Final[tuple[Engine, ...]] = typing.get_args(Engine)
 """``backends/engine_table.py`` says what each has."""
 Digest = Literal["identity", "bits", "none"]
+Location = Literal["model", "tokenizer"]
 """What a setting decides. identity: which run it is; bits: numbers of a run, decided when it is created; none: no bit
 of the parameters, so runs that differ in it alone are the same run."""
 
@@ -87,7 +88,7 @@ class SettingFacts:
     needs: tuple[Need, ...] = ()
     alternatives: tuple[str, ...] = ()
     implied: Implied | None = None
-    location: Literal["model", "tokenizer"] | None = None
+    location: Location | None = None
     synonyms: tuple[str, ...] = ()
 
 
@@ -105,7 +106,7 @@ def setting(
     needs: Need | tuple[Need, ...] = (),
     alternatives: tuple[str, ...] = (),
     implied: Implied | None = None,
-    location: Literal["model", "tokenizer"] | None = None,
+    location: Location | None = None,
     synonyms: tuple[str, ...] = (),
     **bounds: Any,
 ) -> Any:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final, Literal
 
-COMPRESSIONS: Final[Mapping[str, Literal["gz", "zst"]]] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+Compression = Literal["gz", "zst"]
+COMPRESSIONS: Final[Mapping[str, Compression]] = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 """Compressed file extensions and their compression."""
 
 EXPANSION: Final = 3

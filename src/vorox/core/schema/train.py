@@ -13,6 +13,10 @@ from vorox.core.schema.setting import Need, setting
 QuantizationScheme = Literal["int8-weight-only", "int8-dynamic", "int4"]
 """How ``vorox compress`` quantises, and what quantisation-aware training prepares for."""
 
+ActivationCheckpointing = Literal["none", "block", "dots"]
+Weights = Literal["model", "ema"]
+"""The parameters of a model, or their moving average (``train.ema_decay``)."""
+
 OBJECT_STORES = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 """Schemes of the stores that can be written to, and what each one calls the first part of a location."""
 FOLDERS = tuple(f"{scheme}://{first}/FOLDER" for scheme, first in OBJECT_STORES.items())
@@ -101,7 +105,7 @@ class TrainConfig(Section):
         digest="bits",
         needs=Need("micro_batch_sequences", ("auto",)),
     )
-    activation_checkpointing: Literal["none", "block", "dots"] = setting(
+    activation_checkpointing: ActivationCheckpointing = setting(
         default="none",
         description="block: save only block inputs and recompute the rest in the backward pass; dots: save the "
         "matrix products as well, and with torch attention.",
@@ -231,7 +235,7 @@ class EvalConfig(Section):
         default=False,
         description="Validate before the first step too: what a run from trained weights starts from.",
     )
-    weights: Literal["model", "ema"] = setting(
+    weights: Weights = setting(
         default="model",
         description="Weights that validations and samples use: the parameters, or their average (train.ema_decay).",
         needs=Need("train.ema_decay"),

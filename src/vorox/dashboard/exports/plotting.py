@@ -19,11 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from vorox.dashboard.metrics.series import MetricSeries
+from vorox.dashboard.metrics.series import MetricSeries, Position
 from vorox.dashboard.pages.run_pages import curves
 
 Format = Literal["png", "svg"]
-Position = Literal["steps", "tokens", "seconds"]
 Metrics = Mapping[str, dict[str, Any]]
 """The curves of a run by metric, as ``run_pages.curves`` returns them."""
 

@@ -16,6 +16,7 @@ import pyarrow.json as pa_json
 
 from vorox.core.files.json_reader import is_step
 from vorox.dashboard.metrics.downsampling import Numbers
+from vorox.experiments.metrics_lines import MetricsLine
 
 Rows = npt.NDArray[np.int64]
 
@@ -48,9 +49,9 @@ def decode(block: bytes) -> MetricBlock | None:
         return None
     if table.num_rows != block.count(b"\n") or "resume_step" in table.column_names:
         return None
-    if not {"step", "attempt", "time", "values"} <= set(table.column_names):
+    if not set(MetricsLine._fields) <= set(table.column_names):
         return None
-    columns = {name: table.column(name).combine_chunks() for name in ("step", "attempt", "time", "values")}
+    columns = {name: table.column(name).combine_chunks() for name in MetricsLine._fields}
     steps, attempts, times, values = columns.values()
     are_counts = all(_is_count(one) for one in (steps, attempts))
     if not are_counts or not _is_numeric(times.type) or not pa.types.is_struct(values.type) or values.null_count:

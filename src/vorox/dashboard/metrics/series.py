@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from vorox.core.files.json_lines import LineTail, as_number, decode_lines, sampl
 from vorox.core.files.json_reader import is_step
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.metrics.downsampling import Numbers
+from vorox.experiments.metrics_lines import MetricsLine, metrics_line
 
 if TYPE_CHECKING:
     from vorox.dashboard.metrics.blocks import MetricBlock
@@ -27,6 +28,8 @@ _BLOCK_BYTES = 1 << 21
 _MIN_DECODED_BYTES = 1 << 14
 """Shorter blocks, as a live run appends them, are read line by line."""
 Steps = npt.NDArray[np.int64]
+Position = Literal["steps", "tokens", "seconds"]
+"""What places the points of a curve."""
 
 
 class MetricSeries:
@@ -99,22 +102,19 @@ class MetricSeries:
             column[1].frombytes(numbers.tobytes())
 
     def _read(self, record: dict[str, Any]) -> None:
-        attempt, values, step = record.get("attempt"), record.get("values"), record.get("step")
         resume_step = record.get("resume_step")
-        if not is_step(attempt):
-            return
-        if is_step(resume_step):
+        if is_step(record.get("attempt")) and is_step(resume_step):
             self._resumes.append((len(self._steps), resume_step))
-        elif is_step(step) and isinstance(values, dict):
-            self._add(step, attempt, as_number(record.get("time")), cast("dict[str, object]", values))
+        elif (line := metrics_line(record)) is not None:
+            self._add(line)
 
-    def _add(self, step: int, attempt: int, time: float | None, values: dict[str, object]) -> None:
+    def _add(self, line: MetricsLine) -> None:
         row = len(self._steps)
-        self._steps.append(step)
-        self._attempts.append(attempt)
-        self._times.append(float("nan") if time is None else time)
+        self._steps.append(line.step)
+        self._attempts.append(line.attempt)
+        self._times.append(float("nan") if line.time is None else line.time)
         columns = self._columns
-        for name, value in values.items():
+        for name, value in line.values.items():
             number = value if type(value) is float else as_number(value)
             if number is None:
                 continue

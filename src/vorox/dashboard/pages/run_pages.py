@@ -201,7 +201,7 @@ def checkpoints(directory: Path, series: MetricSeries | None = None) -> dict[str
     steps, losses = (np.array([], np.int64), np.array([])) if series is None else series.points("loss")
     rows: list[dict[str, Any]] = []
     for entry in found:
-        values = asdict(entry) | {"eval_loss": entry.eval_loss, "path": str(entry.path)}
+        values = asdict(entry) | {"path": str(entry.path)}
         values.pop("metadata")
         logged = int(np.searchsorted(steps, entry.step, "right")) - 1
         rows.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import numpy as np
 
 from vorox.core.errors import ConfigError
 from vorox.core.files.file_holder import lock_holder
-from vorox.core.files.json_lines import as_number, read_lines
+from vorox.core.files.json_lines import read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.dashboard.metrics.series import MetricSeries
-from vorox.experiments.artifacts import RunSummary, inspect_any
+from vorox.experiments.artifacts import RunSummary, inspect_any, unreadable_run
+from vorox.experiments.metrics_lines import metrics_line
 from vorox.experiments.tracking import read_metrics
 from vorox.records.run_lookup import attempt_notes, is_run, run_argument, run_attempts, run_directories
 
@@ -122,54 +123,63 @@ def signature_of(directory: Path) -> Signature:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _RowFacts:
+    """What a row shows besides the summary; the defaults are those of a run whose files cannot be read.
+
+    Attributes:
+        attempts: Its starts and resumes.
+        recent: The newest values of its metrics.
+        environment: The engine's facts.
+        logged_at: When the newest step was logged, seconds since the epoch.
+        sparkline: Losses.
+    """
+
+    attempts: Sequence[Mapping[str, Any]] = ()
+    recent: Mapping[str, float] = field(default_factory=dict[str, float])
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    logged_at: float | None = None
+    sparkline: Sequence[float] = ()
+
+
 def _row(run_id: str, directory: Path) -> dict[str, Any]:
     summary = inspect_any(directory)
     try:
-        return _row_of(run_id, directory, summary)
+        facts = _RowFacts(
+            run_attempts(directory), _newest_values(directory), environment_of(directory), _last_time(directory),
+            _sparkline(directory),
+        )  # fmt: skip
+        return _row_of(run_id, directory, summary, facts)
     except Exception as error:  # others may have written the files: no list may end at one of them
         problem = summary.problem or f"{type(error).__name__}: {error}"
-        return {**_EMPTY_ROW, "id": run_id, "argument": run_argument(directory), "problem": problem,
-                "failure": f"unreadable, because {problem}"}  # fmt: skip
+        return _row_of(run_id, directory, unreadable_run(directory, problem), _RowFacts())
 
 
-def _row_of(run_id: str, directory: Path, summary: RunSummary) -> dict[str, Any]:
-    attempts = run_attempts(directory)
+def _row_of(run_id: str, directory: Path, summary: RunSummary, facts: _RowFacts) -> dict[str, Any]:
     row = {key: value for key, value in asdict(summary).items() if key not in {"run_id", "directory", "failure"}}
-    recent = _newest_values(directory)
-    step_seconds, environment = recent.get("step_seconds"), environment_of(directory)
+    step_seconds = facts.recent.get("step_seconds")
     remaining = None if summary.total_steps is None else max(0, summary.total_steps - summary.step)
     is_running = summary.state == "running" and remaining is not None and step_seconds is not None
-    code = (attempts[-1].get("code") or attempts[-1].get("git") or {}) if attempts else {}
+    newest = facts.attempts[-1] if facts.attempts else {}
+    code = newest.get("code") or newest.get("git") or {}
     return {
         **row,
         "id": run_id,
         "argument": run_argument(directory),
         "failure": _failure(summary),
-        "tokens_per_second": recent.get("tokens_per_second"),
-        "mfu_fraction": recent.get("mfu_fraction"),
-        "tokens": recent.get("tokens_total"),
+        "tokens_per_second": facts.recent.get("tokens_per_second"),
+        "mfu_fraction": facts.recent.get("mfu_fraction"),
+        "tokens": facts.recent.get("tokens_total"),
         "eta_seconds": remaining * step_seconds if is_running and remaining is not None and step_seconds else None,
-        "hardware": _hardware(environment),
-        "engine": environment.get("engine"),
+        "hardware": _hardware(facts.environment),
+        "engine": facts.environment.get("engine"),
         "commit": str(code.get("commit") or "")[:10],
         "branch": str(code.get("branch") or ""),
         "is_dirty": bool(code.get("dirty")),
-        "logged_at": _last_time(directory),
-        "settings": _typed_settings(attempts),
-        "sparkline": _sparkline(directory),
+        "logged_at": facts.logged_at,
+        "settings": _typed_settings(facts.attempts),
+        "sparkline": list(facts.sparkline),
     }
-
-
-_EMPTY_ROW: dict[str, Any] = {
-    **dict.fromkeys(
-        ("holder", "total_steps", "loss", "eval_loss", "checkpoint_step", "created_at", "failure", "tokens_per_second",
-         "mfu_fraction", "tokens", "eta_seconds", "engine", "logged_at")
-    ),
-    **dict.fromkeys(("step", "num_checkpoints", "size_bytes", "attempts", "changed_at"), 0),
-    **dict.fromkeys(("hardware", "commit", "branch"), ""),
-    "state": "unreadable", "is_dirty": False, "sparkline": [], "settings": {},
-}  # fmt: skip
-"""The row of a run whose files cannot be read at all."""
 
 
 def _typed_settings(attempts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -197,7 +207,7 @@ def environment_of(directory: Path) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _hardware(environment: dict[str, Any]) -> str:
+def _hardware(environment: Mapping[str, Any]) -> str:
     number = environment.get("num_devices") or environment.get("world_size") or 1
     device = str(environment.get("device") or "")
     return f"{number} x {device}" if device and number != 1 else device
@@ -212,10 +222,8 @@ def _newest_values(directory: Path) -> dict[str, float]:
 
 def _last_time(directory: Path) -> float | None:
     """Return when the newest logged step was logged, in seconds since the epoch."""
-    times = [
-        as_number(record.get("time")) for record in read_lines(RunLayout(directory).metrics, last_bytes=_TAIL_BYTES)
-    ]
-    return next((time for time in reversed(times) if time is not None), None)
+    lines = [metrics_line(record) for record in read_lines(RunLayout(directory).metrics, last_bytes=_TAIL_BYTES)]
+    return next((line.time for line in reversed(lines) if line is not None and line.time is not None), None)
 
 
 def _sparkline(directory: Path) -> list[float]:

@@ -24,14 +24,13 @@ from pathlib import Path
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.atomic import canonical_json
-from vorox.core.schema.data import DataConfig, SourceConfig
+from vorox.core.schema.data import DataConfig, SourceConfig, Split
 from vorox.data.cache.building.initialize import planned_inputs
 from vorox.data.cache.files.manifest import Manifest
 from vorox.data.corpus.view_records import is_restored
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.recipe import RECIPE_NAME, Recipe
 from vorox.data.text.file_content import without_compression
-from vorox.data.text.holdout import Split
 from vorox.data.text.sources import Source, listed_again, unlisted, with_files
 from vorox.data.text.unit_splitter import split_into_units
 

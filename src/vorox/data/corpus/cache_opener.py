@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from vorox.core.errors import ConfigError, DataError, Preempted
 from vorox.core.pluralize import pluralize
-from vorox.core.schema.data import DataConfig
+from vorox.core.schema.data import DataConfig, Split
 from vorox.data.cache.build import BuildOptions, BuildTarget, build, build_in_background, build_pair, rebuild_unit
 from vorox.data.cache.building.initialize import InputsDiffer, planned_inputs
 from vorox.data.cache.building.report import BuildReport, PrepareProgress, build_report, bytes_reporter
@@ -44,7 +44,7 @@ from vorox.data.recipe import RECIPE_NAME, Recipe, read_recipe
 from vorox.data.streaming.stream_group import DIRECTORY_NAME as STREAMS_NAME
 from vorox.data.streaming.stream_group import StreamGroup
 from vorox.data.streaming.unit_list import UnitList
-from vorox.data.text.holdout import SPLITS, Split
+from vorox.data.text.holdout import SPLITS
 from vorox.data.text.sources import Source, list_source
 from vorox.data.text.unit_reader import SplitPairReader, UnitReader, read_units, splits_share_units
 from vorox.data.text.unit_splitter import UnitSplitter, first_units, reject_empty_source, units_of_both_splits

@@ -21,7 +21,7 @@ from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import make_directory
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import DataConfig, SourceConfig
+from vorox.core.schema.data import DataConfig, SourceConfig, Split
 from vorox.data.cache.build import BuildOptions
 from vorox.data.cache.building.report import BuildReport, PrepareProgress, build_report, report_nothing
 from vorox.data.cache.building.scheduler import BuildScheduler
@@ -38,7 +38,6 @@ from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import Bucket, GrowthRule, PlanSource, PlanStart
 from vorox.data.streaming.stream import StreamReader
 from vorox.data.streaming.stream_group import StreamGroup
-from vorox.data.text.holdout import Split
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source
 from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer

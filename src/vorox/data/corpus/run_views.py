@@ -15,11 +15,11 @@ from pathlib import Path
 
 from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout
+from vorox.core.schema.data import Split
 from vorox.data.cache.upkeep.gc import STREAMS_NAME
 from vorox.data.cache.upkeep.retention import register_run
 from vorox.data.corpus.view_records import is_stream, restore_view
 from vorox.data.recipe import RECIPE_NAME
-from vorox.data.text.holdout import Split
 from vorox.data.text.sources import Source
 from vorox.records.run_lookup import notes_of_attempts
 

@@ -23,7 +23,7 @@ from vorox.core.files.atomic import canonical_json, make_directory, write_file
 from vorox.core.files.json_reader import read_json
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
-from vorox.core.schema.data import DataConfig, SourceConfig, ValidationConfig
+from vorox.core.schema.data import DataConfig, SourceConfig, Split, ValidationConfig
 from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.data.cache.building.initialize import planned_inputs
 from vorox.data.cache.building.report import PrepareProgress
@@ -39,7 +39,7 @@ from vorox.data.documents import SourceFile
 from vorox.data.images.layout import image_layout
 from vorox.data.recipe import read_recipe
 from vorox.data.storage import ContentVersions, cache_ranges
-from vorox.data.text.holdout import ALL_HELD_OUT, Split, recorded_holdout
+from vorox.data.text.holdout import ALL_HELD_OUT, recorded_holdout
 from vorox.data.text.holdout_selection import describe_holdout, select_holdout
 from vorox.data.text.listing import Note
 from vorox.data.text.record_sample import check_columns

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from vorox.core.errors import DataError
 from vorox.core.platform.environment import usable_cores
 from vorox.core.pluralize import pluralize
+from vorox.core.schema.data import Split
 from vorox.data.cache.building.report import BuildReport
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.units.document_tokens import encode, framed
@@ -30,7 +31,6 @@ from vorox.data.provenance.xz_baseline import CompressorBaseline, xz_baseline
 from vorox.data.rows import RowBlock
 from vorox.data.storage import StoredFile, content_hash, scheme_of
 from vorox.data.text.formats import read_record
-from vorox.data.text.holdout import Split
 from vorox.data.text.listing import Note
 from vorox.data.text.sources import Source, found_elsewhere, on_disk
 from vorox.data.tokenizers.token_stats import TokenStats, token_stats, warnings_of

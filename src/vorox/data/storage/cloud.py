@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import failures
-from vorox.data.storage.cloud_clients import CREDENTIALS_HINTS, STORE_NAMES, CloudClient, cloud_client, drop_expired
+from vorox.data.storage.cloud_clients import CLOUDS, CloudClient, cloud_client, drop_expired
 from vorox.data.storage.failures import (
     ObjectNotFound,
     PreconditionFailed,
@@ -262,7 +262,7 @@ class CloudStore:
         """Translate an error of obstore, whose own text may contain keys and signed urls."""
         text = str(error)
         message, _, detail = text.partition("\n\nDebug source:")
-        hint, name = CREDENTIALS_HINTS[self._scheme], STORE_NAMES[self._scheme]
+        hint, name = CLOUDS[self._scheme].credentials_hint, CLOUDS[self._scheme].name
         if (provider := _PROVIDER.search(message)) is not None:
             if _TRANSIENT_PROVIDER_ERRORS.search(provider[1]):
                 return NoConnection(f"the credential provider did not respond ({provider[1]})")
@@ -300,7 +300,7 @@ class CloudStore:
     def _translate_status(self, status: int, code: str, uri: str, error: Exception) -> Exception:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        hint = CREDENTIALS_HINTS[self._scheme]
+        hint = CLOUDS[self._scheme].credentials_hint
         if code in _TRANSIENT_CODES:
             return TransientError(f"HTTP {status} ({code})")
         if isinstance(error, AlreadyExistsError | PreconditionError) and status in {409, 412}:

@@ -24,15 +24,6 @@ from vorox.core.errors import ConfigError, DataError
 from vorox.data.storage import connections
 from vorox.data.storage.requests import RetryPolicy
 
-CREDENTIALS_HINTS = {
-    "s3": "set credentials with access to it in the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
-    "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; renew them if they expired",
-    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a service account file, or run gcloud auth application-default login",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; or AZURE_CLIENT_ID, "
-    "AZURE_CLIENT_SECRET and AZURE_TENANT_ID",
-}
-STORE_NAMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _UPLOAD_RETRIES = 8
 _CREDENTIAL_SECONDS = 300
@@ -94,11 +85,11 @@ def _create(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) 
             hint="start it by spawn or forkserver: multiprocessing_context='spawn' for a DataLoader",
         )  # fmt: skip
     _used_in_process = os.getpid()
+    cloud = CLOUDS[scheme]
     if not _NAME.fullmatch(bucket):
         raise ConfigError(
-            f"{STORE_NAMES[scheme]} does not allow this name", where=uri, hint="check the names of bucket and object"
+            f"{cloud.name} does not allow this name", where=uri, hint="check the names of bucket and object"
         )  # fmt: skip
-    configure = {"s3": _s3, "gs": _google, "az": _azure}[scheme]
     options: dict[str, Any] = {
         "allow_http": True,
         "connect_timeout": timedelta(seconds=policy.connect_seconds),
@@ -119,7 +110,7 @@ def _create(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) 
         },
     }
     try:
-        store_class, settings = configure(bucket, uri)
+        store_class, settings = cloud.connect(bucket, uri)
         checks_bodies = "checksum_algorithm" in settings
         identity = "" if "credential_provider" in settings else _credential_environment()
         stores = [
@@ -130,9 +121,9 @@ def _create(scheme: str, bucket: str, policy: RetryPolicy, uri: str, name: str) 
         raise
     except Exception as error:
         raise DataError(
-            f"The client for {STORE_NAMES[scheme]} cannot be created: {type(error).__name__}",
+            f"The client for {cloud.name} cannot be created: {type(error).__name__}",
             where=uri,
-            hint=CREDENTIALS_HINTS[scheme],
+            hint=cloud.credentials_hint,
         ) from None
     return CloudClient(stores[0], stores[1], name, checks_bodies, identity)
 
@@ -189,7 +180,7 @@ def _aws_chain(uri: str) -> tuple[Callable[[], Any], str | None, str | None] | N
         return None
     credentials: Any = session.get_credentials()
     if credentials is None:
-        raise DataError("No credentials for S3 were found", where=uri, hint=CREDENTIALS_HINTS["s3"])
+        raise DataError("No credentials for S3 were found", where=uri, hint=CLOUDS["s3"].credentials_hint)
 
     def provide() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()
@@ -244,3 +235,40 @@ def _azure(bucket: str, uri: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     del bucket, uri
     endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT")
     return AzureStore, {"endpoint": endpoint} if endpoint else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """What is particular to the stores of a scheme.
+
+    Attributes:
+        name: The service, for messages.
+        credentials_hint: How to provide credentials, for messages.
+        connect: Returns the class of obstore for a bucket (and the URI, for messages), and its settings.
+    """
+
+    name: str
+    credentials_hint: str
+    connect: Callable[[str, str], tuple[Callable[..., Any], dict[str, Any]]]
+
+
+CLOUDS = {
+    "s3": Cloud(
+        "S3",
+        "set credentials with access to it in the environment: AWS_PROFILE, or AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; renew them if they expired",
+        _s3,
+    ),
+    "gs": Cloud(
+        "Google Cloud Storage",
+        "set GOOGLE_APPLICATION_CREDENTIALS to a service account file, or run gcloud auth application-default login",
+        _google,
+    ),
+    "az": Cloud(
+        "Azure",
+        "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; or AZURE_CLIENT_ID, "
+        "AZURE_CLIENT_SECRET and AZURE_TENANT_ID",
+        _azure,
+    ),
+}
+"""By scheme; those of ``core/schema/train.py: OBJECT_STORES``."""

@@ -14,14 +14,13 @@ import shlex
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import zstandard
 
 from vorox.core.errors import DataError
+from vorox.core.schema.source_formats import Compression
 from vorox.data.storage import StoredFile, open_range, open_seekable
-
-Compression = Literal["gz", "zst"]
 
 UTF_8 = "utf-8"
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from typing import Final, Literal
+from typing import Final, get_args
 
 import xxhash
 
-from vorox.core.schema.data import ValidationConfig
+from vorox.core.schema.data import Split, ValidationConfig
 from vorox.core.schema.source_formats import source_format
 from vorox.data.text.split_names import is_validation_name, named_split
 
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, Split] = ("train", "validation")
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 NO_HOLDOUT: Final = ValidationConfig(split="file", held_out_fraction=0)
 """The rule of a source for training only."""

@@ -3,7 +3,7 @@
 A path relative to the location of its source goes in; its split comes out. Invariants: the rule is the same for every
 format, on disks, in stores and on the Hub; the innermost name that contains a split word decides, and in it the last
 such word, because a data set's own name comes first: ``dev-tools-train.jsonl`` is for training. Source code has no
-split: ``train.py`` and ``test_model.py`` name what the code does.
+split: train.py and test_model.py name what the code does.
 """
 
 from __future__ import annotations

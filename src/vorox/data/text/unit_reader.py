@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy.typing as npt
 
 from vorox.core.errors import DataError
-from vorox.core.schema.data import ValidationConfig
+from vorox.core.schema.data import Split, ValidationConfig
 from vorox.core.schema.source_formats import source_format
 from vorox.data.chat.template import rendered_all
 from vorox.data.documents import (
@@ -42,7 +42,7 @@ from vorox.data.storage import (
 )
 from vorox.data.text.file_content import SequentialReads, is_stored_as_read, limits_of
 from vorox.data.text.formats import has_many_records, has_row_groups, records_reader
-from vorox.data.text.holdout import NO_HOLDOUT, Split, document_filter
+from vorox.data.text.holdout import NO_HOLDOUT, document_filter
 from vorox.data.text.sources import Source
 from vorox.data.transforms.apply import Counts, IsDuplicate
 

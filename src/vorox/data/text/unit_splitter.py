@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from vorox.core.errors import DataError
 from vorox.core.pluralize import pluralize
-from vorox.core.schema.data import ValidationConfig
+from vorox.core.schema.data import Split, ValidationConfig
 from vorox.data.documents import Unit, UnitSpan
 from vorox.data.prefetch import map_ordered
 from vorox.data.size_groups import batch_by_size
@@ -24,7 +24,7 @@ from vorox.data.storage import RetryPolicy, retry_budget
 from vorox.data.text.file_content import compressed_length_bytes, is_stored_as_read, limits_of
 from vorox.data.text.formats import count_records, first_block, has_many_records, measure, split_blocks
 from vorox.data.text.formats.record_blocks import WINDOW_BYTES, read_range
-from vorox.data.text.holdout import SPLITS, Split, document_filter, file_split, held_out_spans, holds_out_files
+from vorox.data.text.holdout import SPLITS, document_filter, file_split, held_out_spans, holds_out_files
 from vorox.data.text.sources import Source
 from vorox.data.text.unit_reader import read_units
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.schema.data import Split
 from vorox.data.cache.reader import CacheReader
 from vorox.data.corpus.corpus import Corpus
 from vorox.data.documents import DocumentSpan
 from vorox.data.rows import TokenArray
-from vorox.data.text.holdout import SPLITS, Split
+from vorox.data.text.holdout import SPLITS
 from vorox.data.transfer.token_formats import DEFAULT_SHARD_TOKENS, WRITERS, Destination, ExportedFile, TokenFormat
 
 ExportProgress = Callable[[str, int, int], None]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -29,14 +29,6 @@ class SpecialTokens(Protocol):
 
     def encode(self, text: str, /) -> Tokens: ...
     def special_id(self, token: str, /) -> int | None: ...
-
-
-def required_special_tokens(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the special tokens that a built-in transform with these arguments requires."""
-    if name == "fill_in_the_middle":
-        return (args["prefix"], args["suffix"], args["middle"])
-    replacement = args.get("replacement") if name == "token_dropout" else None
-    return () if replacement is None else (replacement,)
 
 
 @version(1)

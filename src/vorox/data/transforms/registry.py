@@ -18,31 +18,57 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from vorox.core.errors import ConfigError
 from vorox.core.files.atomic import canonical_json
-from vorox.core.schema.data import DataConfig, SourceConfig, TransformConfig
+from vorox.core.schema.data import DataConfig, SourceConfig, Split, TransformConfig
 from vorox.core.user_code.extensions import identity_of, load_function
-from vorox.data.transforms.augmentation import required_special_tokens
-from vorox.data.transforms.signatures import check_library
+from vorox.data.transforms.signatures import Index, datasketch, exact_index, near_index
 
 Kind = Literal["text", "tokens", "duplicates"]
 
-BUILT_IN: Mapping[str, str] = {
-    "length": "vorox.data.transforms.filters:length",
-    "token_length": "vorox.data.transforms.filters:token_length",
-    "repetition": "vorox.data.transforms.filters:repetition",
-    "exact_duplicates": "vorox.data.transforms.signatures:exact_duplicates",
-    "near_duplicates": "vorox.data.transforms.signatures:near_duplicates",
-    "fill_in_the_middle": "vorox.data.transforms.augmentation:fill_in_the_middle",
-    "token_dropout": "vorox.data.transforms.augmentation:token_dropout",
-    "local_model": "vorox.data.transforms.augmentation:local_model",
+
+class BuiltIn(NamedTuple):
+    """What is known of a built-in transform.
+
+    Attributes:
+        path: Its function.
+        make_index: Makes the index of a deduplication; ``None`` for other transforms.
+        is_augmentation: Whether it changes text, which would break a conversation.
+        special_tokens: Its arguments that name special tokens.
+        check_library: Refuses it where its library is missing.
+    """
+
+    path: str
+    make_index: Callable[[Mapping[str, Any]], Index] | None = None
+    is_augmentation: bool = False
+    special_tokens: tuple[str, ...] = ()
+    check_library: Callable[[], object] | None = None
+
+
+_MODULES = "vorox.data.transforms"
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "length": BuiltIn(f"{_MODULES}.filters:length"),
+    "token_length": BuiltIn(f"{_MODULES}.filters:token_length"),
+    "repetition": BuiltIn(f"{_MODULES}.filters:repetition"),
+    "exact_duplicates": BuiltIn(f"{_MODULES}.signatures:exact_duplicates", make_index=exact_index),
+    "near_duplicates": BuiltIn(
+        f"{_MODULES}.signatures:near_duplicates", make_index=near_index, check_library=datasketch
+    ),
+    "fill_in_the_middle": BuiltIn(
+        f"{_MODULES}.augmentation:fill_in_the_middle",
+        is_augmentation=True,
+        special_tokens=("prefix", "suffix", "middle"),
+    ),
+    "token_dropout": BuiltIn(
+        f"{_MODULES}.augmentation:token_dropout", is_augmentation=True, special_tokens=("replacement",)
+    ),
+    "local_model": BuiltIn(f"{_MODULES}.augmentation:local_model", is_augmentation=True),
 }
-_AUGMENTATIONS = ("fill_in_the_middle", "token_dropout", "local_model")
-_DUPLICATES = ("exact_duplicates", "near_duplicates")
+"""By name; those of ``core/schema/data.py: TRANSFORMS``."""
 _GIVEN: Mapping[Kind, tuple[str, ...]] = {
     "text": ("rng", "tokenizer"),
     "tokens": ("rng", "tokenizer", "text"),
@@ -123,21 +149,41 @@ def recipe_of(transforms: Sequence[Transform], seed: int) -> tuple[Mapping[str, 
     )
 
 
+def index_for(transform: Transform) -> Index:
+    """Return an empty index for a deduplication."""
+    make = _built_in(transform.name).make_index
+    assert make is not None
+    return make(transform.args)
+
+
+def required_special_tokens(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the special tokens that a transform with these arguments requires."""
+    named = (args.get(argument) for argument in _built_in(name).special_tokens)
+    return tuple(token for token in named if token is not None)
+
+
+def _built_in(name: str) -> BuiltIn:
+    """Return what is known of a transform; of a user's, only its path."""
+    return BUILT_IN.get(name) or BuiltIn(name)
+
+
 def _resolve(config: TransformConfig, number: int, where: str) -> Transform:
-    path = BUILT_IN.get(config.name, config.name)
+    built_in = _built_in(config.name)
+    path = built_in.path
     function = load_function(config.name, kind="transform", where=f"{where}.name", known=BUILT_IN, path=path)
     parameters = inspect.signature(function).parameters
     first = next(iter(parameters), "")
-    if config.name not in _DUPLICATES and first not in ("text", "tokens"):
+    if built_in.make_index is None and first not in ("text", "tokens"):
         raise ConfigError(
             f"The first parameter of {path} is named {first or 'nothing'!r}", where=f"{where}.name",
             hint="name it text for a function of a text, tokens for a function of token ids",
         )  # fmt: skip
-    kind: Kind = "duplicates" if config.name in _DUPLICATES else "text" if first == "text" else "tokens"
+    kind: Kind = "duplicates" if built_in.make_index is not None else "text" if first == "text" else "tokens"
     rest = {name: parameter for name, parameter in parameters.items() if name != first}
     given = frozenset(name for name in _GIVEN[kind] if name in rest)
     args = _checked(config, {name: rest[name] for name in rest if name not in given}, function, where)
-    check_library(config.name)
+    if built_in.check_library is not None:
+        built_in.check_library()
     return Transform(number, config.name, kind, function, args, given, identity_of(path, function, args, where))
 
 
@@ -206,7 +252,7 @@ def transforms_of(data: DataConfig, source: SourceConfig, split: str, source_key
                     hint=f"give the source its own transforms: {source_key}.transforms",
                 )
     for transform in found:
-        if source.chat_fields and transform.name in _AUGMENTATIONS:
+        if source.chat_fields and _built_in(transform.name).is_augmentation:
             raise ConfigError(
                 f"Transform {transform.name} changes text, but source {source.name!r} consists of conversations",
                 where=f"{key}.{transform.number}", hint=f"give the source its own transforms: {source_key}.transforms",
@@ -221,7 +267,7 @@ def check_transforms(data: DataConfig) -> None:
         ConfigError: As ``transforms_of``.
     """
     for index, source in enumerate(data.sources):
-        for split in ("train", "validation"):
+        for split in get_args(Split):
             transforms_of(data, source, split, f"data.sources.{index}")
 
 

@@ -76,7 +76,7 @@ def near_duplicates(
     del scope, threshold
     words = _WORD.findall(text.lower())
     runs = {" ".join(words[start : start + ngram_words]) for start in range(max(len(words) - ngram_words + 1, 1))}
-    minhash = _datasketch().MinHash(num_perm=permutations, hashfunc=xxhash.xxh32_intdigest, **_MINHASH)
+    minhash = datasketch().MinHash(num_perm=permutations, hashfunc=xxhash.xxh32_intdigest, **_MINHASH)
     minhash.update_batch([run.encode() for run in sorted(runs)])
     return np.asarray(minhash.hashvalues, np.uint32)
 
@@ -98,7 +98,7 @@ class NearIndex:
     """An LSH index of MinHashes; candidates are compared by their full signatures."""
 
     def __init__(self, threshold: float, permutations: int) -> None:
-        library = _datasketch()
+        library = datasketch()
         self._threshold = threshold
         self._index: Any = library.MinHashLSH(threshold=threshold, num_perm=permutations)
         self._as_minhash: Callable[[Signature], Any] = lambda signature: library.LeanMinHash(
@@ -116,22 +116,23 @@ class NearIndex:
         self._signatures.append(signature)
 
 
-def index_for(name: str, args: Mapping[str, Any]) -> Index:
-    """Return an empty index for a deduplication transform."""
-    return ExactIndex() if name == "exact_duplicates" else NearIndex(args["threshold"], args["permutations"])
+def exact_index(args: Mapping[str, Any]) -> Index:
+    """Return an empty index for ``exact_duplicates``."""
+    del args
+    return ExactIndex()
 
 
-def check_library(name: str) -> None:
-    """Check that the library for near duplicates is installed.
+def near_index(args: Mapping[str, Any]) -> Index:
+    """Return an empty index for ``near_duplicates``."""
+    return NearIndex(args["threshold"], args["permutations"])
+
+
+def datasketch() -> Any:
+    """Import the library for near duplicates.
 
     Raises:
         ConfigError: The library is missing; the hint is the command that installs it.
     """
-    if name == "near_duplicates":
-        _datasketch()
-
-
-def _datasketch() -> Any:
     try:
         return importlib.import_module("datasketch")
     except ImportError as error:

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.core.schema.model import Activation, LayerType, ModelConfig
+from vorox.core.schema.model import Activation, LayerType, ModelConfig, Norm, NormPlacement, Positions
 from vorox.core.schema.section import ImportPath
 from vorox.models.decoder import mamba
 from vorox.models.decoder.experts import expert_parameters, resolve_experts
@@ -50,9 +50,9 @@ class DecoderSpec(ModelSpec):
     intermediate_size: int
     vocab_size: int
     max_positions_tokens: int
-    positions: Literal["rope", "learned", "none"]
+    positions: Positions
     rope_theta: float
-    norm: Literal["rms_norm", "layer_norm"]
+    norm: Norm
     norm_eps: float
     norm_bias: bool
     activation: Activation | ImportPath
@@ -67,7 +67,7 @@ class DecoderSpec(ModelSpec):
     rope_scaling: RopeScaling | None
     sliding_window_tokens: int | None
     layer_types: tuple[LayerType, ...] | None
-    norm_placement: Literal["pre", "post", "both"]
+    norm_placement: NormPlacement
     norm_unit_offset: bool
     scale_embeddings: bool
     sliding_rope_theta: float | None

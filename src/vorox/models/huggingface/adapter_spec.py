@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vorox.core.pluralize import pluralize
+from vorox.core.schema.adapter import AdapterKind
 from vorox.models.arrays.fingerprint import fingerprint
 from vorox.models.arrays.weights_file import open_directory
 from vorox.models.huggingface.spec import HuggingFaceSpec
 from vorox.models.spec import Init, ParameterSpec
 
-AdapterKind = Literal["lora", "dora", "qlora"]
 _NF4_BYTES = 0.5 + 0.125 / 8 + 4 / (256 * 64)
 """Bytes per element in NF4: 4 bits, an 8-bit scale per 64 elements, and an fp32 scale per 256 of those."""
 

@@ -33,6 +33,13 @@ CONTEXT_MODELS = frozenset({*PIPELINE_MODELS, "gpt_neox", "mixtral", "olmo3", "q
 ``AttentionInterface``."""
 EXPERT_MODELS = frozenset({"gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"})
 """Architectures whose experts expert parallelism divides."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+"""Names of the number of experts of a layer, in a ``config.json`` or an attribute of a module."""
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts",
+    "experts_per_token",
+)  # fmt: skip
+"""Keys of the number of experts that compute a token."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, committed, found, verified, averaged, and where weights come from."""
+"""Checkpoints of a run: written, committed, found and verified, and where weights come from."""

@@ -1,1 +1,1 @@
-"""What a run measures beside its steps: validation, samples, harness tasks, losses of documents."""
+"""Harness tasks of a run: loading them, and scoring a model on them."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.engine import Weights
 from vorox.core.errors import ConfigError
+from vorox.core.schema.train import Weights
 from vorox.training.evaluation.task_loading import prints_aside
 from vorox.training.inference.language_model import LanguageModel
 from vorox.training.inference.sampling import generate

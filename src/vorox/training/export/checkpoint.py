@@ -16,13 +16,15 @@ from typing import Any, Literal
 
 import xxhash
 
-from vorox.core.engine import Engine, Weights
+from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files import atomic, staged_directory
 from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.files.disk_errors import room_text
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import StagedDirectory
+from vorox.core.schema.runtime import NumberFormat
+from vorox.core.schema.train import Weights
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.data.tokenizers.base_settings import GENERATION_NAME
 from vorox.data.tokenizers.token_ids import IDS_NAME
@@ -56,9 +58,8 @@ from vorox.training.export.gguf import GGUF_NAME, Stored, check_gguf, import_ggu
 from vorox.training.origin.model_origin import EXPORT_FORMAT, is_model_directory
 from vorox.training.origin.transformers_ids import TEXTS
 
-Dtype = Literal["fp32", "bf16", "fp16"]
 Target = Literal["hf", "gguf", "peft"]
-_STORED: Mapping[Dtype, tuple[Stored, str]] = {
+_STORED: Mapping[NumberFormat, tuple[Stored, str]] = {
     "fp32": ("F32", "float32"),
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
@@ -77,7 +78,7 @@ class Export:
 
     path: Path
     step: int
-    dtype: Dtype
+    dtype: NumberFormat
     num_parameters: int
     size_bytes: int
     existed: bool
@@ -91,7 +92,7 @@ def export(
     target: Path,
     *,
     to: Target = "hf",
-    dtype: Dtype = "fp32",
+    dtype: NumberFormat = "fp32",
     weights: Weights = "model",
     engine: Engine | None = None,
     texts: Sequence[str] = TEXTS,
@@ -202,7 +203,7 @@ def _native(spec: ModelSpec) -> DecoderSpec:
     return spec
 
 
-def _metadata(checkpoint: Checkpoint, spec: ModelSpec, dtype: Dtype) -> dict[str, Any]:
+def _metadata(checkpoint: Checkpoint, spec: ModelSpec, dtype: NumberFormat) -> dict[str, Any]:
     hashes = _hashes(checkpoint.path)
     hashes.setdefault(WEIGHTS_NAME, checkpoint.metadata.get("fingerprint"))  # sharded checkpoints store parts
     described = (
@@ -259,7 +260,7 @@ def _write(
     checkpoint: Path,
     spec: ModelSpec,
     config: Mapping[str, Any],
-    dtype: Dtype,
+    dtype: NumberFormat,
     weights: Weights,
 ) -> None:
     stored, loaded = _STORED[dtype]
@@ -286,7 +287,7 @@ def _write_adapter(
     spec: AdapterSpec,
     engine: Engine | None,
     to: Target,
-    dtype: Dtype,
+    dtype: NumberFormat,
     weights: Weights,
 ) -> None:
     """Write the adapter by itself, or merged into its base."""
@@ -307,7 +308,7 @@ def _write_adapter(
 
 
 def _write_gguf(
-    directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, dtype: Dtype, weights: Weights
+    directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, dtype: NumberFormat, weights: Weights
 ) -> None:
     path, tokenizer = directory.path / GGUF_NAME, tokenizers.load(checkpoint)
     name = checkpoint.name if is_model_directory(checkpoint) else checkpoint.parent.parent.name
@@ -317,7 +318,7 @@ def _write_gguf(
     directory.adopt("")
 
 
-def _write_failure(target: Path, spec: ModelSpec, dtype: Dtype, error: OSError) -> CheckpointError:
+def _write_failure(target: Path, spec: ModelSpec, dtype: NumberFormat, error: OSError) -> CheckpointError:
     if not atomic.is_disk_full(error):
         return CheckpointError(
             f"Export cannot be written: {error.strerror}", where=str(error.filename or target),

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.batch import Int32Array
-from vorox.core.engine import Engine, NamedArray, Weights
+from vorox.core.engine import Engine, NamedArray
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.platform.installation import install_command
 from vorox.core.platform.library_logs import silence_torchao
+from vorox.core.schema.train import Weights
 from vorox.data.tokenizers import loading as tokenizers
 from vorox.models.arrays.weights_file import TensorEntry, WeightsFile, open_directory
 from vorox.models.decoder.spec import DecoderSpec

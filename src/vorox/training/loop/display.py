@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-Level = Literal["info", "warning", "error"]
+from vorox.records.log import Level
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.data.order.difficulty_buckets import SourceReader
 from vorox.data.order.plan import DataPlan
 from vorox.experiments.metadata import MetadataCache, Replacement
+from vorox.experiments.metrics_lines import metrics_line
 from vorox.records.attempts import Attempt, lineage, read_attempts
 from vorox.records.run_lookup import run_attempts
 
@@ -161,12 +162,13 @@ class RunExport:
         records, is_replaced = self._metrics.read()
         new: dict[str, dict[tuple[int, int], tuple[Any, ...]]] = {table: {} for table in _METRICS}
         for record in records:
-            attempt, step, values = record.get("attempt"), record.get("step"), mapping(record.get("values"))
-            if is_step(attempt) and is_step(step):
+            if (line := metrics_line(record)) is not None:
                 for table, names in _METRICS.items():
-                    if names[0] in values:
-                        numbers = (as_number(number) for number in (record.get("time"), *map(values.get, names)))
-                        new[table][attempt, step] = (self.run_id, attempt, step, *numbers)
+                    if names[0] in line.values:
+                        numbers = (as_number(line.values.get(name)) for name in names)
+                        new[table][line.attempt, line.step] = (
+                            self.run_id, line.attempt, line.step, line.time, *numbers,
+                        )  # fmt: skip
         for table, rows in new.items():
             if is_first or is_replaced:
                 yield Replacement(table, "run_id = ?", (self.run_id,), rows.values())

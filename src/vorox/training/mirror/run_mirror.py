@@ -12,14 +12,20 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from vorox.core.config import differences, load_config
 from vorox.core.config.yaml.writer import write_overrides
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.files.file_holder import FileLock
 from vorox.core.ranks.distributed_context import DistributedContext
-from vorox.core.run_layout import RunLayout, lock_run, parse_checkpoint_name, run_of_checkpoint, step_directories
+from vorox.core.run_layout import (
+    ResumeFrom,
+    RunLayout,
+    lock_run,
+    parse_checkpoint_name,
+    run_of_checkpoint,
+    step_directories,
+)
 from vorox.core.schema import RunConfig
 from vorox.data.storage import StoreUnreachable, canonical_uri, check_writable, list_objects, remove_object
 from vorox.records.log import Echo, Level, RunLog
@@ -42,8 +48,6 @@ from vorox.training.steps.stop import Stop, seconds_left
 
 CLOSE_SECONDS = 20.0
 """Time limit of the final run snapshot, and of releasing the mirror."""
-
-ResumeFrom = Literal["auto", "never"] | Path
 
 
 @dataclass(slots=True)

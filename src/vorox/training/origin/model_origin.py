@@ -37,7 +37,7 @@ from vorox.models.arrays.weights_file import WEIGHTS_INDEX_FILE, open_directory
 from vorox.models.decoder.spec import DecoderSpec, decoder_spec
 from vorox.models.huggingface.adapter_spec import ADAPTER_CONFIG_NAME
 from vorox.models.huggingface.config import CONFIG_NAME, PREPROCESSOR_NAME, spec_from_huggingface
-from vorox.models.huggingface.spec import KIND, HuggingFaceSpec
+from vorox.models.huggingface.spec import EXPERT_COUNTS, KIND, HuggingFaceSpec
 from vorox.models.module_spec import UserSpec
 from vorox.models.stored.spec import spec_from_json
 from vorox.records.run_lookup import find_run, run_argument, short_path
@@ -52,7 +52,6 @@ _TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", "tokenizer.model", 
 _DESCRIPTION = (CONFIG_NAME, "tokenizer_config.json", PREPROCESSOR_NAME, PROCESSOR_NAME)
 _WEIGHTS = (CONFIG_NAME, "model*.safetensors", WEIGHTS_INDEX_FILE)
 _ROUTER_LOSSES = ("load_balancing_weight", "router_z_loss_weight")
-_EXPERT_KEYS = frozenset({"output_router_logits", "num_experts", "num_local_experts", "n_routed_experts"})
 
 
 def router_loss_weight(text: Mapping[str, Any]) -> float:
@@ -144,7 +143,7 @@ class ModelOrigin:
     def router_note(self) -> str | None:
         """Return the line that says which load-balancing loss transformers adds; ``None`` without experts."""
         text = self._text_values
-        if not text.keys() & _EXPERT_KEYS:
+        if not text.keys() & {"output_router_logits", *EXPERT_COUNTS}:
             return None
         weight = router_loss_weight(text)
         said = f"output_router_logits={str(bool(text.get('output_router_logits'))).lower()}"

@@ -5,8 +5,8 @@ of step N is a function of the settings, of the plan and of the recorded losses 
 settled when step N starts. So every rank, a resumed run and a replay compute the same limit.
 
 The engine applies no update above the limit (``optimizers/optimizer.py``); ``pending_steps`` counts the spike when the
-step is settled; ``session.record`` stops, plans the skip, or requests a rollback, which ``run.py`` turns into the next
-attempt.
+step is settled; ``session.record`` stops, plans the skip, or requests a rollback, which ``vorox/run.py`` turns into the
+next attempt.
 """
 
 from __future__ import annotations

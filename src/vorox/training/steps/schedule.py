@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from vorox.core.batch_sizes import BatchSizes, BatchStage, batch_sizes, batch_sizes_of
+from vorox.core.config.schema_fields import LENGTHS, WARM_UPS, given_keys
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.schema import OptimizerConfig, RunConfig, ScheduleConfig
@@ -133,24 +134,22 @@ def horizon(config: RunConfig, *, num_train_rows: int, full_dataset_tokens: int)
         train.global_batch_sequences * row_tokens,
         tuple(BatchStage(stage.start_step, stage.rows * row_tokens) for stage in rows.stages[1:]),
     )
-    lengths = {
-        "train.num_steps": train.num_steps,
-        "train.num_tokens": None if train.num_tokens is None else tokens.num_steps(train.num_tokens),
-        "train.num_epochs": None
-        if train.num_epochs is None
-        else rows.num_steps(
-            math.ceil(Fraction(str(train.num_epochs)) * Fraction(str(train.epoch_dataset_fraction)) * num_train_rows)
-        ),
-    }
-    given = {key: steps for key, steps in lengths.items() if steps is not None}
+    given = given_keys(config, LENGTHS)
     if len(given) != 1:
         raise ConfigError(
             f"A run needs exactly one length; {len(given)} are set",
-            where=", ".join(given or lengths),
-            hint="set one of train.num_steps, train.num_tokens, train.num_epochs",
+            where=", ".join(given or LENGTHS),
+            hint=f"set one of {', '.join(LENGTHS)}",
         )
-    warmup_steps = _warmup_steps(config.schedule, tokens, full_dataset_tokens)
-    return Horizon(max(1, *given.values()), warmup_steps, tokens.rows_of(0), batch_stages=tokens.stages[1:])
+    if train.num_steps is not None:
+        total_steps = train.num_steps
+    elif train.num_tokens is not None:
+        total_steps = tokens.num_steps(train.num_tokens)
+    else:
+        epochs = Fraction(str(train.num_epochs)) * Fraction(str(train.epoch_dataset_fraction))
+        total_steps = rows.num_steps(math.ceil(epochs * num_train_rows))
+    warmup_steps = _warmup_steps(config, tokens, full_dataset_tokens)
+    return Horizon(max(1, total_steps), warmup_steps, tokens.rows_of(0), batch_stages=tokens.stages[1:])
 
 
 def learning_rate_warnings(config: OptimizerConfig) -> list[str]:
@@ -166,18 +165,15 @@ def learning_rate_warnings(config: OptimizerConfig) -> list[str]:
     return warnings
 
 
-def _warmup_steps(config: ScheduleConfig, tokens: BatchSizes, full_dataset_tokens: int) -> int:
-    choices = {
-        "schedule.warmup_steps": config.warmup_steps,
-        "schedule.warmup_tokens": None if config.warmup_tokens is None else tokens.num_steps(config.warmup_tokens),
-        "schedule.warmup_fraction": None
-        if config.warmup_fraction is None
-        else tokens.num_steps(math.ceil(Fraction(str(config.warmup_fraction)) * full_dataset_tokens)),
-    }
-    given = {key: steps for key, steps in choices.items() if steps is not None}
+def _warmup_steps(config: RunConfig, tokens: BatchSizes, full_dataset_tokens: int) -> int:
+    given, schedule = given_keys(config, WARM_UPS), config.schedule
     if len(given) > 1:
         raise ConfigError("More than one warm-up is set", where=", ".join(given), hint="keep one of them")
-    return next(iter(given.values()), 0)
+    if schedule.warmup_tokens is not None:
+        return tokens.num_steps(schedule.warmup_tokens)
+    if schedule.warmup_fraction is not None:
+        return tokens.num_steps(math.ceil(Fraction(str(schedule.warmup_fraction)) * full_dataset_tokens))
+    return schedule.warmup_steps or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +203,7 @@ class Schedule:
     def lr(self, step: int) -> float:
         """Return the learning rate of a step: the peak at the last warm-up step, the final value at the last step."""
         if step < self.warmup_steps:
-            top = self.config.min_lr_fraction if self.config.name == "hold" else 1.0
-            return self.peak_lr * top * (step + 1) / self.warmup_steps
+            return self.peak_lr * self.config.top_fraction * (step + 1) / self.warmup_steps
         return self.peak_lr * self._fraction(step)
 
     def _fraction(self, step: int) -> float:
@@ -216,14 +211,13 @@ class Schedule:
         config, final = self.config, self.config.min_lr_fraction
         if self.lr_function is not None:
             return self._share_of(self.lr_function, step, "schedule.name")
-        if config.name in {"constant", "hold"}:
-            return 1.0 if config.name == "constant" else final
+        if not config.facts.falls:
+            return config.top_fraction
         if config.name == "wsd":
             decay_steps = round(config.decay_fraction * self.total_steps)
             into_decay = step + 1 - (self.total_steps - decay_steps)
             return 1.0 if into_decay <= 0 else _linear(min(into_decay, decay_steps) / decay_steps, final)
-        shape = _cosine if config.name == "cosine" else _linear
-        return shape(_share(step - self.warmup_steps, self.total_steps - self.warmup_steps), final)
+        return _SHAPES[config.name](_share(step - self.warmup_steps, self.total_steps - self.warmup_steps), final)
 
     def weight_decay(self, step: int) -> float:
         """Return the weight decay of a step; it has no warm-up."""
@@ -232,8 +226,7 @@ class Schedule:
             return self.peak_weight_decay * self._share_of(self.weight_decay_function, step, "schedule.weight_decay")
         if name == "constant":
             return self.peak_weight_decay
-        shape = _cosine if name == "cosine" else _linear
-        return self.peak_weight_decay * shape(_share(step, self.total_steps), final)
+        return self.peak_weight_decay * _SHAPES[name](_share(step, self.total_steps), final)
 
     def _share_of(self, function: Shape, step: int, where: str) -> float:
         """Call a user function; refuse a result that is not a share of the peak."""
@@ -253,7 +246,7 @@ def holding_overrides(config: ScheduleConfig, length: Horizon) -> str:
     during its warm-up continues the warm-up, which needs no override.
     """
     is_warm = length.total_steps > length.warmup_steps
-    if config.name in {"constant", "hold"} or is_extension(config.name) or not is_warm:
+    if not config.facts.falls or not is_warm:
         return ""
     floor = "" if config.min_lr_fraction > 0 else f" schedule.min_lr_fraction={_LEAST_FRACTION:g}"
     return f"schedule.name=hold{floor}"
@@ -274,3 +267,6 @@ def _linear(share: float, final: float) -> float:
 
 def _cosine(share: float, final: float) -> float:
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+_SHAPES = {"linear": _linear, "cosine": _cosine}

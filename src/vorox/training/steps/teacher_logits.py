@@ -40,7 +40,7 @@ _KEY = "train.distillation.logits"
 _COMMAND = "vorox data teacher-logits"
 _LOCK = "teacher.lock"
 
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp16", "fp32"]
 DigestArray = npt.NDArray[np.uint64]
 
 

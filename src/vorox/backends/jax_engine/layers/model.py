@@ -1,8 +1,9 @@
 """The decoder in Flax NNX: embedding, attention and MLP blocks on a residual stream, final norm.
 
 Modules are created without memory and immediately split into a graph definition and a plain tree of parameters, so the
-engine, the optimizer and checkpoints handle trees only (``parameters.py``). A path inside the modules is the canonical
-name of the parameter. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks.
+engine, the optimizer and checkpoints handle trees only (``jax_engine/parameters.py``). A path inside the modules is the
+canonical name of the parameter. The head is not applied here: the loss (``jax_engine/loss.py``) multiplies by it in
+chunks.
 
 Shape legend: B rows, T positions, D width, O outputs, N query heads, K key/value heads, X heads, H head width.
 """

@@ -28,7 +28,7 @@ class JaxDecoder:
     """Decoding state of one batch of sequences.
 
     Args:
-        cache: Empty (``mamba.py: empty_cache``).
+        cache: Empty (``layers/mamba.py: empty_cache``).
         max_tokens: Capacity of the cache.
         decode: The forward pass.
     """

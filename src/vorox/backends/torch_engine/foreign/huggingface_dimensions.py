@@ -12,11 +12,11 @@ from torch import nn
 
 from vorox.backends.torch_engine.foreign.module_roles import Widths
 from vorox.models.decoder.mamba import SCAN_FLOPS
+from vorox.models.huggingface.spec import EXPERT_COUNTS, EXPERTS_PER_TOKEN
 from vorox.models.module_spec import Row
 
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mlp", "sparse", "dense"})
 _CHUNKED = "chunked_attention"
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 
 
 def value_of(config: Any, *names: str) -> Any:
@@ -76,8 +76,8 @@ def active_experts(text: Any, rows: tuple[Row, ...]) -> float:
     """Return the share of the experts that a token is multiplied by."""
     counts = [row.layout.count for row in rows if row.is_routed and row.layout.count > 1]
     nested = value_of(text, "ffn_config")
-    total = min(counts) if counts else value_of(text, "num_local_experts", "num_experts", "n_routed_experts")
-    chosen = value_of(text, *_EXPERTS_PER_TOKEN) or value_of(nested, *_EXPERTS_PER_TOKEN)
+    total = min(counts) if counts else value_of(text, *EXPERT_COUNTS)
+    chosen = value_of(text, *EXPERTS_PER_TOKEN) or value_of(nested, *EXPERTS_PER_TOKEN)
     chosen = chosen[0] if isinstance(chosen, list | tuple) else chosen
     return min(1.0, int(chosen or 1) / int(total)) if total else 1.0
 

@@ -19,7 +19,7 @@ from torch import nn
 from vorox.backends.torch_engine.foreign import huggingface_model
 from vorox.backends.torch_engine.foreign.separation_probe import PROBE_TOKENS, randomise, threshold
 from vorox.core.errors import VoroxError
-from vorox.models.huggingface.spec import HuggingFaceSpec
+from vorox.models.huggingface.spec import EXPERT_COUNTS, EXPERTS_PER_TOKEN, HuggingFaceSpec
 
 _THRESHOLDS = frozenset({"sliding_window", "attention_chunk_size", "floor_scale", "index_topk", "local_attention"})
 _ORIGINAL = "original_max_position_embeddings"
@@ -31,8 +31,6 @@ _TINY = {
     "intermediate_size": 64, "moe_intermediate_size": 32, "intermediate_size_mlp": 64,
     "shared_expert_intermediate_size": 32, "vocab_size": 128, "vocab_size_per_layer_input": 128,
 }  # fmt: skip
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 _FEW_EXPERTS = 4
 _log = logging.getLogger("vorox.torch_engine")
 
@@ -158,8 +156,8 @@ def _with_small_widths(values: Mapping[str, Any]) -> dict[str, Any]:
         head_dim = values.get("head_dim") or width // heads
         changes |= {"num_attention_heads": 2, "hidden_size": 2 * head_dim, "head_dim": head_dim}
         changes["num_key_value_heads"] = 2 if groups == heads else 1
-    experts = [key for key in _EXPERTS if isinstance(values.get(key), int)]
+    experts = [key for key in EXPERT_COUNTS if isinstance(values.get(key), int)]
     if experts and min(values[key] for key in experts) > _FEW_EXPERTS:
         changes |= dict.fromkeys(experts, _FEW_EXPERTS) | {"n_group": 1, "topk_group": 1}
-        changes |= {key: 2 for key in _CHOSEN if isinstance(values.get(key), int) and values[key] > 1}
+        changes |= {key: 2 for key in EXPERTS_PER_TOKEN if isinstance(values.get(key), int) and values[key] > 1}
     return _with(values, changes)

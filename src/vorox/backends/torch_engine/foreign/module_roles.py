@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vorox.models.huggingface.spec import EXPERT_COUNTS
 from vorox.models.matrix_layout import PLAIN_MATRIX, MatrixLayout
 from vorox.models.parameter_roles import role
 from vorox.models.spec import Kind
@@ -31,7 +32,6 @@ _HEADS = frozenset({"c_attn", "qkv_proj", "Wqkv", "qkv", "query_key_value", "in_
 _GROUPED = frozenset({"query_key_value"})
 _GROUPED_IN = {"MiniMaxLightningAttention": 0, "GPTBigCodeAttention": 0, "CodeGenAttention": 4}
 """Modules that divide another name into groups, with their number; 0 for one group of each head of keys."""
-_COUNTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts", "num_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def _recurrent_parts(mixer: Any, outputs: int) -> tuple[int, ...]:
 
 
 def _num_experts(owner: nn.Module) -> int:
-    found = (getattr(owner, name, None) for name in _COUNTS)
+    found = (getattr(owner, name, None) for name in EXPERT_COUNTS)
     return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
 

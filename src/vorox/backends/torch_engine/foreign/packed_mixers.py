@@ -1,9 +1,9 @@
 """Mamba layers in transformers in packed rows: state and convolution start at zero in every document.
 
 The layers in transformers ignore documents in PyTorch. ``PackedMixers`` gives each Mamba-2 or Mamba-1 mixer another
-forward pass over the same parameters, which applies when documents are set: the scans of ``state_space.py``. Without
-documents, as for decoding, transformers computes. Mixers are chosen by the name of their class; the rest of a model
-(attention, experts, norms) is transformers' own.
+forward pass over the same parameters, which applies when documents are set: the scans of ``layers/state_space.py``.
+Without documents, as for decoding, transformers computes. Mixers are chosen by the name of their class; the rest of a
+model (attention, experts, norms) is transformers' own.
 
 Shape legend: B rows, T positions, D width, I inner channels, E channels of the convolution, N heads, H head width,
 G groups, S state size.

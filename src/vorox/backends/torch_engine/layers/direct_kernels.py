@@ -1,8 +1,8 @@
 """Kernels with hand-written backward passes, for uncompiled fp32 on the CPU.
 
-Memory traffic and small operations dominate there: weight gradients are added to the flat buffers (``parameters.py``)
-within the backward pass, and element-wise chains share buffers. ``kernels.py`` chooses them; ``direct_block.py`` runs
-those of a block in sequence.
+Memory traffic and small operations dominate there: weight gradients are added to the flat buffers
+(``layouts/parameters.py``) within the backward pass, and element-wise chains share buffers. ``kernels.py`` chooses
+them; ``direct_block.py`` runs those of a block in sequence.
 
 Shape legend: M rows (positions of a micro-batch), D width, F width of the MLP, O outputs, V vocabulary, B rows of
 tokens, T positions, H head width, X heads of queries, keys and values together, N query heads, E experts, S slots:

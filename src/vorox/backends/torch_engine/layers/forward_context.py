@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,8 +17,7 @@ from vorox.backends.torch_engine.device.inputs import WHOLE, PositionPart, dropo
 from vorox.backends.torch_engine.layers.experts import RouterStep
 from vorox.backends.torch_engine.layers.state_space import MambaState
 from vorox.backends.torch_engine.layers.vision import ImageInputs
-
-Recompute = Literal["none", "block", "dots"]
+from vorox.core.schema.train import ActivationCheckpointing
 
 
 class Cache(Protocol):
@@ -65,7 +64,7 @@ class ForwardContext:
     embedding_noise: float | None = None
     cache: Cache | None = None
     images: ImageInputs | None = None
-    recompute: Recompute = "none"
+    recompute: ActivationCheckpointing = "none"
     part: PositionPart | None = None
     exchange: ContextParallel | None = None
     router: RouterStep | None = None

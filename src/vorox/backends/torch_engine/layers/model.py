@@ -1,8 +1,8 @@
 """The decoder: embedding, blocks of attention and MLP around a residual stream, final norm.
 
-Modules receive their parameters (``parameters.py``); some are fused: query, key and
-value; gate and up. The head is not applied here: the loss (``loss.py``) multiplies by it in chunks. Activations are
-``[M, D]``, the positions of all rows concatenated, except inside attention.
+Modules receive their parameters (``layouts/parameters.py``); some are fused: query, key and value; gate and up. The
+head is not applied here: the loss (``losses/loss.py``) multiplies by it in chunks. Activations are ``[M, D]``, the
+positions of all rows concatenated, except inside attention.
 
 Shape legend: B rows, T positions, M = B x T, D width, N query heads, K key/value heads, X = N + 2K, H head width.
 """

@@ -1,4 +1,4 @@
-"""Parameters of a model that several ranks divide by a plan (``plan.py``), around another layout.
+"""Parameters of a model that several ranks divide by a plan (``ranks/plan.py``), around another layout.
 
 The layout inside holds the share of this rank as if it were a whole model; here its parts have their place in the
 canonical parameters.

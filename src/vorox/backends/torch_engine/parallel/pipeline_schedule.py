@@ -9,7 +9,7 @@ Shape legend: A micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,13 +25,14 @@ from vorox.core.batch import Batch
 from vorox.core.config.checks.parallel import PIPELINE_SIZE, micro_batches_fault
 from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
+from vorox.core.schema.runtime import PipelineScheduleName
 from vorox.models.pipeline_stages import PipelineStage, StagePlacement
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage as TorchStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-_CLASSES = {
+_CLASSES: Mapping[PipelineScheduleName, str] = {
     "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zero_bubble": "ScheduleInterleavedZeroBubble",
 }  # fmt: skip
 """``parallel.pipeline_schedule`` to the class of ``torch.distributed.pipelining``."""
@@ -97,7 +98,7 @@ class StageRunner:
         train: Callable[[PipelineStage, TrainingStep, Tensor, int], Tensor],
         take_weight_gradients: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
-        self._name, self._ranks, self._device = config.parallel.pipeline_schedule, ranks, device
+        self._class, self._ranks, self._device = _CLASSES[config.parallel.pipeline_schedule], ranks, device
         self._placement, self._stream_shape, self._train = placement, stream_shape, train
         self._stages = placement.devices[ranks.pipeline_index]
         self._take_weight_gradients = take_weight_gradients
@@ -140,7 +141,7 @@ class StageRunner:
 
             num_micro_batches, shape = shape_ABT[0], self._stream_shape(batch)
             stages = [self._torch_stage(stage, shape) for stage in self._stages]
-            self._schedules[shape_ABT] = getattr(pipelining, _CLASSES[self._name])(
+            self._schedules[shape_ABT] = getattr(pipelining, self._class)(
                 stages if len(stages) > 1 else stages[0], num_micro_batches, loss_fn=_pass_on, scale_grads=False
             )
         return self._schedules[shape_ABT]

@@ -26,14 +26,13 @@ from vorox.core.config.checks.training import preference_problems, training_prob
 from vorox.core.config.checks.vision import vision_problems
 from vorox.core.config.digest import flat_values
 from vorox.core.config.layers.tree import Problem
-from vorox.core.config.schema_fields import alternatives_of, schema_fields
+from vorox.core.config.schema_fields import LENGTHS, WARM_UPS, given_keys, schema_fields
 from vorox.core.redaction import redact
 from vorox.core.schema import RunConfig, SourceConfig
 from vorox.core.schema.setting import FUNCTION
 from vorox.core.schema.train import FOLDERS, OBJECT_STORES
 from vorox.core.user_code.extensions import is_extension
 
-LENGTHS, WARM_UPS = alternatives_of("train.num_steps"), alternatives_of("schedule.warmup_steps")
 _ONLY_FOR_TRAINING = ("weight", "max_epochs", "on_exhausted", "split_by", "split_quantiles", "split_names")
 
 
@@ -265,7 +264,7 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _length(config: RunConfig) -> Iterator[Problem]:
-    given = _given(config, LENGTHS)
+    given = given_keys(config, LENGTHS)
     if len(given) != 1:
         what = (
             f"{' and '.join(given)} {_quantifier(given)} set the length of the run"
@@ -274,7 +273,7 @@ def _length(config: RunConfig) -> Iterator[Problem]:
         )
         kind = "" if given else "missing"
         yield Problem(f"{what}; set exactly one of {', '.join(LENGTHS)}", keys=LENGTHS, kind=kind)
-    warm_ups = _given(config, WARM_UPS)
+    warm_ups = given_keys(config, WARM_UPS)
     if len(warm_ups) > 1:
         yield Problem(f"{' and '.join(warm_ups)} {_quantifier(warm_ups)} set the warm-up; keep one", keys=WARM_UPS)
 
@@ -335,11 +334,6 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
             "so those checkpoints would never exist",
             keys=("checkpoint.keep_every_steps", "checkpoint.every_steps"),
         )
-
-
-def _given(config: RunConfig, keys: tuple[str, ...]) -> list[str]:
-    names = [key.partition(".") for key in keys]
-    return [f"{section}.{name}" for section, _, name in names if getattr(getattr(config, section), name) is not None]
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

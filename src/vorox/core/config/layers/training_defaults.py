@@ -17,6 +17,7 @@ from typing import Final
 from vorox.core.config.layers.presets import source_presets
 from vorox.core.config.layers.pretrained import Pretrained
 from vorox.core.config.layers.tree import ConfigTree
+from vorox.core.config.schema_fields import LENGTHS, WARM_UPS
 from vorox.core.config.yaml.reader import Json
 from vorox.core.user_code.extensions import is_extension
 
@@ -70,8 +71,6 @@ _MICRO_BATCH_TOKENS = 4_096
 """Tokens of a forward pass with pretrained weights, whose size no preset knows."""
 
 _ADAPTER_NAMES = {"lora": "LoRA", "dora": "DoRA", "qlora": "QLoRA"}
-_LENGTHS = ("train.num_steps", "train.num_tokens", "train.num_epochs")
-_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_fraction")
 
 
 def is_pretrained(get: Callable[[str], Json]) -> bool:
@@ -198,18 +197,18 @@ def _fill_lr(defaults: _Defaults, rule: TrainingRule, base: Pretrained | None) -
 
 
 def _fill_length(defaults: _Defaults, rule: TrainingRule) -> None:
-    if rule.num_epochs is None or not defaults.is_open(*_LENGTHS):
+    if rule.num_epochs is None or not defaults.is_open(*LENGTHS):
         return
-    defaults.reset(*_LENGTHS)
+    defaults.reset(*LENGTHS)
     defaults.fill("train.num_epochs", rule.num_epochs)
 
 
 def _fill_warmup(defaults: _Defaults, rule: TrainingRule) -> None:
     """Set the warm-up in the unit of the length, so that it is a fraction of the run."""
     tree = defaults.tree
-    if not defaults.is_open(*_WARMUPS) or is_extension(tree.get("schedule.name")):
+    if not defaults.is_open(*WARM_UPS) or is_extension(tree.get("schedule.name")):
         return
-    latest = max(_LENGTHS, key=lambda key: (tree.get(key) is not None, tree.origin(key).layer))
+    latest = max(LENGTHS, key=lambda key: (tree.get(key) is not None, tree.origin(key).layer))
     length = tree.get(latest)
     if not isinstance(length, int | float) or isinstance(length, bool) or not 0 < length < float("inf"):
         return

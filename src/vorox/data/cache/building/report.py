@@ -146,11 +146,6 @@ class BuildReport(_SizeRatios):
     stages: BuildStatistics | None = None
     transforms: Mapping[str, TransformCount] = field(default_factory=dict[str, TransformCount])
 
-    @property
-    def megabytes_per_second(self) -> float:
-        """Text built per second by this build, in megabytes."""
-        return self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
-
 
 def _total(records: npt.NDArray[np.void], name: str) -> int:
     return int(records[name].sum(dtype=np.int64))

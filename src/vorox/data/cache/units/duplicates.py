@@ -22,8 +22,8 @@ from vorox.core.files.json_reader import parse_json
 from vorox.data.cache.files.format import source_set_digest
 from vorox.data.documents import AnyDocument, SourceFile, Unit
 from vorox.data.transforms.apply import IsDuplicate
-from vorox.data.transforms.registry import Transform
-from vorox.data.transforms.signatures import Signature, index_for
+from vorox.data.transforms.registry import Transform, index_for
+from vorox.data.transforms.signatures import Signature
 
 DIRECTORY_NAME = "duplicates"
 _FORMAT = "duplicates/1"
@@ -138,7 +138,7 @@ def removed_digest(directory: Path, transform: Transform, unit: Unit) -> str:
 
 
 def _unit_check(transform: Transform) -> IsDuplicate:
-    index = index_for(transform.name, transform.args)
+    index = index_for(transform)
 
     def is_duplicate(document: AnyDocument) -> bool:
         signature = transform.function(document.text, **transform.args)

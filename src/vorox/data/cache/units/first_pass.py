@@ -33,8 +33,8 @@ from vorox.data.cache.units.duplicates import (
 from vorox.data.cache.units.unit_builder import UnitBuilder
 from vorox.data.documents import Unit
 from vorox.data.text.unit_reader import DocumentBatch
-from vorox.data.transforms.registry import Transform
-from vorox.data.transforms.signatures import Signature, index_for
+from vorox.data.transforms.registry import Transform, index_for
+from vorox.data.transforms.signatures import Signature
 
 LOCK_NAME = "LOCK"
 
@@ -88,7 +88,7 @@ class FirstPass:
         self._compared_bytes = 0
         before = tuple(other for other in builder.transforms if other.number < transform.number)
         self._builder = replace(builder, transforms=before)
-        self._index = index_for(transform.name, transform.args)
+        self._index = index_for(transform)
         self._before = ""
         self.known_units = 0
 

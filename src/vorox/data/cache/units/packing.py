@@ -30,9 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vorox.core.schema.data import PackingMethod
 from vorox.data.cache.files.format import ChunkContent
 from vorox.data.permutation import permutation_key, permute
-from vorox.data.recipe import PackingMethod, Recipe
+from vorox.data.recipe import Recipe
 from vorox.data.rows import TokenArray
 
 _FULL_PERCENT = 98

@@ -41,6 +41,8 @@ from vorox.core.run_layout import RunLayout
 from vorox.data.cache.files.manifest import LOG_NAME
 from vorox.data.recipe import RECIPE_NAME
 
+Place = Literal["", "moved", "lost", "removed"]
+
 PINS_NAME = "pins"
 USED_NAME = "USED.json"
 _RUN_PREFIX = "run-"
@@ -62,7 +64,7 @@ class Pin:
 
     name: str
     reason: str
-    place: Literal["", "moved", "lost", "removed"] = ""
+    place: Place = ""
 
     @property
     def run(self) -> str:
@@ -164,7 +166,7 @@ def _all_pins(directory: Path) -> list[Pin]:
     return [Pin(path.stem, str(_body(path).get("reason", "unreadable pin")), _place(path)) for path in paths]
 
 
-def _place(path: Path) -> Literal["", "moved", "lost", "removed"]:
+def _place(path: Path) -> Place:
     """Return where the run of a pin is, as far as that is known."""
     body = _body(path)
     run = body.get("run")
