@@ -12,6 +12,7 @@ checkpoint there, and a range over both sides is refused.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.batch import Progress
+from vorox.core.batch_sizes import BatchStage
 from vorox.core.config import config_values
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.pluralize import pluralize
@@ -29,15 +31,24 @@ from vorox.data.corpus.corpus import plan_start
 from vorox.data.order.loader import first_cursor
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import encode_event
+from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, read_states
 from vorox.records.run_lookup import run_argument
 from vorox.records.step_environments import StepEnvironments
-from vorox.training.checkpoints.store import Checkpoint, commit_checkpoint, latest_valid, read_state, write_shards
+from vorox.training.checkpoints.store import (
+    Checkpoint,
+    RunState,
+    commit_checkpoint,
+    latest_valid,
+    read_state,
+    write_shards,
+)
 from vorox.training.loop.step_sync import RankRows
 from vorox.training.mirror import mirror_uri
 from vorox.training.resume import resume, resume_settings
 from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
 from vorox.training.steps.loss_spikes import LossSpikes, losses_before
+from vorox.training.steps.pending_steps import count_nonfinite
 from vorox.training.steps.run_plan import plan_readers
 from vorox.training.steps.schedule import Horizon, Schedule
 from vorox.training.steps.workload import Workload
@@ -54,13 +65,18 @@ class ReExecutedStep:
 
     Attributes:
         entry: What it computed, as the replay chain records it.
-        progress: The state after it.
+        state: The state after it, besides that of the engine.
         workload: The engine that holds this state, until the next step is asked for.
     """
 
     entry: ChainEntry
-    progress: Progress
+    state: RunState
     workload: Workload
+
+    @property
+    def step(self) -> int:
+        """Its number, from 1."""
+        return self.entry.step
 
 
 class ReExecution:
@@ -116,26 +132,27 @@ class ReExecution:
             DataError: A cache, the plan or the chain differs from the record.
         """
         with tempfile.TemporaryDirectory(prefix="vorox-re-execution-") as scratch:
-            checkpoint, progress = self.checkpoint, None
-            while progress is None or progress.step < self.last_step:
-                start = self.start_step if progress is None else progress.step
+            checkpoint, state = self.checkpoint, None
+            while state is None or state.progress.step < self.last_step:
+                start = self.start_step if state is None else state.progress.step
                 config, _ = resume_settings.config_in_force(self.run_directory, start)
                 mark_recorded(config_values(config), self.run_directory)
                 changed_at = resume_settings.next_change(self.run_directory, start)
                 end = self.last_step if changed_at is None else min(changed_at, self.last_step)
                 with contextlib.closing(make_workload(config)) as workload:
                     plan = _copy_of_plan(self.run_directory, Path(scratch), workload)
-                    if progress is None:
-                        progress = _start(workload, plan, checkpoint, self.run_directory)
+                    if state is None:
+                        state = _start(workload, plan, checkpoint, self.run_directory)
                     else:
                         assert checkpoint is not None
                         resume.load_run(workload, checkpoint)
                     self._adopt_environment(workload, start)
-                    for step in self._steps_of(workload, plan, progress, end):
-                        progress = step.progress
+                    for step in self._steps_of(workload, plan, state, end):
+                        state = step.state
                         yield step
                     if end < self.last_step:
-                        checkpoint = save_state(workload, progress, RunLayout(Path(scratch)).checkpoint(end))
+                        metadata = {**resume.manifest_metadata(workload), "step": end}
+                        checkpoint = save_state(workload, RunLayout(Path(scratch)).checkpoint(end), {}, metadata)
 
     def _adopt_environment(self, workload: Workload, start: int) -> None:
         """Let the engine compute as the run did in its next step, where it had a choice; note what differs."""
@@ -160,6 +177,7 @@ class ReExecution:
     def _steps_of(self, workload: Workload, plan: DataPlan, progress: Progress, end: int) -> Iterator[ReExecutedStep]:
         """Compute the steps up to ``end``, under one configuration."""
         config, engine, recorded = workload.config, workload.engine, self.recorded.entries
+        progress, num_nonfinite = state.progress, state.nonfinite_in_a_row
         start = progress.step
         rows, known = RankRows(workload.distributed, engine.data_shard), losses_before(recorded, start, config.train)
         spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
@@ -173,14 +191,46 @@ class ReExecution:
         with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
             for step in range(start + 1, end + 1):
                 batch = next(batches)
-                schedule = _schedule(workload, plan, step)
+                length = _length(workload, plan, step)
+                schedule = Schedule.from_config(config.schedule, config.optimizer, length)
                 lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
                 max_loss = spikes.max_loss(step)
                 values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
                 spikes.record(step, values, max_loss)
                 entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)
                 progress = replace(progress.advance(batch, engine.data_shard), chain=entry.chain)
-                yield ReExecutedStep(entry, progress, workload)
+                num_nonfinite = count_nonfinite(num_nonfinite, values)
+                yield ReExecutedStep(entry, RunState(progress, length, num_nonfinite), workload)
+
+
+@dataclass(frozen=True, slots=True)
+class ReExecutionCost:
+    """What a re-execution takes, before it starts.
+
+    Attributes:
+        num_steps: Steps to compute.
+        seconds: Time of these steps, as the run took it on its machine; without opening data and model. ``None``: the
+            run did not log it.
+        checkpoint_bytes: Size of the newest checkpoint; ``None``: none is kept.
+    """
+
+    num_steps: int
+    seconds: float | None
+    checkpoint_bytes: int | None
+
+
+def cost_of(execution: ReExecution) -> ReExecutionCost:
+    """Return what the steps of a re-execution take."""
+    num_steps = execution.last_step - execution.start_step
+    logged = read_metrics(execution.run_directory).values()
+    seconds = [float(values["step_seconds"]) for values in logged if values.get("step_seconds")]
+    kept = step_directories(execution.run_directory)
+    newest = kept.get(max(kept, default=0))
+    return ReExecutionCost(
+        num_steps,
+        num_steps * statistics.median(seconds) if seconds else None,
+        None if newest is None else sum(path.stat().st_size for path in newest.iterdir()),
+    )
 
 
 def nproc_option(run_directory: Path, step: int) -> str:
@@ -262,13 +312,14 @@ def _checkpoint_before(run_directory: Path, first_step: int, last_step: int) -> 
     return found
 
 
-def save_state(workload: Workload, progress: Progress, path: Path) -> Checkpoint:
+def save_state(
+    workload: Workload, path: Path, files: Mapping[str, bytes], metadata: Mapping[str, Any]
+) -> Checkpoint:
     """Save the engine's state as a checkpoint outside the run; on all ranks."""
     dist, snapshot = workload.distributed, workload.engine.snapshot(detached=False)
     path = Path(dist.broadcast("re-executed state", str(path)))
-    metadata = {**resume.manifest_metadata(workload), "step": progress.step}
     if dist.is_main:
-        commit_checkpoint(path, snapshot, {}, metadata, dist)
+        commit_checkpoint(path, snapshot, files, metadata, dist)
     else:
         write_shards(snapshot, dist)
     dist.barrier("re-executed state saved")
@@ -333,22 +384,22 @@ def _copy_of_plan(run_directory: Path, scratch: Path, workload: Workload) -> Dat
     return plan
 
 
-def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None, run_directory: Path) -> Progress:
-    """Load the state to start from; return its progress."""
+def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None, run_directory: Path) -> RunState:
+    """Load the state to start from."""
     if checkpoint is None:
         initialize_again(workload.config, workload.spec, workload.engine, run_directory)
-        return Progress(0, 0, first_cursor(plan, workload.config.run.seed))
+        return RunState(Progress(0, 0, first_cursor(plan, workload.config.run.seed)), _length(workload, plan, 1))
     resume.load_run(workload, checkpoint)
-    progress = read_state(checkpoint.path).progress
-    resume.check_plan(plan, progress.cursor)
-    return progress
+    state = read_state(checkpoint.path)
+    resume.check_plan(plan, state.progress.cursor)
+    return state
 
 
-def _schedule(workload: Workload, plan: DataPlan, step: int) -> Schedule:
-    """Return the schedule of a step (from 1), under the length recorded for it.
+def _length(workload: Workload, plan: DataPlan, step: int) -> Horizon:
+    """Return the length of the run that is recorded for a step (from 1).
 
     Raises:
-        DataError: The plan does not record the length.
+        DataError: The plan does not record it.
     """
     config, known = workload.config, plan.horizon_at(plan.start.batch_sizes.position_of(step - 1))
     if known is None:
@@ -356,9 +407,10 @@ def _schedule(workload: Workload, plan: DataPlan, step: int) -> Schedule:
             f"Length of the run is not recorded for step {step:,}", where=RunLayout.plan.name,
             hint="restore plan.jsonl from a copy",
         )  # fmt: skip
-    tokens_per_step = config.train.global_batch_sequences * config.data.sequence_length_tokens
-    length = Horizon(known.total_steps, known.warmup_steps, tokens_per_step)
-    return Schedule.from_config(config.schedule, config.optimizer, length)
+    row_tokens = config.data.sequence_length_tokens
+    stages = (BatchStage(stage.start_step, stage.rows * row_tokens) for stage in plan.start.batch_stages)
+    tokens_per_step = config.train.global_batch_sequences * row_tokens
+    return Horizon(known.total_steps, known.warmup_steps, tokens_per_step, batch_stages=tuple(stages))
 
 
 def _manifests(run_directory: Path) -> dict[int, Mapping[str, Any]]:

@@ -6,16 +6,17 @@ Out: a ``ReplayReport``: bit-exact, or the first step and quantity that differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.errors import CheckpointError, DataError
+from vorox.core.errors import CheckpointError, DataError, NumericalError, VoroxError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import step_directories
 from vorox.records.replay_chain import ChainEntry, examine_chain, number
-from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
+from vorox.records.run_lookup import run_argument
+from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, nproc_option
 
 OnStep = Callable[[int, int], None]
 """Called with the number of compared steps and the total."""
@@ -150,6 +151,31 @@ def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifferenc
     if recorded.chain != found.chain:
         return ReplayDifference(step, "chain", recorded.chain, found.chain)
     return None
+
+
+def difference_error(
+    difference: ReplayDifference, environment: Collection[str], run_directory: Path, span: tuple[int, int]
+) -> VoroxError:
+    """Return the error for a recomputed step that differs from the record.
+
+    Args:
+        difference: What differs.
+        environment: Differences of engine, machine and user functions, as text.
+        run_directory: The run.
+        span: The states that were to be reached, in finished steps.
+    """
+    kinds = {"batch": DataError, "state": CheckpointError}
+    hint = "the environment changed: " + "; ".join(environment) if environment else ""
+    if any(change.startswith("num_processes ") for change in environment):
+        nproc = nproc_option(run_directory, difference.step) or " --nproc 1"
+        command = f"vorox replay {run_argument(run_directory)} --from {span[0]} --to {span[1]}{nproc}"
+        hint = f"replay with as many processes as the run had: {command} ({hint})"
+    return kinds.get(difference.quantity, NumericalError)(
+        f"Replay differs at {difference}",
+        where=str(run_directory),
+        hint=hint or "the code, a cache or a checkpoint has changed since the run recorded this step",
+        saved="the run was not changed",
+    )
 
 
 def compare_chains(first: Path, second: Path) -> dict[str, Any]:

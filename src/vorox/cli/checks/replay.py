@@ -13,17 +13,16 @@ from vorox.cli.data.provenance import chosen_steps
 from vorox.cli.launch.rank_launcher import is_main_rank, launch_ranks
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
-from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError
+from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.experiments.verdicts import record_verdict
 from vorox.records.log import RunLog
-from vorox.records.run_lookup import find_run, run_argument
+from vorox.records.run_lookup import find_run
 from vorox.run import make_workload
 from vorox.training import replay as replaying
-from vorox.training.re_execution import nproc_option
-from vorox.training.replay import ReplayReport
+from vorox.training.replay import ReplayReport, difference_error
 from vorox.training.steps.workload import Workload
 
 
@@ -49,7 +48,7 @@ def replay(
     try:
         report = replaying.replay(
             directory,
-            functools.partial(_make_workload, directory),
+            functools.partial(workload_of_run, directory),
             first_step=first_step,
             last_step=last_step,
             on_step=lambda done, total: display.step("replaying", done, total),
@@ -62,7 +61,8 @@ def replay(
     else:
         typer.echo(str(report))
     if report.difference is not None:
-        raise _difference_error(report, directory)
+        span = report.start_step, report.last_step
+        raise difference_error(report.difference, report.environment, directory, span)
     if not as_json:
         typer.echo(f"Replayed {_range(report)}")
 
@@ -87,23 +87,7 @@ def _record(run_directory: Path, report: ReplayReport) -> None:
         record_verdict(run_directory, "replay", passed=report.is_exact, text=f"{report}; {_range(report)}")
 
 
-def _make_workload(run_directory: Path, config: RunConfig) -> Workload:
+def workload_of_run(run_directory: Path, config: RunConfig) -> Workload:
+    """Open what computes the steps of a run again: its tokenizer, caches that are there, and the engine."""
     kept, dist = RunLayout(run_directory).tokenizer, backends.connect(config)
     return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
-
-
-def _difference_error(report: ReplayReport, directory: Path) -> Exception:
-    assert report.difference is not None
-    kinds = {"batch": DataError, "state": CheckpointError}
-    hint = "the environment changed: " + "; ".join(report.environment) if report.environment else ""
-    if any(change.startswith("num_processes ") for change in report.environment):
-        nproc = nproc_option(directory, report.difference.step) or " --nproc 1"
-        span = f"--from {report.start_step} --to {report.last_step}"
-        command = f"vorox replay {run_argument(directory)} {span}{nproc}"
-        hint = f"replay with as many processes as the run had: {command} ({hint})"
-    return kinds.get(report.difference.quantity, NumericalError)(
-        f"Replay differs at {report.difference}",
-        where=str(directory),
-        hint=hint or "the code, a cache or a checkpoint has changed since the run recorded this step",
-        saved="the run was not changed",
-    )

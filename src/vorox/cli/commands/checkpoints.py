@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from vorox.cli.commands.lazy import implemented_in
-from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, Root, RunName, Yes
+from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, Root, RunName, TrustCode, Yes
 
 app = typer.Typer(
     name="checkpoints",
-    help="List, verify, restore, sign, remove, average and request checkpoints.",
+    help="List, verify, restore, materialize, sign, remove, average and request checkpoints.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -66,6 +66,31 @@ def restore(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Download a checkpoint of a run's mirror into the run directory, and verify it, without training."""
+
+
+@app.command()
+@implemented_in("vorox.cli.runs.materialize")
+def materialize(
+    run: RunName,
+    steps: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="A step, kept or not; may be given several times.")
+    ] = None,
+    every: Annotated[int | None, typer.Option("--every", min=1, metavar="K", help="All multiples of K steps.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="New checkpoints go here. Default: materialized/RUN.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the cost, and compute nothing.")] = False,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; must equal the run's.")] = 1,
+    root: Root = DEFAULT_ROOT,
+    _: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the exact checkpoint of any step again, from the newest kept one before it.
+
+    Every step on the way must have the recorded bits, and the new state the
+    recorded fingerprint, or the next step its recorded bits. The run is not
+    changed.
+    """
 
 
 @app.command()

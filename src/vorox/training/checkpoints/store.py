@@ -89,6 +89,25 @@ class RunState:
         progress, length = Progress.from_json(value["progress"]), Horizon.from_json(value["horizon"])
         return cls(progress, length, int(value["nonfinite_in_a_row"]))
 
+    def manifest(self, eval_losses: Mapping[int, float]) -> dict[str, Any]:
+        """Return what the manifest of the checkpoint repeats of it.
+
+        Args:
+            eval_losses: Validation losses by step; the last one up to this step is named.
+        """
+        progress = self.progress
+        known = {step: loss for step, loss in eval_losses.items() if step <= progress.step and math.isfinite(loss)}
+        last = max(known, default=None)
+        return {
+            "step": progress.step,
+            "horizon": self.horizon.to_json(),
+            "num_tokens": progress.num_tokens,
+            "chain": progress.chain,
+            "plan_digest": progress.cursor.plan_digest,
+            "plan_events": progress.cursor.plan_events,
+            "eval": None if last is None else {"step": last, "loss": known[last]},
+        }
+
     def to_json(self) -> dict[str, Any]:
         return {
             "format": STATE_FORMAT,

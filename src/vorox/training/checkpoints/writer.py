@@ -335,22 +335,8 @@ class CheckpointWriter:
             self._log.event("checkpoint_replaced", text, level="warning")
         files = dict(sorted(self._companions.items())) | {STATE_NAME: atomic.pretty_json(job.state.to_json())}
         record = functools.partial(self._states.record, job.state.progress)
-        commit_checkpoint(path, job.snapshot, files, self._metadata(job), self._distributed, record)
-
-    def _metadata(self, job: _SaveJob) -> dict[str, Any]:
-        progress, losses = job.state.progress, job.eval_losses.items()
-        known = {step: loss for step, loss in losses if step <= progress.step and math.isfinite(loss)}
-        last = max(known, default=None)
-        return {
-            **self._describe,
-            "step": progress.step,
-            "horizon": self._horizon.to_json(),
-            "num_tokens": progress.num_tokens,
-            "chain": progress.chain,
-            "plan_digest": progress.cursor.plan_digest,
-            "plan_events": progress.cursor.plan_events,
-            "eval": None if last is None else {"step": last, "loss": known[last]},
-        }
+        metadata = {**self._describe, **job.state.manifest(job.eval_losses)}
+        commit_checkpoint(path, job.snapshot, files, metadata, self._distributed, record)
 
     def _request(self) -> Request | None:
         try:

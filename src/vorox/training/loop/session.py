@@ -253,14 +253,9 @@ def _report_engine(workload: Workload, total_steps: int) -> None:
 
 def _checkpoint_writer(setup: TrainingSetup, evaluations: Evaluations) -> CheckpointWriter:
     workload, run, step = setup.workload, setup.run, setup.state.progress.step
-    tokenizer = workload.corpus.tokenizer
     return CheckpointWriter(
         run.directory, workload.config.checkpoint, setup.state.horizon, describe=resume.manifest_metadata(workload),
-        companions={
-            **huggingface_files(workload.spec, special_ids=tokenizer.model_ids()),
-            **image_processor_files(workload.config.model),
-            **tokenizer.files(workload.spec.max_positions_tokens),
-        },
+        companions=resume.companions(workload),
         eval_losses=evaluations.losses,
         saved_step=step if run.layout.checkpoint(step).exists() else None,
         log=workload.log, distributed=workload.distributed, states=StateChain(run.directory, step),

@@ -196,6 +196,16 @@ def manifest_metadata(workload: Workload) -> dict[str, Any]:
     }
 
 
+def companions(workload: Workload) -> dict[str, bytes]:
+    """Return the files of every checkpoint that other programs read: ``config.json``, tokenizer, image processor."""
+    tokenizer = workload.corpus.tokenizer
+    return {
+        **huggingface_files(workload.spec, special_ids=tokenizer.model_ids()),
+        **image_processor_files(workload.config.model),
+        **tokenizer.files(workload.spec.max_positions_tokens),
+    }
+
+
 def environment(engine: Engine) -> dict[str, str | int | bool]:
     """Return what a manifest records of the engine's environment."""
     return dict(sorted(engine.environment().items()))

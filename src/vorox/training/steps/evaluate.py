@@ -150,8 +150,8 @@ class Evaluations:
         self._batches, self._token_byte_lengths = batches, token_byte_lengths
         self._by_source = by_source or {}
         self._history = StepHistory(path if writes else None, progress.step)
-        known = _read_evaluations(path).items()
-        self.losses: dict[int, float] = {step: float(record["loss"]) for step, record in known if step <= progress.step}
+        known = recorded_losses(run_directory)
+        self.losses: dict[int, float] = {step: loss for step, loss in known.items() if step <= progress.step}
 
     def due(self, progress: Progress) -> bool:
         """Whether this step is due for validation and not validated yet."""
@@ -220,19 +220,20 @@ class Evaluations:
         return replace(progress, best_eval_loss=min(known, default=None))
 
 
-def _read_evaluations(path: Path) -> dict[int, dict[str, Any]]:
-    """Read the recorded validations; none is skipped, because their losses decide which checkpoints are kept.
+def recorded_losses(run_directory: Path) -> dict[int, float]:
+    """Return the recorded validation losses by step; none is skipped, because they decide which checkpoints are kept.
 
     Raises:
         DataError: A line is damaged.
     """
     try:
-        return read_history(path)
+        history = read_history(RunLayout(run_directory).evaluations)
     except DataError as error:
         raise DataError(
             "A recorded validation is damaged, and checkpoint.keep_best depends on it", where=error.where,
             hint="restore the line from a copy, or delete it: the checkpoint of its step is then not among the best",
         ) from error  # fmt: skip
+    return {step: float(record["loss"]) for step, record in history.items()}
 
 
 class _Stopped(Exception):

@@ -141,14 +141,20 @@ class PendingSteps:
     def _settle(self, step: InFlightStep) -> SettledStep:
         values = step.result.fetch()
         self.chain.record(step.progress.step, step.batch_digest, values)
-        if not _is_adapting(values):
-            self.nonfinite_in_a_row = 0 if values.finite else self.nonfinite_in_a_row + 1
+        self.nonfinite_in_a_row = count_nonfinite(self.nonfinite_in_a_row, values)
         ends_run = self.nonfinite_in_a_row > self._max_nonfinite_steps
         spikes = self._spikes
         is_spike = spikes is not None and spikes.record(step.progress.step, values, step.max_loss)
         ends_run = ends_run or (spikes is not None and is_spike and spikes.ends_run)
         rolls_back = spikes is not None and is_spike and spikes.rolls_back
         return SettledStep(step, values, self.nonfinite_in_a_row, ends_run, is_spike, rolls_back)
+
+
+def count_nonfinite(before: int, values: StepValues) -> int:
+    """Return the consecutive non-finite steps up to one, from those up to the step before it."""
+    if _is_adapting(values):
+        return before
+    return 0 if values.finite else before + 1
 
 
 def _is_adapting(values: StepValues) -> bool:

@@ -1,0 +1,97 @@
+"""``vorox checkpoints materialize``: compute the checkpoints of steps that none was kept of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from vorox.cli.checks.replay import workload_of_run
+from vorox.cli.launch.rank_launcher import launch_ranks
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.build_display import BuildDisplay
+from vorox.cli.terminal.output import print_json
+from vorox.core.errors import ConfigError
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import step_directories
+from vorox.records.replay_chain import examine_chain
+from vorox.records.run_lookup import find_run
+from vorox.training.materialize import Materialized, Proof, materialize as write_checkpoints, open_range, steps_every
+from vorox.training.re_execution import ReExecution, cost_of
+
+_PROOFS: dict[Proof, str] = {
+    "fingerprint": "it has the fingerprint that the run recorded",
+    "next step": "the step after it has the recorded bits",
+    "own step": "it is the last recorded step, which has the recorded bits; no later one proves its update",
+}
+
+
+def materialize(
+    run: str,
+    steps: list[int] | None,
+    every: int | None,
+    to: Path | None,
+    plan: bool,
+    nproc: int,
+    root: str,
+    as_json: bool,
+) -> None:
+    directory = find_run(root, run)
+    chosen = _chosen(directory, steps or [], every)
+    if nproc > 1 and not plan:
+        options = [word for step in chosen for word in ("--step", str(step))]
+        command = ["checkpoints", "materialize", run, *options, "--root", str(root), *(["--json"] if as_json else [])]
+        raise typer.Exit(launch_ranks(nproc, [*command, *([] if to is None else ["--to", str(to)])]))
+    execution = open_range(directory, chosen)
+    if plan:
+        _print_cost(execution, len(chosen), as_json=as_json)
+        return
+    display = BuildDisplay()
+    try:
+        found = write_checkpoints(
+            execution,
+            functools.partial(workload_of_run, directory),
+            chosen,
+            to or Path("materialized", directory.name),
+            on_step=lambda done, total: display.step("computing steps", done, total),
+        )
+    finally:
+        display.close()
+    if as_json:
+        print_json([{**asdict(one), "path": str(one.path)} for one in found])
+    else:
+        _print(found)
+
+
+def _chosen(run_directory: Path, steps: Sequence[int], every: int | None) -> list[int]:
+    if bool(steps) == (every is not None):
+        raise ConfigError(
+            "Exactly one of --step and --every names the steps", where="vorox checkpoints materialize",
+            hint="write --step 340, several times for several steps, or --every 50",
+        )  # fmt: skip
+    if every is None:
+        return sorted(set(steps))
+    recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
+    return steps_every(run_directory, every, recorded.last_known_step)
+
+
+def _print_cost(execution: ReExecution, num_checkpoints: int, *, as_json: bool) -> None:
+    cost = cost_of(execution)
+    size_bytes = None if cost.checkpoint_bytes is None else num_checkpoints * cost.checkpoint_bytes
+    if as_json:
+        print_json({**asdict(cost), "num_checkpoints": num_checkpoints, "size_bytes": size_bytes})
+        return
+    seconds = "" if cost.seconds is None else f", {humanize.duration(cost.seconds)} as the run took for them"
+    room = "" if size_bytes is None else f"; {humanize.size(size_bytes)} on disk"
+    typer.echo(
+        f"{pluralize(num_checkpoints, 'checkpoint')}: {pluralize(cost.num_steps, 'step')} to compute, from step "
+        f"{execution.start_step:,} to {execution.last_step:,}{seconds}{room}"
+    )
+
+
+def _print(found: Sequence[Materialized]) -> None:
+    for one in found:
+        typer.echo(f"Step {one.step:,} is in {one.path}: {_PROOFS[one.proof]} ({one.fingerprint[:16]})")

@@ -1,0 +1,171 @@
+"""Materialise checkpoints: the exact state after any step, whether one was kept there or not, by re-execution.
+
+Every step on the way must have the recorded bits. What a run saved has a fingerprint on record, which must be that of
+the new state. Any other state is proven by the step after it, which is computed from it and must have the recorded bits
+too; only the last recorded step of a run has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vorox.core.errors import CheckpointError, ConfigError, VoroxError
+from vorox.core.files import atomic
+from vorox.core.run_layout import RunLayout
+from vorox.records.run_lookup import run_argument
+from vorox.training.checkpoints.store import STATE_NAME, Checkpoint
+from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, save_state
+from vorox.training.replay import difference_error, first_difference
+from vorox.training.resume import resume
+from vorox.training.steps.evaluate import recorded_losses
+
+Proof = Literal["fingerprint", "next step", "own step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Materialized:
+    """A checkpoint that was computed again.
+
+    Attributes:
+        step: Its step.
+        path: Its directory.
+        fingerprint: Of its state.
+        proof: What on record it agrees with.
+    """
+
+    step: int
+    path: Path
+    fingerprint: str
+    proof: Proof
+
+
+def open_range(run_directory: Path, steps: Collection[int]) -> ReExecution:
+    """Return the re-execution that reaches all of ``steps``, and where their proof needs it the step after them.
+
+    Raises:
+        VoroxError: As ``ReExecution``.
+    """
+    first, last = min(steps) - 1, max(steps)
+    if first < 0:
+        raise ConfigError(
+            "The state before step 1 is that of the initial weights", where="--step",
+            hint="name a step from 1 on; `vorox replay` checks the initial weights",
+        )  # fmt: skip
+    execution = ReExecution(run_directory, first, last)
+    if last not in execution.states and last < execution.recorded.last_known_step:
+        with contextlib.suppress(VoroxError):  # the next step may have run with other processes, or be damaged
+            return ReExecution(run_directory, first, last + 1)
+    return execution
+
+
+def materialize(
+    execution: ReExecution,
+    make_workload: MakeWorkload,
+    steps: Collection[int],
+    directory: Path,
+    *,
+    on_step: Callable[[int, int], None],
+) -> list[Materialized]:
+    """Write the checkpoints of ``steps`` as ``directory/step-00000340``, each as the run would have written it.
+
+    Args:
+        execution: Of ``open_range``.
+        make_workload: As of ``ReExecution.steps``.
+        steps: The steps.
+        directory: Their parent; it need not exist.
+        on_step: Called after every step with the number of computed steps and of all.
+
+    Returns:
+        What was written. A checkpoint appears only once it is proven.
+
+    Raises:
+        VoroxError: A step differs from the record, by its quantity (``replay.difference_error``).
+        CheckpointError: A checkpoint lies there already, or cannot be written.
+    """
+    targets = {step: directory / RunLayout(execution.run_directory).checkpoint(step).name for step in steps}
+    for path in targets.values():
+        if path.exists():
+            raise CheckpointError(f"{path.name} is already there", where=str(path), hint="choose another --to DIR")
+    losses = recorded_losses(execution.run_directory)
+    found: list[Materialized] = []
+    unproven: Path | None = None
+    try:
+        with contextlib.closing(execution.steps(make_workload)) as computed:
+            for one in computed:
+                difference = first_difference(execution.recorded.entries[one.step], one.entry)
+                if difference is not None:
+                    execution.note_environment(one.workload, one.step)
+                    span = execution.start_step, execution.last_step
+                    raise difference_error(difference, execution.environment, execution.run_directory, span)
+                if unproven is not None:
+                    found.append(_publish(unproven, targets[one.step - 1], "next step", one))
+                    unproven = None
+                if (target := targets.get(one.step)) is not None:
+                    unproven = _write(one, target.with_name(f".{target.name}.unproven"), losses)
+                    if (recorded := _recorded_fingerprint(execution, one)) is not None:
+                        _check(Checkpoint.read(unproven), recorded)
+                        found.append(_publish(unproven, target, "fingerprint", one))
+                        unproven = None
+                on_step(one.step - execution.start_step, execution.last_step - execution.start_step)
+            if unproven is not None:
+                found.append(_publish(unproven, targets[one.step], "own step", one))
+                unproven = None
+    finally:
+        if unproven is not None:
+            shutil.rmtree(unproven, ignore_errors=True)
+    return found
+
+
+def _recorded_fingerprint(execution: ReExecution, one: ReExecutedStep) -> str | None:
+    chain, fingerprint = execution.states.get(one.step, ("", ""))
+    return fingerprint if chain == one.entry.chain else None
+
+
+def _write(one: ReExecutedStep, path: Path, losses: dict[int, float]) -> Path:
+    """Write a checkpoint on all ranks, as the run would have."""
+    files = {**resume.companions(one.workload), STATE_NAME: atomic.pretty_json(one.state.to_json())}
+    metadata = {**resume.manifest_metadata(one.workload), **one.state.manifest(losses)}
+    if one.workload.distributed.is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(path, ignore_errors=True)  # of an attempt that was killed
+    return save_state(one.workload, path, dict(sorted(files.items())), metadata).path
+
+
+def _check(checkpoint: Checkpoint, recorded: str) -> None:
+    found = str(checkpoint.metadata["fingerprint"])
+    if found != recorded:
+        raise CheckpointError(
+            f"State after step {checkpoint.step:,} has the fingerprint {found[:16]}, the run saved {recorded[:16]}",
+            where=str(checkpoint.path), saved="nothing was written",
+            hint="the engine computes other bits than the run did: use its versions and its machine",
+        )  # fmt: skip
+
+
+def _publish(written: Path, target: Path, proof: Proof, one: ReExecutedStep) -> Materialized:
+    """Let a checkpoint appear, on all ranks."""
+    dist, checkpoint = one.workload.distributed, Checkpoint.read(written)
+    dist.barrier("materialised state is proven")
+    if dist.is_main:
+        written.rename(target)
+        atomic.sync_directory(target.parent)
+    dist.barrier("materialised state is there")
+    return Materialized(checkpoint.step, target, str(checkpoint.metadata["fingerprint"]), proof)
+
+
+def steps_every(run_directory: Path, interval: int, last_step: int) -> list[int]:
+    """Return the multiples of an interval up to the last recorded step.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if interval > last_step:
+        raise ConfigError(
+            f"The run recorded {last_step:,} steps, and --every {interval:,} names none of them", where="--every",
+            hint=f"vorox checkpoints materialize {run_argument(run_directory)} --step {last_step}",
+        )  # fmt: skip
+    return list(range(interval, last_step + 1, interval))

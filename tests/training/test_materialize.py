@@ -1,0 +1,140 @@
+"""Materialised checkpoints are those that the run would have kept, byte for byte, or nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny_runs
+import vorox.run
+from vorox.cli import main
+from vorox.core.errors import CheckpointError, ConfigError, NumericalError
+from vorox.core.files.staged_directory import MANIFEST_NAME, read_manifest
+from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.run_layout import step_directories
+from vorox.core.schema import RunConfig
+from vorox.records.log import RunLog
+from vorox.training.checkpoints.store import verify
+from vorox.training.materialize import Materialized, materialize, open_range
+from vorox.training.steps.workload import Workload
+
+EVERY_STATE = ["checkpoint.every_steps=1", "checkpoint.keep_last=99"]
+CASES: dict[str, list[str]] = {
+    "plain": [],
+    "stages": ['data.stages=[{"start_tokens":0,"weights":{"text":1}},{"start_tokens":256,"sequence_length_tokens":8}]'],
+    "batch sizes": ['train.batch_stages=[{"start_step":5,"global_batch_sequences":8}]'],
+    "streaming": ["data.mode=streaming", "data.growth.mode=strict", "data.streaming.retention_bytes=24000"],
+    "unshuffled": ["data.packing=concat", "data.shuffle=false"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _numpy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_runs.use_numpy_engine(monkeypatch)
+
+
+def make_workload(config: RunConfig) -> Workload:
+    return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
+
+
+def made(directory: Path, steps: list[int], to: Path) -> list[Materialized]:
+    return materialize(open_range(directory, steps), make_workload, steps, to, on_step=lambda done, total: None)
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    """All files, the manifest without what names settings that decide no bit (how often the run saves)."""
+    found = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST_NAME}
+    metadata = read_manifest(checkpoint)["metadata"]
+    metadata = {key: value for key, value in metadata.items() if key not in {"settings", "config_digest"}}
+    return {**found, "metadata": json.dumps(metadata, sort_keys=True).encode()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_state_is_the_one_that_a_run_which_keeps_all_has(case: str, tmp_path: Path) -> None:
+    shadow = tiny_runs.run(tiny_runs.configuration(tmp_path / "shadow", [*CASES[case], *EVERY_STATE])).run_directory
+    sparse = tiny_runs.run(tiny_runs.configuration(tmp_path / "sparse", CASES[case])).run_directory
+    kept = step_directories(shadow)
+    assert len(kept) == 12 > len(step_directories(sparse))
+    found = made(sparse, [*kept], tmp_path / "made")
+    assert [one.step for one in found] == [*kept]
+    for one in found:
+        assert verify(one.path).step == one.step
+        assert contents(one.path) == contents(kept[one.step])
+    assert {one.step: one.proof for one in found if one.step % 4 == 0} == dict.fromkeys((4, 8, 12), "fingerprint")
+    assert {one.proof for one in found if one.step % 4} == {"next step"}
+
+
+def test_kills_and_resumes_move_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shadow = tiny_runs.run(tiny_runs.configuration(tmp_path / "shadow", EVERY_STATE)).run_directory
+    config = tiny_runs.configuration(tmp_path / "killed")
+    with monkeypatch.context() as patch:
+        tiny_runs.at_step(patch, 7, tiny_runs.kill)
+        with pytest.raises(tiny_runs.Killed):
+            tiny_runs.run(config)
+    directory = tiny_runs.run(config).run_directory
+    (five, six) = made(directory, [5, 6], tmp_path / "made")
+    for one in (five, six):
+        assert contents(one.path) == contents(step_directories(shadow)[one.step])
+
+
+def test_the_last_step_of_a_killed_run_says_what_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        tiny_runs.at_step(patch, 8, tiny_runs.kill)
+        with pytest.raises(tiny_runs.Killed):
+            tiny_runs.run(tiny_runs.configuration(tmp_path))
+    (directory,) = (tmp_path / "runs").iterdir()
+    (one,) = made(directory, [open_range(directory, [5]).recorded.last_known_step], tmp_path / "made")
+    assert one.proof == "own step"
+
+
+def test_other_bits_are_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    tiny_runs.scale_steps(monkeypatch, {7: 1.0000001})
+    with pytest.raises(NumericalError, match="step 7"):
+        made(directory, [5, 6], tmp_path / "made")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["step-00000005"], "6 has no witness"
+
+
+def test_another_state_than_the_run_saved_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    execution = open_range(directory, [8])
+    execution.states[8] = (execution.states[8][0], "0" * 64)
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        materialize(execution, make_workload, [8], tmp_path / "made", on_step=lambda done, total: None)
+    assert not [*(tmp_path / "made").iterdir()]
+
+
+@pytest.mark.parametrize("steps", [[0], [13], [3, 99]])
+def test_steps_that_never_ran_are_refused(steps: list[int], tmp_path: Path) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    with pytest.raises(ConfigError):
+        made(directory, steps, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_command_prints_costs_then_proofs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    monkeypatch.chdir(tmp_path)
+    command = ["checkpoints", "materialize", directory.name, "--every", "5"]
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert main([*command, "--plan"]) == 0
+    assert "2 checkpoints: 11 steps to compute, from step 0 to 11" in capsys.readouterr().out
+    assert not Path("materialized").exists()
+    assert main(command) == 0
+    assert "Step 10 is in materialized" in capsys.readouterr().out
+    assert main(command) == 5
+    assert "already there" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+    assert main(["checkpoints", "materialize", directory.name]) == 2
+
+
+def test_a_materialised_state_is_trained_on(tmp_path: Path) -> None:
+    """Its weights start another run, as those of a kept checkpoint do."""
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    (one,) = made(directory, [6], tmp_path / "made")
+    config = tiny_runs.configuration(tmp_path / "second", [f"train.from_weights={one.path}"])
+    assert tiny_runs.run(config).progress.step == 12
