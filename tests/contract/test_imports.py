@@ -242,6 +242,7 @@ NOT_ON_WINDOWS = {"readline", "resource"}
 SELDOM_NEEDED = {
     ("cli/__init__.py", "vorox.cli.failure"),
     ("cli/environment_variables.py", "vorox.core.config.schema_fields"),
+    ("cli/settings/config.py", "vorox.data.text.format_detection"),
     ("cli/settings/pages.py", "vorox.cli.settings.config"),
 }
 
@@ -321,6 +322,17 @@ def test_help_loads_no_large_library() -> None:
     program = (
         "import sys; from vorox.cli import main; main(['--help']); "
         "large = {'torch', 'jax', 'transformers', 'numpy', 'pydantic', 'pyarrow', 'tokenizers'} & set(sys.modules); "
+        "sys.exit(f'loaded {large}' if large else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_configuration_without_weights_is_shown_without_arrays() -> None:
+    """Half of the time of `vorox config show` was the code for weights and text that it does not read."""
+    program = (
+        "import sys; from vorox.cli import main; main(['config', 'show', 'quickstart']); "
+        "large = {'torch', 'jax', 'transformers', 'numpy', 'pyarrow', 'tokenizers'} & set(sys.modules); "
         "sys.exit(f'loaded {large}' if large else 0)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

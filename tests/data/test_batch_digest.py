@@ -19,7 +19,16 @@ import xxhash
 
 from fake_rows import FakeRows
 from vorox.core.batch import Batch, BatchImages, BatchPatches, DataCursor, DataShard, TeacherLogits
-from vorox.core.row_set_hash import add_encoded, decode_lanes, element, encode_lanes, finish, no_lanes, row_digest
+from vorox.core.row_set_hash import (
+    add_encoded,
+    decode_lanes,
+    encode_lanes,
+    finish,
+    no_lanes,
+    row_digest,
+    row_stream,
+    sum_elements,
+)
 from vorox.data.order.loader import first_cursor, open_batches
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import MixtureStageEvent, PlanSource, PlanStart
@@ -140,10 +149,10 @@ def test_pieces_of_a_row_are_rows_of_their_own(tmp_path: Path) -> None:
 def test_known_digests_never_change() -> None:
     """From 0.2 on, a change of the format is another format."""
     tokens = np.arange(4, dtype=np.int32)
-    digest = row_digest([("tokens", tokens), ("labels", tokens + 1)])
+    digest = row_digest([row_stream("tokens", tokens[None]).of(0), row_stream("labels", tokens[None] + 1).of(0)])
     assert digest.hex() == "7a8c5f8d47c8d3fe76c01c5a6e3b74da4f972989ac80d4a42654e7e21383709b"
-    assert element(3, 7, digest)[:4].tolist() == [7404, 47721, 40850, 5193]
-    assert finish(element(3, 7, digest)) == "af03af7deb5d12c266065e373c17c2f5bb8437b222e0e9c21f707df5779bac6f"
+    assert sum_elements(3, [7], [digest])[:4].tolist() == [7404, 47721, 40850, 5193]
+    assert finish(sum_elements(3, [7], [digest])) == "af03af7deb5d12c266065e373c17c2f5bb8437b222e0e9c21f707df5779bac6f"
     assert finish(no_lanes()) == "9ddcb5c7f086ced587e9bfed8dd06b58c5db55addba28f3e91bf9be1a13022f3"
 
 
@@ -339,7 +348,9 @@ def xxh3_element(slot: int, row: bytes) -> int:
 
 def full_digest(rows: list[bytes]) -> str:
     arrays = [np.frombuffer(row, "<i4") for row in rows]
-    return finish(sum((element(1, slot, row_digest([("tokens", row)])) for slot, row in enumerate(arrays)), no_lanes()))
+    return finish(
+        sum_elements(1, range(len(arrays)), (row_digest([row_stream("tokens", row[None]).of(0)]) for row in arrays))
+    )
 
 
 @pytest.mark.parametrize(("weak", "lane"), [(xxh3_element, np.uint64), (toy_element, np.uint8)])

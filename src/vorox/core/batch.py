@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.row_set_hash import LaneArray, element, finish, no_lanes, row_digest
+from vorox.core.row_set_hash import LaneArray, RowStream, finish, row_digest, row_stream, sum_elements
 
 IGNORED_LABEL = -100
 """Label of a position that is not trained on (padding; the last token of a document under document masking)."""
@@ -204,25 +204,34 @@ class Batch:
         Args:
             slots: Place of each row in the global batch, without the padding rows at the end.
         """
-        lanes = no_lanes()
-        for row, slot in enumerate(slots.tolist()):
-            lanes += element(self.step + 1, slot, row_digest(self._row_arrays(row)))
-        return replace(self, lanes=lanes)
-
-    def _row_arrays(self, row: int) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
-        """Yield what the model gets for a row."""
-        at = divmod(row, self.tokens_ABT.shape[1])
-        yield "tokens", self.tokens_ABT[at]
-        yield "labels", self.labels_ABT[at]
+        before = [self._stream("tokens", self.tokens_ABT), self._stream("labels", self.labels_ABT)]
         if self.segment_ids_ABT is not None:
-            yield "segments", self.segment_ids_ABT[at]
+            before.append(self._stream("segments", self.segment_ids_ABT))
         if self.position_ids_ABT is not None:
-            yield "position", self.position_ids_ABT[at]
-        if self.images_A is not None:
-            yield from self.images_A[at[0]].of_rows(np.array([at[1]])).arrays()
+            before.append(self._stream("position", self.position_ids_ABT))
+        after: list[RowStream] = []
         if self.teacher is not None:
-            yield "topids", self.teacher.ids_ABTK[at]
-            yield "logits", self.teacher.logits_ABTK[at]
+            after = [
+                self._stream("topids", self.teacher.ids_ABTK),
+                self._stream("logits", self.teacher.logits_ABTK),
+            ]
+        digests = [
+            row_digest([*(one.of(row) for one in before), *self._image_parts(row), *(one.of(row) for one in after)])
+            for row in range(len(slots))
+        ]
+        return replace(self, lanes=sum_elements(self.step + 1, slots.tolist(), digests))
+
+    @staticmethod
+    def _stream(name: str, array_AB: npt.NDArray[np.generic]) -> RowStream:
+        return row_stream(name, array_AB.reshape(-1, *array_AB.shape[2:]))
+
+    def _image_parts(self, row: int) -> list[tuple[bytes, memoryview]]:
+        """Return what the digest of a row is over of its images, of which every row has its own number."""
+        if self.images_A is None:
+            return []
+        micro_batch, index = divmod(row, self.tokens_ABT.shape[1])
+        arrays = self.images_A[micro_batch].of_rows(np.array([index])).arrays()
+        return [row_stream(name, array[None]).of(0) for name, array in arrays]
 
     def digest(self) -> str:
         """Return the batch digest of the rows of this rank, in hex; with one rank, the replay chain records it."""

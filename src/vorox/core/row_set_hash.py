@@ -15,6 +15,7 @@ import base64
 import hashlib
 import struct
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,28 +25,49 @@ LaneArray = npt.NDArray[np.uint16]
 _ROW, _ELEMENT, _BATCH = b"vorox row/1", b"vorox element/1", b"vorox batch/1"
 
 
-def row_digest(arrays: Iterable[tuple[str, npt.NDArray[np.generic]]]) -> bytes:
-    """Return the digest of a row.
+class RowStream(NamedTuple):
+    """What the digests of rows are over for one array: the same head for every row, then the bytes of the row."""
+
+    head: bytes
+    rows_NB: npt.NDArray[np.uint8]
+
+    def of(self, row: int) -> tuple[bytes, memoryview]:
+        """Return what the digest of a row is over."""
+        return self.head, self.rows_NB[row].data
+
+
+def row_stream(name: str, array_N: npt.NDArray[np.generic]) -> RowStream:
+    """Return the stream of an array that the model gets.
 
     Args:
-        arrays: What the model gets, by name of at most 8 letters, in a fixed order; each with the type of its name.
+        name: Its name, of at most 8 letters; always for arrays of the same type.
+        array_N: Of all rows, ``[N, ...]``.
     """
+    shape = array_N.shape[1:]
+    little = np.ascontiguousarray(array_N, array_N.dtype.newbyteorder("<")).reshape(len(array_N), -1)
+    return RowStream(struct.pack(f"<8sI{len(shape)}I", name.encode(), len(shape), *shape), little.view(np.uint8))
+
+
+def row_digest(parts: Iterable[tuple[bytes, memoryview]]) -> bytes:
+    """Return the digest of a row from its parts of all streams, in a fixed order."""
     found = hashlib.blake2b(digest_size=32, person=_ROW)
-    for name, array in arrays:
-        found.update(struct.pack(f"<8sI{array.ndim}I", name.encode(), array.ndim, *array.shape))
-        found.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+    for head, data in parts:
+        found.update(head)
+        found.update(data)
     return found.digest()
 
 
-def element(step: int, slot: int, digest: bytes) -> LaneArray:
-    """Return the lanes of a row.
+def sum_elements(step: int, slots: Iterable[int], digests: Iterable[bytes]) -> LaneArray:
+    """Return the sum of the lanes of rows.
 
     Args:
-        step: The step that trains on it, from 1.
-        slot: Its place in the global batch, from 0.
-        digest: Its ``row_digest``.
+        step: The step that trains on them, from 1.
+        slots: Their places in the global batch, from 0.
+        digests: The ``row_digest`` of each.
     """
-    return expand(_ELEMENT + struct.pack("<QQ", step, slot) + digest)
+    seeds = (_ELEMENT + struct.pack("<QQ", step, slot) + digest for slot, digest in zip(slots, digests, strict=True))
+    elements = b"".join(hashlib.shake_256(seed).digest(2 * NUM_LANES) for seed in seeds)
+    return np.frombuffer(elements, "<u2").reshape(-1, NUM_LANES).sum(axis=0, dtype=np.uint16)
 
 
 def expand(seed: bytes) -> LaneArray:

@@ -20,7 +20,6 @@ from vorox.core.config.layers.presets import run_presets
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
-from vorox.data.text.format_detection import detect_source, text_path_error
 from vorox.records.run_lookup import find_run
 from vorox.training.origin.configuration import load_config, load_resolved
 
@@ -80,6 +79,8 @@ def source_and_overrides(parsed: ParsedArguments, *, is_quiet: bool = False) -> 
     overrides = list(parsed.overrides)
     if not parsed.data:
         return source, overrides
+    from vorox.data.text.format_detection import detect_source
+
     prefix = "data.sources.0."
     given = [
         word.removeprefix("--").removeprefix(prefix) for word in overrides if f"{prefix}" in word.partition("=")[0]
@@ -118,6 +119,8 @@ def configuration_source(name: str) -> str | Path:
             raise ConfigError("run.json of the run is missing", where=str(layout.record), hint="restore it from a copy")
         return layout.config
     except ConfigError:
+        from vorox.data.text.format_detection import text_path_error
+
         refusal = text_path_error(name) if path.exists() else None
         if refusal is not None:
             raise refusal from None

@@ -42,8 +42,8 @@ from vorox.models.module_spec import UserSpec
 from vorox.models.stored.spec import spec_from_json
 from vorox.records.run_lookup import find_run, run_argument, short_path
 from vorox.training.origin.image_processor_source import PROCESSOR_NAME
+from vorox.training.origin.naming import FROM_WEIGHTS, NAME_OR_PATH
 
-FROM_WEIGHTS, NAME_OR_PATH = "train.from_weights", "model.name_or_path"
 """The settings that name an origin."""
 
 EXPORT_FORMAT = "vorox-export/1"
