@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,11 @@ def test_kills_and_resumes_move_no_state(tmp_path: Path, monkeypatch: pytest.Mon
         assert contents(one.path) == contents(step_directories(shadow)[one.step])
 
 
-def test_the_last_step_of_a_killed_run_says_what_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        tiny_runs.at_step(patch, 8, tiny_runs.kill)
-        with pytest.raises(tiny_runs.Killed):
-            tiny_runs.run(tiny_runs.configuration(tmp_path))
-    (directory,) = (tmp_path / "runs").iterdir()
-    (one,) = made(directory, [open_range(directory, [5]).recorded.last_known_step], tmp_path / "made")
-    assert one.proof == "own step"
+def test_a_last_step_without_a_recorded_state_says_so(tmp_path: Path) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    shutil.rmtree(step_directories(directory)[12])
+    (directory / "states.jsonl").unlink()
+    assert [one.proof for one in made(directory, [11, 12], tmp_path / "made")] == ["next step", "own step"]
 
 
 def test_other_bits_are_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +128,3 @@ def test_the_command_prints_costs_then_proofs(
     assert "already there" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     assert main(["checkpoints", "materialize", directory.name]) == 2
-
-
-def test_a_materialised_state_is_trained_on(tmp_path: Path) -> None:
-    """Its weights start another run, as those of a kept checkpoint do."""
-    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
-    (one,) = made(directory, [6], tmp_path / "made")
-    config = tiny_runs.configuration(tmp_path / "second", [f"train.from_weights={one.path}"])
-    assert tiny_runs.run(config).progress.step == 12

@@ -19,7 +19,6 @@ import xxhash
 import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from tiny_runs import configuration, run, use_numpy_engine, write_text
-from vorox.cli.checks.replay import _difference_error
 from vorox.core.errors import CheckpointError, ConfigError, DataError, VoroxError
 from vorox.core.files.atomic import MANIFEST_NAME, canonical_json, pretty_json
 from vorox.core.files.chained_log import HashChainedLog
@@ -39,7 +38,7 @@ from vorox.records.log import RunLog
 from vorox.records.replay_chain import bits, link
 from vorox.records.run_context import recorded_config
 from vorox.records.step_environments import StepEnvironments
-from vorox.training.replay import ReplayDifference, ReplayReport, replay
+from vorox.training.replay import ReplayDifference, ReplayReport, difference_error, replay
 from vorox.training.resume import resume_settings
 from vorox.training.steps.workload import Workload
 
@@ -496,9 +495,9 @@ def test_a_run_of_several_processes_is_replayed_by_as_many(directory: Path, tmp_
         (directory, "num_processes was 1, is 2", "1"),
     ):
         report = ReplayReport(0, 5, 2, 0, difference, ("num_devices was 2, is 1", now))
-        hint = str(vars(_difference_error(report, before))["hint"])
+        hint = str(vars(difference_error(report, before))["hint"])
         assert f"vorox replay {before} --from 0 --to 5 --nproc {wanted} (" in hint
-    assert "--nproc" not in str(_difference_error(ReplayReport(0, 5, 2, 0, difference, ()), copy))
+    assert "--nproc" not in str(difference_error(ReplayReport(0, 5, 2, 0, difference, ()), copy))
 
 
 def processes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -533,7 +532,7 @@ def test_the_checkpoint_where_the_number_of_processes_changed_is_kept(
     monkeypatch.setattr(NumpyEngine, "train_step", lambda self, batch, **rest: real(self, batch, **rest | {"lr": 0.5}))
     report = again(directory, 13, 17)
     assert "num_processes was 2, is absent" in report.environment
-    assert "--from 12 --to 17 --nproc 2" in str(vars(_difference_error(report, directory))["hint"])
+    assert "--from 12 --to 17 --nproc 2" in str(vars(difference_error(report, directory))["hint"])
 
     shutil.rmtree(RunLayout(directory).checkpoint(12))
     with pytest.raises(ConfigError, match="steps 13 to 27 ran with 2") as refused:

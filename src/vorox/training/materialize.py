@@ -16,13 +16,14 @@ from typing import Literal
 
 from vorox.core.errors import CheckpointError, ConfigError, VoroxError
 from vorox.core.files import atomic
-from vorox.core.run_layout import RunLayout
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.records.replay_chain import examine_chain
 from vorox.records.run_lookup import run_argument
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, save_state
-from vorox.training.replay import difference_error, first_difference
+from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.resume import resume
-from vorox.training.steps.evaluate import recorded_losses
 
 Proof = Literal["fingerprint", "next step", "own step"]
 
@@ -50,11 +51,11 @@ def open_range(run_directory: Path, steps: Collection[int]) -> ReExecution:
     Raises:
         VoroxError: As ``ReExecution``.
     """
-    first, last = min(steps) - 1, max(steps)
-    if first < 0:
+    first, last, known = min(steps) - 1, max(steps), last_recorded_step(run_directory)
+    if first < 0 or last > known:
         raise ConfigError(
-            "The state before step 1 is that of the initial weights", where="--step",
-            hint="name a step from 1 on; `vorox replay` checks the initial weights",
+            f"The run has no step {last if last > known else first + 1:,}; it recorded {pluralize(known, 'step')}",
+            where="--step", hint=f"name steps from 1 to {known}", saved="nothing was written",
         )  # fmt: skip
     execution = ReExecution(run_directory, first, last)
     if last not in execution.states and last < execution.recorded.last_known_step:
@@ -91,7 +92,6 @@ def materialize(
     for path in targets.values():
         if path.exists():
             raise CheckpointError(f"{path.name} is already there", where=str(path), hint="choose another --to DIR")
-    losses = recorded_losses(execution.run_directory)
     found: list[Materialized] = []
     unproven: Path | None = None
     try:
@@ -100,13 +100,16 @@ def materialize(
                 difference = first_difference(execution.recorded.entries[one.step], one.entry)
                 if difference is not None:
                     execution.note_environment(one.workload, one.step)
-                    span = execution.start_step, execution.last_step
-                    raise difference_error(difference, execution.environment, execution.run_directory, span)
+                    start, environment = execution.start_step, tuple(execution.environment)
+                    report = ReplayReport(start, execution.last_step, one.step - start - 1, 0, difference, environment)
+                    raise difference_error(report, execution.run_directory)
                 if unproven is not None:
                     found.append(_publish(unproven, targets[one.step - 1], "next step", one))
                     unproven = None
                 if (target := targets.get(one.step)) is not None:
-                    unproven = _write(one, target.with_name(f".{target.name}.unproven"), losses)
+                    unproven = _write(
+                        one, target.with_name(f".{target.name}.unproven"), execution.eval_losses(one.step)
+                    )
                     if (recorded := _recorded_fingerprint(execution, one)) is not None:
                         _check(Checkpoint.read(unproven), recorded)
                         found.append(_publish(unproven, target, "fingerprint", one))
@@ -157,15 +160,21 @@ def _publish(written: Path, target: Path, proof: Proof, one: ReExecutedStep) -> 
     return Materialized(checkpoint.step, target, str(checkpoint.metadata["fingerprint"]), proof)
 
 
-def steps_every(run_directory: Path, interval: int, last_step: int) -> list[int]:
+def last_recorded_step(run_directory: Path) -> int:
+    """Return the last step that the chain or a checkpoint of the run proves."""
+    return examine_chain(run_directory, max(step_directories(run_directory), default=0)).last_known_step
+
+
+def steps_every(run_directory: Path, interval: int) -> list[int]:
     """Return the multiples of an interval up to the last recorded step.
 
     Raises:
         ConfigError: There are none.
     """
-    if interval > last_step:
+    last = last_recorded_step(run_directory)
+    if interval > last:
         raise ConfigError(
-            f"The run recorded {last_step:,} steps, and --every {interval:,} names none of them", where="--every",
-            hint=f"vorox checkpoints materialize {run_argument(run_directory)} --step {last_step}",
+            f"--every {interval:,} names no step of a run of {pluralize(last, 'step')}", where="--every",
+            hint=f"vorox checkpoints materialize {run_argument(run_directory)} --step {last}",
         )  # fmt: skip
-    return list(range(interval, last_step + 1, interval))
+    return list(range(interval, last + 1, interval))

@@ -12,6 +12,7 @@ checkpoint there, and a range over both sides is refused.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ from vorox.training.loop.step_sync import RankRows
 from vorox.training.mirror import mirror_uri
 from vorox.training.resume import resume, resume_settings
 from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
+from vorox.training.steps.evaluate import recorded_losses
 from vorox.training.steps.loss_spikes import LossSpikes, losses_before
 from vorox.training.steps.pending_steps import count_nonfinite
 from vorox.training.steps.run_plan import plan_readers
@@ -120,6 +122,7 @@ class ReExecution:
         self.states = {step: found[:2] for step, found in read_states(run_directory).items()} | kept
         self._environments = StepEnvironments.of_run(run_directory)
         self.environment = dict[str, None]()
+        self._eval_losses = recorded_losses(run_directory)
 
     def steps(self, make_workload: MakeWorkload) -> Iterator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
@@ -168,13 +171,33 @@ class ReExecution:
         changes += [f"the run had a tap, which a replay does not attach: {tap}" for tap in taps]
         self.environment |= dict.fromkeys(changes)
 
+    def _length(self, workload: Workload, plan: DataPlan, step: int) -> Horizon:
+        """Return the length of the run at a step (from 1), with the estimate of its text that a checkpoint recorded."""
+        length = _planned_length(workload, plan, step)
+        later = (known for at, known in sorted(self._manifests.items()) if at >= step)
+        for known in (*later, *(self._manifests[at] for at in sorted(self._manifests, reverse=True))):
+            recorded = Horizon.from_json(known["horizon"])
+            if (recorded.total_steps, recorded.warmup_steps) == (length.total_steps, length.warmup_steps):
+                return recorded
+        return length
+
+    def eval_losses(self, step: int) -> dict[int, float]:
+        """Return the recorded validation losses that a checkpoint of a step knows: it is saved before its own."""
+        return {at: loss for at, loss in self._eval_losses.items() if at < step and math.isfinite(loss)}
+
+    def _best_eval_loss(self, start: RunState, step: int) -> float | None:
+        known = [*self.eval_losses(step).values()]
+        if start.progress.best_eval_loss is not None:
+            known.append(start.progress.best_eval_loss)
+        return min(known, default=None)
+
     def note_environment(self, workload: Workload, step: int) -> None:
         """Note what differs between the environment of a recorded step and this one."""
         if then := self._environments.at(step):
             now = resume.environment(workload.engine)
             self.environment |= dict.fromkeys(resume.environment_differences(then, now))
 
-    def _steps_of(self, workload: Workload, plan: DataPlan, progress: Progress, end: int) -> Iterator[ReExecutedStep]:
+    def _steps_of(self, workload: Workload, plan: DataPlan, state: RunState, end: int) -> Iterator[ReExecutedStep]:
         """Compute the steps up to ``end``, under one configuration."""
         config, engine, recorded = workload.config, workload.engine, self.recorded.entries
         progress, num_nonfinite = state.progress, state.nonfinite_in_a_row
@@ -191,14 +214,15 @@ class ReExecution:
         with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
             for step in range(start + 1, end + 1):
                 batch = next(batches)
-                length = _length(workload, plan, step)
+                length = self._length(workload, plan, step)
                 schedule = Schedule.from_config(config.schedule, config.optimizer, length)
                 lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
                 max_loss = spikes.max_loss(step)
                 values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
                 spikes.record(step, values, max_loss)
                 entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)
-                progress = replace(progress.advance(batch, engine.data_shard), chain=entry.chain)
+                best = self._best_eval_loss(state, step)
+                progress = replace(progress.advance(batch, engine.data_shard), chain=entry.chain, best_eval_loss=best)
                 num_nonfinite = count_nonfinite(num_nonfinite, values)
                 yield ReExecutedStep(entry, RunState(progress, length, num_nonfinite), workload)
 
@@ -312,9 +336,7 @@ def _checkpoint_before(run_directory: Path, first_step: int, last_step: int) -> 
     return found
 
 
-def save_state(
-    workload: Workload, path: Path, files: Mapping[str, bytes], metadata: Mapping[str, Any]
-) -> Checkpoint:
+def save_state(workload: Workload, path: Path, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> Checkpoint:
     """Save the engine's state as a checkpoint outside the run; on all ranks."""
     dist, snapshot = workload.distributed, workload.engine.snapshot(detached=False)
     path = Path(dist.broadcast("re-executed state", str(path)))
@@ -388,14 +410,16 @@ def _start(workload: Workload, plan: DataPlan, checkpoint: Checkpoint | None, ru
     """Load the state to start from."""
     if checkpoint is None:
         initialize_again(workload.config, workload.spec, workload.engine, run_directory)
-        return RunState(Progress(0, 0, first_cursor(plan, workload.config.run.seed)), _length(workload, plan, 1))
+        return RunState(
+            Progress(0, 0, first_cursor(plan, workload.config.run.seed)), _planned_length(workload, plan, 1)
+        )
     resume.load_run(workload, checkpoint)
     state = read_state(checkpoint.path)
     resume.check_plan(plan, state.progress.cursor)
     return state
 
 
-def _length(workload: Workload, plan: DataPlan, step: int) -> Horizon:
+def _planned_length(workload: Workload, plan: DataPlan, step: int) -> Horizon:
     """Return the length of the run that is recorded for a step (from 1).
 
     Raises:

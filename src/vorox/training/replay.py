@@ -6,7 +6,7 @@ Out: a ``ReplayReport``: bit-exact, or the first step and quantity that differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,22 +153,16 @@ def first_difference(recorded: ChainEntry, found: ChainEntry) -> ReplayDifferenc
     return None
 
 
-def difference_error(
-    difference: ReplayDifference, environment: Collection[str], run_directory: Path, span: tuple[int, int]
-) -> VoroxError:
-    """Return the error for a recomputed step that differs from the record.
-
-    Args:
-        difference: What differs.
-        environment: Differences of engine, machine and user functions, as text.
-        run_directory: The run.
-        span: The states that were to be reached, in finished steps.
-    """
+def difference_error(report: ReplayReport, run_directory: Path) -> VoroxError:
+    """Return the error for the step of a report that differs from the record."""
+    difference = report.difference
+    assert difference is not None
     kinds = {"batch": DataError, "state": CheckpointError}
-    hint = "the environment changed: " + "; ".join(environment) if environment else ""
-    if any(change.startswith("num_processes ") for change in environment):
+    hint = "the environment changed: " + "; ".join(report.environment) if report.environment else ""
+    if any(change.startswith("num_processes ") for change in report.environment):
         nproc = nproc_option(run_directory, difference.step) or " --nproc 1"
-        command = f"vorox replay {run_argument(run_directory)} --from {span[0]} --to {span[1]}{nproc}"
+        span = f"--from {report.start_step} --to {report.last_step}"
+        command = f"vorox replay {run_argument(run_directory)} {span}{nproc}"
         hint = f"replay with as many processes as the run had: {command} ({hint})"
     return kinds.get(difference.quantity, NumericalError)(
         f"Replay differs at {difference}",

@@ -61,8 +61,7 @@ def replay(
     else:
         typer.echo(str(report))
     if report.difference is not None:
-        span = report.start_step, report.last_step
-        raise difference_error(report.difference, report.environment, directory, span)
+        raise difference_error(report, directory)
     if not as_json:
         typer.echo(f"Replayed {_range(report)}")
 

@@ -16,10 +16,9 @@ from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import step_directories
-from vorox.records.replay_chain import examine_chain
 from vorox.records.run_lookup import find_run
-from vorox.training.materialize import Materialized, Proof, materialize as write_checkpoints, open_range, steps_every
+from vorox.training.materialize import Materialized, Proof, open_range, steps_every
+from vorox.training.materialize import materialize as write_checkpoints
 from vorox.training.re_execution import ReExecution, cost_of
 
 _PROOFS: dict[Proof, str] = {
@@ -74,8 +73,7 @@ def _chosen(run_directory: Path, steps: Sequence[int], every: int | None) -> lis
         )  # fmt: skip
     if every is None:
         return sorted(set(steps))
-    recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
-    return steps_every(run_directory, every, recorded.last_known_step)
+    return steps_every(run_directory, every)
 
 
 def _print_cost(execution: ReExecution, num_checkpoints: int, *, as_json: bool) -> None:

@@ -24,7 +24,6 @@ from vorox.data.order.loader import BatchStream
 from vorox.data.storage.stalls import observe_stalls, waiting_for_data
 from vorox.experiments.tracking import Tracker
 from vorox.experiments.webhook import end_notice, posting_events
-from vorox.models.huggingface.config import huggingface_files, image_processor_files
 from vorox.planning.disk_space import plan_disk
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import ReplayChain, StateChain, examine_chain

@@ -18,6 +18,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, UnreadableCheckpointError
 from vorox.core.run_layout import RunLayout, run_of_checkpoint, step_directories
 from vorox.data.order.plan import DataPlan
+from vorox.models.huggingface.config import huggingface_files, image_processor_files
 from vorox.models.stored.spec import spec_differences
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import check_chain
