@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 import tiny_runs
 import vorox.run
@@ -22,6 +25,7 @@ from vorox.training.materialize import Materialized, materialize, open_range
 from vorox.training.steps.workload import Workload
 
 EVERY_STATE = ["checkpoint.every_steps=1", "checkpoint.keep_last=99"]
+OWN = {"settings", "config_digest", "materialized", "run"}
 CASES: dict[str, list[str]] = {
     "plain": [],
     "stages": ['data.stages=[{"start_tokens":0,"weights":{"text":1}},{"start_tokens":256,"sequence_length_tokens":8}]'],
@@ -45,10 +49,10 @@ def made(directory: Path, steps: list[int], to: Path) -> list[Materialized]:
 
 
 def contents(checkpoint: Path) -> dict[str, bytes]:
-    """All files, the manifest without what names settings that decide no bit (how often the run saves)."""
+    """All files, and the manifest without what says how often the run saves and where the checkpoint is from."""
     found = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.name != MANIFEST_NAME}
     metadata = read_manifest(checkpoint)["metadata"]
-    metadata = {key: value for key, value in metadata.items() if key not in {"settings", "config_digest"}}
+    metadata = {key: value for key, value in metadata.items() if key not in OWN}
     return {**found, "metadata": json.dumps(metadata, sort_keys=True).encode()}
 
 
@@ -128,3 +132,31 @@ def test_the_command_prints_costs_then_proofs(
     assert "already there" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     assert main(["checkpoints", "materialize", directory.name]) == 2
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_commands_take_a_materialised_checkpoint_as_a_kept_one(tmp_path: Path) -> None:
+    """A run in torch: text, exports and a run from its weights are those of the checkpoint that another run keeps."""
+
+    def vorox(*words: str) -> str:
+        command = [sys.executable, "-m", "vorox", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    tiny_runs.configuration(tmp_path)
+    vorox("train", "tiny.yaml", "run.name=sparse")
+    vorox("train", "tiny.yaml", "run.name=shadow", *EVERY_STATE)
+    vorox("checkpoints", "materialize", "sparse", "--step", "7", "--to", "made")
+    (shadow,) = (tmp_path / "runs").glob("shadow*")
+    made_here, kept = "made/step-00000007", str(step_directories(shadow)[7])
+    prompt = ("-p", "the step", "--tokens", "8")
+    assert vorox("generate", made_here, *prompt) == vorox("generate", kept, *prompt)
+    for name, place in (("a", [made_here]), ("b", [shadow.name, "--step", "7"])):
+        vorox("export", *place, "--to", "hf", "--output", name)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert {name: array.tobytes() for name, array in first.items()} == {
+        name: array.tobytes() for name, array in second.items()
+    }
+    vorox("train", "tiny.yaml", "run.name=second", f"train.from_weights={made_here}", "train.num_steps=2")

@@ -289,7 +289,7 @@ class Model(LanguageModel):
 
 
 def find_derived(name: str, step: int | None = None) -> Checkpoint | None:
-    """Return the averaged or pruned weights in a directory, verified; ``None`` if ``name`` is not one.
+    """Return the averaged, pruned or materialised weights in a directory, verified; ``None`` if it holds none.
 
     Raises:
         ConfigError: A step is named.
@@ -298,12 +298,12 @@ def find_derived(name: str, step: int | None = None) -> Checkpoint | None:
     if not (path / MANIFEST_NAME).is_file() or not is_derived(read_manifest(path)["metadata"]):
         return None
     if step is not None:
-        raise ConfigError("Averaged or pruned weights have no steps", where=name, hint="leave the step out")
+        raise ConfigError("The weights in this directory are of one step", where=name, hint="leave the step out")
     return verify(path)
 
 
 def derived_config(derived: Checkpoint) -> RunConfig:
-    """Return the configuration of the run whose checkpoints were averaged or pruned."""
+    """Return the configuration of the run that the weights are of."""
     return config_from_record(derived.metadata["settings"])  # ``verify`` has marked the functions as recorded
 
 

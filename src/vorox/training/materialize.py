@@ -18,9 +18,11 @@ from vorox.core.errors import CheckpointError, ConfigError, VoroxError
 from vorox.core.files import atomic
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.user_code import trusted_code
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_lookup import run_argument
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint
+from vorox.training.export.derived import materialized
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, save_state
 from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.resume import resume
@@ -107,9 +109,7 @@ def materialize(
                     found.append(_publish(unproven, targets[one.step - 1], "next step", one))
                     unproven = None
                 if (target := targets.get(one.step)) is not None:
-                    unproven = _write(
-                        one, target.with_name(f".{target.name}.unproven"), execution.eval_losses(one.step)
-                    )
+                    unproven = _write(execution, one, target.with_name(f".{target.name}.unproven"))
                     if (recorded := _recorded_fingerprint(execution, one)) is not None:
                         _check(Checkpoint.read(unproven), recorded)
                         found.append(_publish(unproven, target, "fingerprint", one))
@@ -129,10 +129,14 @@ def _recorded_fingerprint(execution: ReExecution, one: ReExecutedStep) -> str | 
     return fingerprint if chain == one.entry.chain else None
 
 
-def _write(one: ReExecutedStep, path: Path, losses: dict[int, float]) -> Path:
+def _write(execution: ReExecution, one: ReExecutedStep, path: Path) -> Path:
     """Write a checkpoint on all ranks, as the run would have."""
     files = {**resume.companions(one.workload), STATE_NAME: atomic.pretty_json(one.state.to_json())}
-    metadata = {**resume.manifest_metadata(one.workload), **one.state.manifest(losses)}
+    metadata = {
+        **resume.manifest_metadata(one.workload),
+        **one.state.manifest(execution.eval_losses(one.step)),
+        **materialized(execution.run_directory),
+    }
     if one.workload.distributed.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(path, ignore_errors=True)  # of an attempt that was killed
@@ -155,6 +159,7 @@ def _publish(written: Path, target: Path, proof: Proof, one: ReExecutedStep) -> 
     dist.barrier("materialised state is proven")
     if dist.is_main:
         written.rename(target)
+        trusted_code.trust(checkpoint.metadata, target)
         atomic.sync_directory(target.parent)
     dist.barrier("materialised state is there")
     return Materialized(checkpoint.step, target, str(checkpoint.metadata["fingerprint"]), proof)

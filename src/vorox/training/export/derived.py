@@ -28,6 +28,8 @@ AVERAGED = "averaged_steps"
 """Key of the manifest's metadata: the steps of the averaged checkpoints."""
 PRUNED = "pruned"
 """Key of the manifest's metadata: how the weights were pruned."""
+MATERIALIZED = "materialized"
+"""Whether a re-execution wrote the whole state of the step (``training/materialize.py``)."""
 _RUN = "run"
 """Key of the manifest's metadata: the directory of the run of the checkpoints."""
 _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
@@ -35,7 +37,12 @@ _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_
 
 def is_derived(metadata: Mapping[str, Any]) -> bool:
     """Whether a manifest's metadata describes a directory written here."""
-    return AVERAGED in metadata or PRUNED in metadata
+    return bool({AVERAGED, PRUNED, MATERIALIZED} & metadata.keys())
+
+
+def materialized(run_directory: Path) -> dict[str, Any]:
+    """Return the metadata by which a checkpoint outside its run is known to be one of it."""
+    return {MATERIALIZED: True, _RUN: str(run_directory.absolute())}
 
 
 def recorded_run(derived: Checkpoint) -> Path | None:
