@@ -9,6 +9,7 @@ import pytest
 from vorox.core.config import load_config
 from vorox.core.config.checks.support import FEATURES, RULES, exclusions, members, support_page
 from vorox.core.errors import ConfigError
+from vorox.core.schema.optimizer import BUILT_IN_OPTIMIZERS
 
 TRANSFORMERS = "model.kind=huggingface model.name_or_path=somewhere"
 IN_BACKWARD = "optimizer.in_backward=true optimizer.clip_norm=null train.max_nonfinite_steps=0 "
@@ -147,3 +148,10 @@ def test_the_page_has_each_pair_in_both_rows() -> None:
         listed = rows[one].split(" | ", 2)[2]
         named = {name for part in listed.split("; ") for name in part.partition(":")[0].split(" (")[0].split(", ")}
         assert (other in named) == (frozenset((one, other)) in exclusions()), (one, other)
+
+
+def test_every_optimizer_but_the_plain_one_is_a_feature() -> None:
+    """So that a rule says where it cannot be computed; the engine would refuse late, or compute another one."""
+    for name in BUILT_IN_OPTIMIZERS.keys() - {"adamw"}:
+        config = load_config("quickstart", [f"optimizer.name={name}"])
+        assert [one for one in FEATURES if one.key == "optimizer.name" and one.is_on(config)], name

@@ -295,6 +295,17 @@ def test_the_flag_is_for_commands_that_run_the_code_of_one_run(capsys: pytest.Ca
     assert trusted_code.take_flag(["generate", "--", "--trust-code"], bool) == ["generate", "--", "--trust-code"]
 
 
+def test_what_is_no_run_is_trusted_by_a_command_that_takes_it(tmp_path: Path) -> None:
+    """Averaged weights name code too, and `vorox runs show` does not know them."""
+    (tmp_path / "mine.py").write_text("def act(x): return x\n")
+    averaged = tmp_path / "averaged"
+    averaged.mkdir()
+    trusted_code.mark_recorded({"model": {"activation": f"{tmp_path / 'mine.py'}:act"}}, averaged)
+    with pytest.raises(ConfigError) as caught:
+        trusted_code.require_trusted(f"{tmp_path / 'mine.py'}:act", "model.activation")
+    assert caught.value.hint.endswith("vorox generate averaged --trust-code")
+
+
 def test_text_that_looks_like_a_function_is_text(tmp_path: Path) -> None:
     assert list(trusted_code.function_names({"webhook": "env:HOME", "a": ["x y:z", "s3://b/c", 5, None]})) == []
     assert list(trusted_code.function_names(["a.py:f", {"b": "m.n:g"}, "lake.py:depot://x/y"])) == [

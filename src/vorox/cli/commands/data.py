@@ -57,6 +57,7 @@ def build(
         bool, typer.Option("--repair", help="Verify every byte first, not only sizes and headers.")
     ] = False,
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Build the tokenizer and the caches of a configuration."""
 
@@ -69,6 +70,7 @@ def fill(
     workers: Workers = 1,
     executor: Executor = "process",
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Build only missing, lost or damaged units."""
 
@@ -76,7 +78,11 @@ def fill(
 @app.command(context_settings=OVERRIDES_CONTEXT)
 @implemented_in("vorox.cli.data.build")
 def grow(
-    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
+    arguments: ConfigArguments,
+    workers: Workers = 1,
+    executor: Executor = "process",
+    as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Add new files to the existing caches (data.cache.grow=true)."""
 
@@ -84,14 +90,18 @@ def grow(
 @app.command(context_settings=OVERRIDES_CONTEXT)
 @implemented_in("vorox.cli.data.build")
 def repair(
-    arguments: ConfigArguments, workers: Workers = 1, executor: Executor = "process", as_json: AsJson = False
+    arguments: ConfigArguments,
+    workers: Workers = 1,
+    executor: Executor = "process",
+    as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Verify every byte of every chunk, and rebuild lost or damaged units."""
 
 
 @app.command(context_settings=OVERRIDES_CONTEXT)
 @implemented_in("vorox.cli.data.inspect")
-def verify(arguments: ConfigArguments, as_json: AsJson = False) -> None:
+def verify(arguments: ConfigArguments, as_json: AsJson = False, _: TrustCode = False) -> None:
     """Verify every byte of source files and caches, and trace a few rows to their documents; exit code 4 on damage."""
 
 
@@ -103,6 +113,7 @@ def stats(
         bool, typer.Option("--xz", help="Also compress the validation text with xz, as a baseline (slow).")
     ] = False,
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Print statistics of the caches: tokens, packing, bytes per token, use of the vocabulary."""
 
@@ -114,6 +125,7 @@ def peek(
     num_rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows per source.")] = 2,
     split: Annotated[Literal["train", "validation"], typer.Option(help="Split to show.")] = "train",
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Show packed rows as text, with their documents; in conversations, brackets mark the trained tokens."""
 
@@ -131,6 +143,7 @@ def export(
         int | None, typer.Option("--shard-tokens", min=1, help="Maximum number of tokens per shard.")
     ] = None,
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Export complete caches to the format of another trainer, with a manifest."""
 
@@ -201,6 +214,7 @@ def teacher_logits(
         Literal["fp16", "fp32"], typer.Option("--precision", help="Number format of the stored logits.")
     ] = "fp16",
     as_json: AsJson = False,
+    _: TrustCode = False,
 ) -> None:
     """Write the top-k logits of train.distillation.teacher for all rows of a run.
 

@@ -147,7 +147,9 @@ def require_trusted(name: str, where: str) -> None:
     argument = shlex.quote(str(owner))
     with contextlib.suppress(OSError, ValueError):
         argument = shlex.quote(str(owner.relative_to(Path.cwd())))
-    words = _Command.words if _Command.takes_flag else ("runs", "show", argument)
+    # What another directory than a run names, such as averaged weights, is trusted by a command that infers with it.
+    other = ("runs", "show", argument) if RunLayout(owner).record.is_file() else ("generate", argument)
+    words = _Command.words if _Command.takes_flag else other
     raise ConfigError(
         f"The run {owner.name} names code that you have not trusted:\n" + "\n".join(lines[:_MAX_LISTED]),
         where=f"{where} of {owner}", saved="nothing of it was run",

@@ -44,8 +44,6 @@ from vorox.records.run_lookup import find_run, run_argument, short_path
 from vorox.training.origin.image_processor_source import PROCESSOR_NAME
 from vorox.training.origin.naming import FROM_WEIGHTS, NAME_OR_PATH
 
-"""The settings that name an origin."""
-
 EXPORT_FORMAT = "vorox-export/1"
 """``format`` in the manifest of an export."""
 _TOKENIZER_FILES = (TOKENIZER_NAME, "tokenizer_config.json", "tokenizer.model", "vocab.json")

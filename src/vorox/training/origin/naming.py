@@ -6,6 +6,9 @@ from vorox.core.config.layers.tree import ConfigTree
 from vorox.core.errors import ConfigError
 
 FROM_WEIGHTS, NAME_OR_PATH = "train.from_weights", "model.name_or_path"
+"""The settings that name an origin."""
+_FOREIGN = "huggingface"
+"""``KIND`` of ``models/huggingface/spec.py``, whose import takes as long as reading a configuration."""
 
 
 def naming_setting(tree: ConfigTree) -> str | None:
@@ -16,7 +19,7 @@ def naming_setting(tree: ConfigTree) -> str | None:
     """
     given = [key for key in (FROM_WEIGHTS, NAME_OR_PATH) if isinstance(tree.get(key), str)]
     if len(given) < 2:
-        return given[0] if given and (given[0] == FROM_WEIGHTS or tree.get("model.kind") == "huggingface") else None
+        return given[0] if given and (given[0] == FROM_WEIGHTS or tree.get("model.kind") == _FOREIGN) else None
     weights, model = tree.origin(FROM_WEIGHTS), tree.origin(NAME_OR_PATH)
     if weights.layer == model.layer:
         raise ConfigError(

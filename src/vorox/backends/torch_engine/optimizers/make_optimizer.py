@@ -13,6 +13,7 @@ from vorox.backends.torch_engine.optimizers.quantized_adamw import QuantizedAdam
 from vorox.backends.torch_engine.optimizers.user_optimizer import UserOptimizer
 from vorox.backends.torch_engine.optimizers.zero_optimizer import ZeroOptimizer
 from vorox.backends.torch_engine.ranks.distributed import Ranks
+from vorox.core.errors import ConfigError
 from vorox.core.schema import RunConfig
 from vorox.core.user_code.extensions import is_extension
 from vorox.models.pruning import pruned_matrices
@@ -27,12 +28,18 @@ def make_optimizer(
     """Create the optimizer of ``optimizer.name``.
 
     Raises:
-        ConfigError: A user's optimizer cannot be imported, or its state cannot be saved.
+        ConfigError: A user's optimizer cannot be imported, its state cannot be saved, or the layout of the parameters
+            has an optimizer of its own.
     """
-    if isinstance(parameters, ZeroParameters):
-        return ZeroOptimizer(config, parameters, compute, ranks)
     name = config.optimizer.name
     kind = UserOptimizer if is_extension(name) else BUILT_IN[name]
+    if isinstance(parameters, ZeroParameters | TransientGradients) and kind is not Optimizer:
+        raise ConfigError(
+            f"optimizer.name={name} is not computed where gradients are not kept or DeepSpeed holds the state",
+            where="optimizer.name", hint="set optimizer.name=adamw",
+        )  # fmt: skip
+    if isinstance(parameters, ZeroParameters):
+        return ZeroOptimizer(config, parameters, compute, ranks)
     if isinstance(parameters, TransientGradients):
         optimizer = InBackwardOptimizer(config, parameters, compute, ranks)
     else:
