@@ -8,7 +8,7 @@
 #   make costs                             the tests, and tests/costs.json for their order (on a machine that does nothing else)
 #   make test-frameworks                   the tests where only PyTorch, only JAX, or neither is installed
 #   make mutate [ARGS="vorox.data.permutation*"] change the code that order, caches and replay rest on, one expression at a time
-#   make structure                         modules, packages with their lines and imports, and five call paths
+#   make structure                         modules, packages with their lines, rooms by floor, and five call paths
 #   make bench                             benchmarks against peers (see benchmarks/README.md)
 #   make docs                              build the documentation site into site/
 

@@ -1,4 +1,4 @@
-"""Print the structure of vorox: every module with its summary, packages with their lines and imports, five call paths.
+"""Print the structure of vorox: every module with its summary, packages with their lines, rooms by floor, call paths.
 
     python tests/structure.py [--no-paths]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import graphlib
 import sys
 import tempfile
 import threading
@@ -126,6 +127,37 @@ def print_packages() -> None:
         arrows = ", ".join(f"{target} {count}" for target, count in targets.most_common())
         print(f"{package:24} " + " ".join(f"{value:8,}" for value in row.values()) + f"  {arrows}")
     print(f"{'all':24} " + " ".join(f"{value:8,}" for value in totals.values()))
+
+
+def print_rooms() -> None:
+    """Print the rooms of every folder, floor by floor: a room imports only from rooms on floors below it."""
+    for folder in [SOURCE, *sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)]:
+        arrows: dict[str, set[str]] = {}
+        for path in folder.rglob("*.py"):
+            if path != folder / "__init__.py":
+                targets = {room_of(folder, other) for other in imported_modules(path) if other.is_relative_to(folder)}
+                room = room_of(folder, path)
+                arrows.setdefault(room, set()).update(targets - {room, "__init__"})
+        if not any((folder / room / "__init__.py").exists() for room in arrows):
+            continue
+        name = folder.relative_to(SOURCE.parent).as_posix()
+        print(f"\n{name}: {len(arrows)} rooms, {sum(map(len, arrows.values()))} arrows", end="")
+        try:
+            order = [*graphlib.TopologicalSorter(arrows).static_order()]
+        except graphlib.CycleError as error:
+            print(f", in a circle: {' -> '.join(error.args[1])}")
+            continue
+        print(", all down")
+        floors: dict[str, int] = {}
+        for room in order:
+            floors[room] = 1 + max((floors[other] for other in arrows[room]), default=0)
+        for floor in range(max(floors.values()), 0, -1):
+            print(f"  {floor:2}  {', '.join(sorted(room for room in floors if floors[room] == floor))}")
+
+
+def room_of(folder: Path, path: Path) -> str:
+    """The room of a folder that a module is in: a folder, or the module beside them."""
+    return path.relative_to(folder).parts[0].removesuffix(".py")
 
 
 class ModuleTrace:
@@ -357,6 +389,7 @@ def main() -> None:
     print_modules()
     print()
     print_packages()
+    print_rooms()
     if not arguments.no_paths:
         print_paths()
 
