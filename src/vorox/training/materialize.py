@@ -95,7 +95,7 @@ def materialize(
         if path.exists():
             raise CheckpointError(f"{path.name} is already there", where=str(path), hint="choose another --to DIR")
     found: list[Materialized] = []
-    unproven: Path | None = None
+    unproven: tuple[Path, Path, ReExecutedStep] | None = None
     try:
         with contextlib.closing(execution.steps(make_workload)) as computed:
             for one in computed:
@@ -106,21 +106,21 @@ def materialize(
                     report = ReplayReport(start, execution.last_step, one.step - start - 1, 0, difference, environment)
                     raise difference_error(report, execution.run_directory)
                 if unproven is not None:
-                    found.append(_publish(unproven, targets[one.step - 1], "next step", one))
+                    found.append(_publish(*unproven, "next step"))
                     unproven = None
                 if (target := targets.get(one.step)) is not None:
-                    unproven = _write(execution, one, target.with_name(f".{target.name}.unproven"))
+                    unproven = _write(execution, one, target.with_name(f".{target.name}.unproven")), target, one
                     if (recorded := _recorded_fingerprint(execution, one)) is not None:
-                        _check(Checkpoint.read(unproven), recorded)
-                        found.append(_publish(unproven, target, "fingerprint", one))
+                        _check(Checkpoint.read(unproven[0]), recorded)
+                        found.append(_publish(*unproven, "fingerprint"))
                         unproven = None
                 on_step(one.step - execution.start_step, execution.last_step - execution.start_step)
             if unproven is not None:
-                found.append(_publish(unproven, targets[one.step], "own step", one))
+                found.append(_publish(*unproven, "own step"))
                 unproven = None
     finally:
         if unproven is not None:
-            shutil.rmtree(unproven, ignore_errors=True)
+            shutil.rmtree(unproven[0], ignore_errors=True)
     return found
 
 
@@ -153,7 +153,7 @@ def _check(checkpoint: Checkpoint, recorded: str) -> None:
         )  # fmt: skip
 
 
-def _publish(written: Path, target: Path, proof: Proof, one: ReExecutedStep) -> Materialized:
+def _publish(written: Path, target: Path, one: ReExecutedStep, proof: Proof) -> Materialized:
     """Let a checkpoint appear, on all ranks."""
     dist, checkpoint = one.workload.distributed, Checkpoint.read(written)
     dist.barrier("materialised state is proven")

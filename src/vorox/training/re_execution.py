@@ -15,7 +15,7 @@ import contextlib
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class ReExecution:
         self.environment = dict[str, None]()
         self._eval_losses = recorded_losses(run_directory)
 
-    def steps(self, make_workload: MakeWorkload) -> Iterator[ReExecutedStep]:
+    def steps(self, make_workload: MakeWorkload) -> Generator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
 
         Args:
