@@ -49,6 +49,7 @@ def another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def forget() -> None:
     for known in (trusted_code._stated, trusted_code._recorded, trusted_code._trusted):  # pyright: ignore
         known.clear()
+    trusted_code._Command.words, trusted_code._Command.takes_flag = (), False  # pyright: ignore
 
 
 @pytest.fixture(scope="module")
