@@ -257,7 +257,7 @@ PASSED_ON = {
 
 @pytest.mark.parametrize(("key", "value"), [pair for pair in named_values() if pair not in PASSED_ON])
 def test_every_value_of_a_setting_is_named_where_it_is_computed(key: str, value: str) -> None:
-    """What no code names would be taken for another value by the branch that is left."""
+    """A value that no code handles would fall through to the last branch."""
     assert f'"{value}"' in code_outside_the_schema(), f"no module names {key}={value}; a new value needs its own branch"
 
 

@@ -108,6 +108,14 @@ def test_another_state_than_the_run_saved_is_refused(tmp_path: Path, monkeypatch
     assert not [*(tmp_path / "made").iterdir()]
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="step 3 cannot be written") as caught:
+        made(directory, [3], tmp_path / "file" / "made")
+    assert caught.value.hint == "choose another --to DIR"
+
+
 @pytest.mark.parametrize("steps", [[0], [13], [3, 99]])
 def test_steps_that_never_ran_are_refused(steps: list[int], tmp_path: Path) -> None:
     directory = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory

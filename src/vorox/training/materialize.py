@@ -16,6 +16,7 @@ from typing import Literal
 
 from vorox.core.errors import CheckpointError, ConfigError, VoroxError
 from vorox.core.files import atomic
+from vorox.core.files.disk_errors import disk_error
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.user_code import trusted_code
@@ -137,10 +138,16 @@ def _write(execution: ReExecution, one: ReExecutedStep, path: Path) -> Path:
         **one.state.manifest(execution.eval_losses(one.step)),
         **materialized(execution.run_directory),
     }
-    if one.workload.distributed.is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(path, ignore_errors=True)  # of an attempt that was killed
-    return save_state(one.workload, path, dict(sorted(files.items())), metadata).path
+    try:
+        if one.workload.distributed.is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(path, ignore_errors=True)  # of an attempt that was killed
+        return save_state(one.workload, path, dict(sorted(files.items())), metadata).path
+    except OSError as error:
+        raise disk_error(error, str(path)) or CheckpointError(
+            f"Checkpoint of step {one.step:,} cannot be written: {error.strerror}",
+            where=str(error.filename or path), hint="choose another --to DIR", saved="the run was not changed",
+        ) from error  # fmt: skip
 
 
 def _check(checkpoint: Checkpoint, recorded: str) -> None:

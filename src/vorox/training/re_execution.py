@@ -68,7 +68,7 @@ class ReExecutedStep:
     Attributes:
         entry: What it computed, as the replay chain records it.
         state: The state after it, besides that of the engine.
-        workload: The engine that holds this state, until the next step is asked for.
+        workload: Its engine holds this state until the iterator advances.
     """
 
     entry: ChainEntry

@@ -146,7 +146,7 @@ class OptimizerConfig(Section):
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known of it; a user's is taken for AdamW."""
+        """Facts about the configured optimizer; a user-defined one is assumed to be like AdamW."""
         return BUILT_IN_OPTIMIZERS["adamw" if ":" in self.name else self.name]
 
 
