@@ -43,6 +43,12 @@ class Store:
             self.values.setdefault(key, value)
             self._changed.notify_all()
 
+    def replace(self, key: str, value: bytes) -> None:
+        self._count("replace")
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
         self._count("get")
         with self._changed:

@@ -248,6 +248,8 @@ class _Store:
     def put(self, key: str, value: bytes) -> None:
         self.values[key] = value
 
+    replace = put
+
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
         return self.values.get(key)
 

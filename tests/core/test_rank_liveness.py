@@ -35,8 +35,7 @@ class Clock:
 
 
 def sign(store: Store, rank: int, process: ProcessIdentity, count: int) -> None:
-    store.remove(f"vorox/alive/{rank}")
-    store.put(f"vorox/alive/{rank}", json.dumps({**process.to_json(), "count": count}).encode())
+    store.replace(f"vorox/alive/{rank}", json.dumps({**process.to_json(), "count": count}).encode())
 
 
 def verdict(process: ProcessIdentity | None, seconds: int, gives_signs: bool = False) -> VoroxError | None:

@@ -60,6 +60,9 @@ store.remove("vorox/step/1/2")
 store.remove("vorox/step/0/absent")
 assert store.get_all("vorox/step/1", ["1", "2"], 0.2) is None
 assert store.get_all("vorox/step/1", ["3"], 0.2) == [b"3"]
+for sign in (b"1", b"2"):
+    store.replace("vorox/alive/0", sign)
+    assert store.get("vorox/alive/0", 0.0) == sign
 """
 
 

@@ -177,10 +177,14 @@ class AbandonedError(Exception):
 
 
 class Channel(Protocol):
-    """A key-value store shared by all ranks; a key is written once."""
+    """A key-value store shared by all ranks. A key is either put once or replaced, and removed only after all reads."""
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a key; later writes of the same key are ignored."""
+        """Write a key that is written once."""
+        ...
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Write a key over its last value, in one step: who reads it meanwhile gets one of the two."""
         ...
 
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
@@ -208,6 +212,9 @@ class SealedChannel:
 
     def put(self, key: str, value: bytes) -> None:
         self.inner.put(self._place(key), seal(value, key))
+
+    def replace(self, key: str, value: bytes) -> None:
+        self.inner.replace(self._place(key), seal(value, key))
 
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
         found = self.inner.get(self._place(key), timeout_seconds)

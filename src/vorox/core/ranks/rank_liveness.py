@@ -30,9 +30,8 @@ HAS_LOST_RANK = threading.Event()
 class Store(Protocol):
     """The part of ``distributed_context.Channel`` that signs need."""
 
-    def put(self, key: str, value: bytes) -> None: ...
+    def replace(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout_seconds: float) -> bytes | None: ...
-    def remove(self, key: str) -> None: ...
 
 
 class Liveness:
@@ -76,9 +75,7 @@ class Liveness:
 
     def renew(self, count: int) -> None:
         """Give a sign; each has another number."""
-        key = _key(self._rank)
-        self._store.remove(key)  # a key is written once
-        self._store.put(key, canonical_json({**this_process().to_json(), "count": count}))
+        self._store.replace(_key(self._rank), canonical_json({**this_process().to_json(), "count": count}))
 
     def lost(self, ranks: Collection[int]) -> VoroxError | None:
         """Return why one of the ranks will not answer; ``None`` if none is known to have ended.

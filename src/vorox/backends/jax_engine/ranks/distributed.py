@@ -155,6 +155,9 @@ class _KeyValueStore:
             if "ALREADY_EXISTS" not in str(error):
                 raise
 
+    def replace(self, key: str, value: bytes) -> None:
+        self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
         try:
             if timeout_seconds <= 0:

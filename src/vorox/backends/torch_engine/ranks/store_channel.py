@@ -30,6 +30,8 @@ class StoreChannel:
     def put(self, key: str, value: bytes) -> None:
         self._client.set(key, value.decode())
 
+    replace = put
+
     def get(self, key: str, timeout_seconds: float) -> bytes | None:
         client = self._client
         try:
