@@ -7,26 +7,17 @@ from pathlib import Path
 
 import typer
 
-from vorox.api.model import (
-    create_engine,
-    derived_config,
-    find_checkpoint,
-    find_derived,
-    is_pretrained,
-    open_engine,
-    pretrained_config,
-)
-from vorox.cli.models.generate import report_skipped
+from vorox.api.checkpoints import find_checkpoint, holds_derived
+from vorox.api.model import create_engine, is_pretrained, open_engine, pretrained_config
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json
-from vorox.core.config import config_values, load_config
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema.runtime import NumberFormat
 from vorox.core.schema.train import Weights
 from vorox.planned_run import resolve_model
-from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import find_run
+from vorox.records.run_lookup import split_step
 from vorox.training.export.checkpoint import Export, Target
 from vorox.training.export.checkpoint import export as write
 from vorox.training.export.gguf import GGUF_NAME, stores_tokenizer
@@ -46,26 +37,35 @@ def export(
     root: str,
     as_json: bool,
 ) -> None:
-    derived = None if is_pretrained(run) else find_derived(run, step)
-    if output is None and (is_pretrained(run) or derived is not None):
-        raise ConfigError("The model belongs to no run", where=run, hint="add --output DIRECTORY")
-    if output is not None and is_pretrained(run):
-        if step is not None or weights != "model":
-            raise ConfigError("A pretrained model has no steps and no average", where=run, hint="leave them out")
-        done = _export_pretrained(run, root, output, to, dtype, check=check)
-        _report(done, to, run=None, as_json=as_json)
+    model, named_step = split_step(root, run, step)
+    if is_pretrained(model):
+        _check_pretrained(run, output, named_step, weights)
+        assert output is not None
+        _report(_export_pretrained(model, root, output, to, dtype, check=check), to, run=None, as_json=as_json)
         return
-    directory = find_run(root, run) if derived is None else derived.path
-    checkpoint = derived or find_checkpoint(directory, step, on_corrupt=report_skipped)
+    if output is None and holds_derived(model):
+        raise _needs_output(run)
+    found = find_checkpoint(run, step, root, PrintedNotices())
+    checkpoint = found.checkpoint
     kind = f"{to}-{dtype}" if weights == "model" else f"{to}-{dtype}-{weights}"
-    target = output or RunLayout(directory).exports / f"{kind}-step-{checkpoint.step:08d}"
+    target = output or RunLayout(found.run or Path()).exports / f"{kind}-step-{checkpoint.step:08d}"
     merges = to == "hf" and "adapter" in checkpoint.metadata.get("spec", {})
     engine = None
     if check or merges:
-        recorded = derived_config(derived) if derived else recorded_config(directory)
-        engine = open_engine(load_config(config_values(recorded), _CHECKED_IN_FP32), checkpoint)
+        engine = open_engine(found.config(_CHECKED_IN_FP32), checkpoint)
     done = write(checkpoint.path, target, to=to, dtype=dtype, weights=weights, engine=engine, check=check)
-    _report(done, to, run=directory.name, as_json=as_json)
+    _report(done, to, run=(found.run or checkpoint.path).name, as_json=as_json)
+
+
+def _check_pretrained(name: str, output: Path | None, step: int | None, weights: Weights) -> None:
+    if output is None:
+        raise _needs_output(name)
+    if step is not None or weights != "model":
+        raise ConfigError("A pretrained model has no steps and no average", where=name, hint="leave them out")
+
+
+def _needs_output(name: str) -> ConfigError:
+    return ConfigError("The model belongs to no run", where=name, hint="add --output DIRECTORY")
 
 
 def _export_pretrained(

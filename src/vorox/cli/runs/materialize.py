@@ -9,14 +9,15 @@ from pathlib import Path
 
 import typer
 
-from vorox.cli.checks.replay import workload_of_run
 from vorox.cli.launch.rank_launcher import launch_ranks
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.records.run_lookup import find_run
+from vorox.run import with_states, workload_of_run
 from vorox.training.materialize import Materialized, Proof, open_range, steps_every
 from vorox.training.materialize import materialize as write_checkpoints
 from vorox.training.re_execution import ReExecution, cost_of
@@ -50,13 +51,15 @@ def materialize(
         return
     display = BuildDisplay()
     try:
-        found = write_checkpoints(
+        write = functools.partial(
+            write_checkpoints,
             execution,
             functools.partial(workload_of_run, directory),
             chosen,
             to or Path("materialized", directory.name),
             on_step=lambda done, total: display.step("computing steps", done, total),
         )
+        found = with_states(write, PrintedNotices())
     finally:
         display.close()
     if as_json:

@@ -57,6 +57,10 @@ def choose_in_menu(
     return list(chosen.arguments), chosen.resume, chosen.name
 
 
+def prepare_run(run: ChosenRun) -> None:
+    prepare_states(run.config, run.resume_from, PrintedNotices())
+
+
 def print_preview(run: ChosenRun, restored_to: Path | None) -> None:
     print_wrapped(_preview(run, restored_to).lines(), plain_columns=119, indent_columns=15)
 
