@@ -18,6 +18,7 @@ from vorox.data.tokenizers.loading import load
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.training.inference.sampling import generate
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation
+from vorox.training.materialize import StateNotices
 
 pytest.importorskip("jinja2")
 
@@ -27,7 +28,6 @@ sys.path.insert(0, os.environ["TESTS"])
 import tiny_runs, vorox.run
 from numpy_engine import NumpyDecoder
 from vorox.cli import main
-from vorox.training.materialize import StateNotices
 vorox.run.backends.load = lambda name: tiny_runs.NumpyBackend()
 feed = NumpyDecoder.feed
 def slow_feed(self, tokens):

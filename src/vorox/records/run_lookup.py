@@ -204,14 +204,11 @@ def split_step(root: Path | str, name: str, step: int | None = None) -> tuple[st
 
 def _is_name(root: Path, name: str, run: str) -> bool:
     """Whether ``RUN@STEP`` is the name of a run itself: of its directory, or one that ids write with a dash for it."""
-    whole = _exact_matches(run_directories(root), name)
+    runs = run_directories(root)
+    whole = _exact_matches(runs, name)
     if not whole or any(path.name == name for path in whole):
         return bool(whole)
-    try:
-        _find_run(root, run, exact=False)
-    except ConfigError:
-        return True
-    return False
+    return not (_exact_matches(runs, run) or run == "latest" or is_run(Path(run)))
 
 
 def _find_run(root: Path, name: str, *, exact: bool) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 from pathlib import Path
 
 from vorox.core.errors import CheckpointError, ConfigError
@@ -35,19 +36,20 @@ class StateNotOnDiskError(ConfigError):
     """
 
     def __init__(self, run_directory: Path, step: int) -> None:
+        count = StepEnvironments.of_run(run_directory).num_processes(max(1, step)) or 1
+        ranks = "" if count == 1 else f", and {count} processes have to compute it"
         super().__init__(
-            f"State after step {step:,} of run {run_directory.name} is not on disk", where=f"{run_directory}@{step}",
-            hint=f"compute it with `{command(run_directory, step)}`", saved="nothing was written",
+            f"State after step {step:,} of run {run_directory.name} is not on disk{ranks}",
+            where=f"{run_directory}@{step}", saved="nothing was written",
+            hint=f"compute it with `{_command(run_directory, step, count)}`, and run this command again",
         )  # fmt: skip
         self.run_directory, self.step = run_directory, step
 
 
-def command(run_directory: Path, step: int) -> str:
-    """Return the command that computes a state into the cache."""
-    count = StepEnvironments.of_run(run_directory).num_processes(max(1, step))
-    nproc = "" if count is None or count == 1 else f" --nproc {count}"
-    run = run_argument(run_directory)
-    return f"vorox checkpoints materialize {run} --step {step}{nproc} --to {folder(run_directory)}"
+def _command(run_directory: Path, step: int, num_processes: int) -> str:
+    nproc = "" if num_processes == 1 else f" --nproc {num_processes}"
+    place = shlex.quote(str(folder(run_directory)))
+    return f"vorox checkpoints materialize {run_argument(run_directory)} --step {step}{nproc} --to {place}"
 
 
 def folder(run_directory: Path) -> Path:
