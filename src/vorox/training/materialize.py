@@ -10,7 +10,10 @@ too; only the last recorded step of a run has none. Step 0 is the initial weight
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
+import statistics
+import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +41,7 @@ from vorox.training.checkpoints.materialized_cache import (
     remove_state,
     verified_state,
 )
+from vorox.training.checkpoints.re_execution_times import ReExecutionTimes, record_times
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, verify
 from vorox.training.export.derived import materialized
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, cost_of, save_state
@@ -124,6 +128,7 @@ def materialize(
             raise CheckpointError(f"{path.name} is already there", where=str(path), hint="choose another --to DIR")
     found: list[Materialized] = []
     unproven: tuple[Path, Path] | None = None
+    began, ends = time.perf_counter(), list[float]()
     try:
         if (target := targets.get(0)) is not None:
             unproven = _write_initial(execution, make_workload, _unproven(target)), target
@@ -148,10 +153,16 @@ def materialize(
                 if unproven is not None and one.step == execution.last_step:
                     found.append(_publish(*unproven, dist, "own step"))
                     unproven = None
+                ends.append(time.perf_counter())
                 on_step(one.step - execution.start_step, execution.last_step - execution.start_step)
     finally:
         if unproven is not None:
             shutil.rmtree(unproven[0], ignore_errors=True)
+    member = membership()
+    if (member is None or not member.rank) and len(ends) > 1:
+        step_seconds = statistics.median(after - before for before, after in itertools.pairwise(ends))
+        start_seconds = max(0.0, time.perf_counter() - began - len(ends) * step_seconds)
+        record_times(execution.run_directory, ReExecutionTimes(start_seconds, step_seconds))
     return found
 
 
@@ -230,7 +241,7 @@ def cost_line(execution: ReExecution, steps: Collection[int]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
+    return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
 class StateNotices:
@@ -261,8 +272,9 @@ def states_after(
         StateNotOnDiskError: This process cannot compute one, because several ranks have to.
         VoroxError: As ``materialize``; or the cache cannot be written.
     """
+    steps = sorted({*steps})
     found = {step: _kept(run_directory, step, notices) or _cached(run_directory, step, notices) for step in steps}
-    missing = sorted(step for step, state in found.items() if state is None)
+    missing = [step for step, state in found.items() if state is None]
     if missing:
         directory = folder(run_directory)
         _check_ranks(run_directory, missing)
@@ -277,7 +289,7 @@ def states_after(
                 finally:
                     notices.ends()
             found |= {step: verified_state(run_directory, step) for step in missing}
-            remove_old_states(directory, max(len(missing), read_config(run_directory).checkpoint.keep_last))
+            remove_old_states(directory, max(len(steps), read_config(run_directory).checkpoint.keep_last))
     return {step: state for step, state in found.items() if state is not None}
 
 
