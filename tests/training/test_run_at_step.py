@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,13 @@ from vorox.cli import main
 from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.records.run_lookup import find_run, split_step
+from vorox.run import states_of_run
+from vorox.training import materialize
+from vorox.training.checkpoints import re_execution_times
 from vorox.training.checkpoints.materialized_cache import StateNotOnDiskError, folder
-from vorox.training.materialize import StateNotices
-from vorox.training.re_execution import ReExecution
+from vorox.training.checkpoints.store import verify
+from vorox.training.materialize import StateNotices, open_range
+from vorox.training.re_execution import ReExecution, cost_of
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +199,10 @@ def test_the_cache_keeps_as_many_states_as_the_run_keeps_checkpoints(tmp_path: P
     found(run, 1)  # now the one that was used last
     found(run, 3)
     assert sorted(path.name for path in place.glob("step-*")) == ["step-00000001", "step-00000003"]
+    together = states_of_run(run, [1, 2, 3, 5], StateNotices())
+    assert [verify(state.path).step for state in together.values()] == [1, 2, 3, 5], (
+        "those of one command stay together"
+    )
 
 
 @pytest.mark.parametrize("step", [13, 99, 10**14])
@@ -252,6 +261,45 @@ def test_steps_of_several_processes_are_left_to_as_many(tmp_path: Path) -> None:
         found(run, 6)
     assert f"--step 6 --nproc 2 --to {folder(run)}" in refused.value.hint
     assert not folder(run).exists()
+
+
+def test_the_cost_has_the_start_of_the_last_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(tmp_path)
+    first = cost_of(open_range(run, [7]))
+    assert first.start_seconds is not None
+    assert first.seconds is not None
+    assert first.seconds >= first.start_seconds
+    clock = [0.0]
+    monkeypatch.setattr(materialize.time, "perf_counter", lambda: clock[0])
+    tiny_runs.before_step(monkeypatch, lambda step: clock.__setitem__(0, clock[0] + (5.0 if step == 1 else 0.25)))
+    found(run, 7)  # eight steps, the first of them after a start of 4.75 seconds
+    cost = cost_of(open_range(run, [11]))
+    assert (cost.num_steps, cost.start_seconds) == (4, pytest.approx(4.75))
+    assert cost.seconds == pytest.approx(4.75 + 4 * 0.25)
+    monkeypatch.setattr(re_execution_times.platform, "node", lambda: "another machine")
+    assert cost_of(open_range(run, [7])) == first
+
+
+def test_the_start_is_that_of_the_shortest_attempt(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    layout = RunLayout(run)
+    record = json.loads(layout.record.read_text())
+    (attempt,) = record["attempts"]
+    starts = ["2026-01-01T00:00:00.000Z", "2026-01-01T01:00:00.000Z"]
+    resumed = {**attempt, "attempt": 2, "started_at": starts[1]}
+    resumed["notes"] = {**attempt["notes"], "steps": {**attempt["notes"]["steps"], "start_step": 8}}
+    record["attempts"] = [{**attempt, "started_at": starts[0]}, resumed]
+    layout.record.write_text(json.dumps(record))
+    began = [datetime.fromisoformat(text).timestamp() for text in starts]
+    rows = [(1, 1, began[0] + 30), (1, 2, began[0] + 31), (2, 10, began[1] + 9), (2, 12, began[1] + 11)]
+    lines = [
+        json.dumps({"attempt": number, "step": step, "time": at, "values": {"step_seconds": 1.0}})
+        for number, step, at in rows
+    ]
+    layout.metrics.write_text("\n".join(lines) + "\n")
+    cost = cost_of(open_range(run, [7]))
+    assert cost.start_seconds == pytest.approx(7), "9 seconds to step 10, two of which are steps 9 and 10"
+    assert cost.seconds == pytest.approx(7 + 8), "eight steps from the initial weights, the last of them the proof"
 
 
 def test_commands_end_with_the_code_of_the_mistake(
