@@ -1,4 +1,4 @@
-"""Every step of a run is rebuilt as a run which keeps all states has it: after kills, changes, growth, in every layout."""
+"""Every step is rebuilt as a run which keeps all states has it: after kills, changes, growth, in every layout."""
 
 from __future__ import annotations
 
