@@ -317,8 +317,6 @@ class Engine(Protocol):
         ...
 
     teacher_fingerprint: str = ""
-    divides_by_recorded_targets: bool = True
-    """Whether the loss is divided by ``Batch.num_target_tokens``, not by the labels that masked documents leave."""
 
     @property
     def taps(self) -> Taps:

@@ -1,7 +1,8 @@
-"""Re-execution: compute recorded steps of a run again, from the newest state before them.
+"""Re-execution: compute recorded steps of a run again, from the newest state before them, as they were or changed.
 
 In: a run directory, which is not changed, and the current caches and engine. Out: every step with what it computed, and
 the engine with the state after it. A state is named by its finished steps: from state A to state B are steps A+1 to B.
+A change masks documents in these steps (``document_masks.py``), so that all else is what it was.
 
 Where a resume changed settings, this does what the resume did: it saves the state, in a temporary directory, and loads
 it into an engine of the settings that are in force from there on. So no step depends on a checkpoint at such a change,
@@ -12,6 +13,7 @@ checkpoint there, and a range over both sides is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import statistics
 import tempfile
@@ -31,7 +33,7 @@ from vorox.core.user_code.trusted_code import mark_recorded
 from vorox.data.corpus.corpus import plan_start
 from vorox.data.order.loader import first_cursor
 from vorox.data.order.plan import DataPlan
-from vorox.data.order.plan_events import encode_event
+from vorox.data.order.plan_events import MaskedDocument, MaskEvent, encode_event
 from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, read_states
 from vorox.records.run_lookup import run_argument
@@ -47,7 +49,7 @@ from vorox.training.checkpoints.store import (
 from vorox.training.loop.step_sync import RankRows
 from vorox.training.mirror import mirror_uri
 from vorox.training.resume import resume, resume_settings
-from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
+from vorox.training.steps.dataloading import training_batches
 from vorox.training.steps.evaluate import recorded_losses
 from vorox.training.steps.loss_spikes import LossSpikes, losses_before
 from vorox.training.steps.pending_steps import count_nonfinite
@@ -88,14 +90,17 @@ class ReExecution:
         run_directory: The run; it may be live, and nothing is written into it.
         first_step: State to start from, in finished steps.
         last_step: State to end with; ``None`` is the last recorded one.
+        start: A checkpoint of the run to begin with, such as a materialised one. Default: the newest valid one up to
+            ``first_step``.
 
     Attributes:
         recorded: The replay chain of the run.
-        checkpoint: The newest valid one up to ``first_step``; ``None``: the initial weights.
+        checkpoint: Where it begins; ``None``: the initial weights.
         start_step: The state that it holds, where the re-execution begins.
         last_step: The state that it ends with.
         states: Chain and fingerprint of every state that a checkpoint had, kept or not, by step.
         environment: Differences of engine, machine and user functions that were met so far, as text.
+        masked: Documents that are masked in the steps after ``first_step``, besides those of the plan.
 
     Raises:
         ConfigError: The range is not recorded, or ran with several numbers of processes.
@@ -103,11 +108,13 @@ class ReExecution:
         DataError: The chain is damaged in the range.
     """
 
-    def __init__(self, run_directory: Path, first_step: int = 0, last_step: int | None = None) -> None:
-        self.run_directory = run_directory
+    def __init__(
+        self, run_directory: Path, first_step: int = 0, last_step: int | None = None, *, start: Checkpoint | None = None
+    ) -> None:
+        self.run_directory, self.first_step = run_directory, first_step
         self.recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
         self.last_step = _check_range(self.recorded, first_step, last_step, run_directory)
-        self.checkpoint = _checkpoint_before(run_directory, first_step, self.last_step)
+        self.checkpoint = start or _checkpoint_before(run_directory, first_step, self.last_step)
         self.start_step = 0 if self.checkpoint is None else self.checkpoint.step
         _check_processes(run_directory, self.start_step, first_step, self.last_step)
         _check_start(self.recorded, self.start_step, self.last_step, run_directory)
@@ -123,6 +130,13 @@ class ReExecution:
         self._environments = StepEnvironments.of_run(run_directory)
         self.environment = dict[str, None]()
         self._eval_losses = recorded_losses(run_directory)
+        self.masked: tuple[MaskedDocument, ...] = ()
+
+    def without(self, documents: Sequence[MaskedDocument]) -> ReExecution:
+        """Return the same range with documents masked in the steps after ``first_step``."""
+        changed = copy.copy(self)
+        changed.masked, changed.environment = tuple(documents), dict[str, None]()
+        return changed
 
     def steps(self, make_workload: MakeWorkload) -> Generator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
@@ -144,6 +158,8 @@ class ReExecution:
                 end = self.last_step if changed_at is None else min(changed_at, self.last_step)
                 with contextlib.closing(make_workload(config)) as workload:
                     plan = _copy_of_plan(self.run_directory, Path(scratch), workload)
+                    if self.masked:
+                        plan.add([MaskEvent(plan.start.batch_sizes.position_of(self.first_step), self.masked)])
                     if state is None:
                         state = _start(workload, plan, checkpoint, self.run_directory)
                     else:
@@ -204,13 +220,18 @@ class ReExecution:
         start = progress.step
         rows, known = RankRows(workload.distributed, engine.data_shard), losses_before(recorded, start, config.train)
         spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
-        if start in recorded and start not in self.recorded.changed and recorded[start].chain != progress.chain:
+        is_as_recorded = start <= self.first_step or not self.masked
+        if (
+            is_as_recorded
+            and start in recorded
+            and start not in self.recorded.changed
+            and (recorded[start].chain != progress.chain)
+        ):
             raise DataError(
                 f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {progress.chain}",
                 where=str(RunLayout(self.run_directory).chain),
                 hint="one of the two was changed; restore it from a copy",
             )
-        check_engine_of_plan(plan, engine)
         with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
             for step in range(start + 1, end + 1):
                 batch = next(batches)

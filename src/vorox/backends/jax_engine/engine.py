@@ -28,7 +28,7 @@ from vorox.backends.jax_engine.attention import AttentionMask
 from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
 from vorox.backends.jax_engine.device import devices
 from vorox.backends.jax_engine.device.devices import Compute
-from vorox.backends.jax_engine.device.inputs import batch_to_devices
+from vorox.backends.jax_engine.device.inputs import batch_to_devices, loss_scale
 from vorox.backends.jax_engine.device.profiler import JaxRecording
 from vorox.backends.jax_engine.device.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.layers import experts
@@ -40,7 +40,7 @@ from vorox.backends.jax_engine.optimizer import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.ranks import distributed
 from vorox.backends.jax_engine.taps import Taps
-from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
+from vorox.core.batch import AnyImages, Batch, DataShard, Int32Array
 from vorox.core.engine import TIMED_PRODUCTS, Engine, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
@@ -87,7 +87,6 @@ class JaxEngine(Engine):
     """
 
     name = "jax"
-    divides_by_recorded_targets = False
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
@@ -169,8 +168,7 @@ class JaxEngine(Engine):
         step: Array,
         max_loss: Array,
     ) -> tuple[State, dict[str, Array], Array | None]:
-        num_targets = (arrays["labels"] != IGNORED_LABEL).sum()  # over all processes
-        scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
+        scale = loss_scale(arrays)
         key = self._step_key(step)
         forward_backward = partial(self._forward_backward, state.params, scale)
 

@@ -47,7 +47,6 @@ from vorox.training.loop.step_sync import NextBatch, StepSync
 from vorox.training.loop.validation import Validation
 from vorox.training.resume import resume
 from vorox.training.steps.dataloading import (
-    check_engine_of_plan,
     training_batches,
     validation_set,
     validation_sets_by_source,
@@ -144,7 +143,6 @@ def open_session(
     heartbeat = _heartbeat(setup)
     recomputation = StepRecomputation.open(config.runtime, engine, heartbeat)
     next_batch = NextBatch(workload.distributed, stop, heartbeat)
-    check_engine_of_plan(plan, engine)
     tracker = Tracker.open(
         run.directory, config.log, attempt=run.attempt, resume_step=progress.step, distributed=workload.distributed,
         log=log, settings=redact_value(flat_values(config)),
