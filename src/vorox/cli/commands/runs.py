@@ -34,9 +34,24 @@ def compare(
     other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
     root: Root = DEFAULT_ROOT,
     every: Annotated[bool, typer.Option("--all", help="All metrics, not only the common ones.")] = False,
+    paired: Annotated[
+        bool,
+        typer.Option(
+            "--paired",
+            help="For a run and its fork: the difference of the loss by step, by source and by document.",
+        ),
+    ] = False,
+    steps: Annotated[
+        str | None,
+        typer.Option("--steps", metavar="A:B", help="With --paired: steps with the documents. Default: the last 10."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: settings, replay chains and metrics."""
+    """Compare two runs: settings, replay chains and metrics.
+
+    With --paired, the losses of documents are computed under the last
+    checkpoint of the same step of each run.
+    """
 
 
 Smoothing = Annotated[

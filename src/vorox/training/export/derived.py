@@ -32,6 +32,8 @@ MATERIALIZED = "materialized"
 """Whether a re-execution wrote the whole state of the step (``training/materialize.py``)."""
 _RUN = "run"
 """Key of the manifest's metadata: the directory of the run of the checkpoints."""
+ORIGIN_KEYS = frozenset({MATERIALIZED, _RUN})
+"""Keys that a materialised checkpoint has besides those of the run's own."""
 _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
 
 
