@@ -161,7 +161,8 @@ def fork_lines(directory: Path) -> list[str]:
     if not origin:
         return []
     change = mapping(origin.get("change"))
-    changes = [f"without {name}" for name in change.get("without_documents", [])] + change.get("overrides", [])
+    left_out = [*change.get("without_documents", []), *change.get("without_sources", [])]
+    changes = [*(f"without {name}" for name in left_out), *change.get("overrides", [])]
     where = f"{origin.get('run_id', '')} at step {origin.get('step', 0):,}"
     return [f"fork of {where}: {', '.join(changes) or 'nothing is changed'}"]
 

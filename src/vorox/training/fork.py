@@ -44,10 +44,10 @@ from vorox.records.run_context import fresh_directory
 from vorox.records.run_lookup import CONFIG_NOTE, FORKED_FROM, read_run_record
 from vorox.training.checkpoints.store import Checkpoint, read_state
 from vorox.training.export.derived import ORIGIN_KEYS
-from vorox.training.resume.resume_settings import check_config, config_in_force
+from vorox.training.resume.resume_settings import check_config, config_in_force, record_config_change
 
 _DECIDED_LATER = {"skip", "rollback", "mask"}
-"""Kinds of events that a later step decided, and that no state before it knows."""
+"""Kinds of events that a step or a resume decided, and that no state before them knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,12 @@ class ForkChange:
 
     Attributes:
         documents: The documents that are masked in all of its own steps, by the name that was typed.
-        overrides: Settings of its first resume, as ``section.key=value``.
+        sources: The sources that it samples no more rows of.
+        overrides: Its settings, as ``section.key=value``.
     """
 
     documents: Mapping[str, tuple[MaskedDocument, ...]] = field(default_factory=dict[str, tuple[MaskedDocument, ...]])
+    sources: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
     @property
@@ -67,7 +69,10 @@ class ForkChange:
         return tuple(dict.fromkeys(itertools.chain.from_iterable(self.documents.values())))
 
     def to_json(self) -> dict[str, list[str]]:
-        return {"without_documents": list(self.documents), "overrides": list(self.overrides)}
+        return {
+            "without_documents": list(self.documents), "without_sources": list(self.sources),
+            "overrides": list(self.overrides),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,47 +107,6 @@ class _State:
         return 1 if self.cursor is None else self.cursor.plan_events
 
 
-def without_sources(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides by which a run samples no more rows of some sources.
-
-    Raises:
-        ConfigError: The run has no such source, or no other one.
-    """
-    known = [source.name for source in config.data.sources]
-    unknown = [name for name in names if name not in known]
-    if unknown or not set(known) - set(names):
-        raise ConfigError(
-            f"The run has no source {unknown[0]}" if unknown else "No source would be left", where="--without-source",
-            hint=f"its sources are {', '.join(known)}",
-        )  # fmt: skip
-    found = [f"data.sources.{known.index(name)}.weight=0" for name in dict.fromkeys(names)]
-    stages = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.data.stages]
-    for stage in stages:
-        if stage.get("weights"):
-            stage["weights"] = {
-                key: weight for key, weight in stage["weights"].items() if key.partition(".")[0] not in names
-            }
-    return (*found, f"data.stages={json.dumps(stages)}") if names and stages else tuple(found)
-
-
-def check_change(run_data: RunDataIndex, step: int, change: ForkChange) -> RunConfig:
-    """Check that a run can go on from a step with a change; return the configuration that it would go on with.
-
-    Raises:
-        ConfigError: A resume refuses one of the settings, or documents cannot be masked.
-    """
-    parent, plan = run_data.directory, run_data.plan
-    recorded, _ = config_in_force(parent, step)
-    config, _ = config_in_force(parent, step, overrides=change.overrides)
-    check_config(recorded, config, parent)
-    if change.documents:
-        event = MaskEvent(plan.start.batch_sizes.position_of(step), change.masked)
-        has_teacher = config.train.distillation.logits is not None
-        document_mask = config.data.document_mask
-        check_masks(plan.state.apply(event), run_data.readers, document_mask=document_mask, has_teacher=has_teacher)
-    return config
-
-
 def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkChange, name: str | None = None) -> Path:
     """Create a fork; ``vorox train --resume`` trains it.
 
@@ -150,7 +114,7 @@ def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkCha
         parent: The run; it may be live, and is not changed.
         step: The state, in finished steps.
         checkpoint: It, verified; ``None`` for step 0.
-        change: The difference. Its overrides are recorded only; the resume applies and checks them.
+        change: The difference, as ``check_change`` accepts it.
         name: Name of the fork. Default: that of the parent, and the step.
 
     Returns:
@@ -168,12 +132,13 @@ def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkCha
             hint=f"choose a step from 0 to {known}",
         )  # fmt: skip
     state = _State(RunLayout(parent), step, checkpoint, DataPlan.open(RunLayout(parent).plan))
-    config = _config(parent, step, name)
+    before, config = _configs(parent, step, change, name)
     target = parent.parent / fresh_directory(_in(config, parent.parent)).name
     staged = atomic.temporary_name(target)
     try:
         atomic.make_directory(staged)
         _write(state, RunLayout(staged), target.name, config, change)
+        record_config_change(staged, before, config, step)
         atomic.rename(staged, target)
     except OSError as error:
         raise disk_error(error, str(target)) or ConfigError(
@@ -186,11 +151,55 @@ def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkCha
     return target
 
 
-def _config(parent: Path, step: int, name: str | None) -> RunConfig:
-    """Return the parent's configuration at a step, under the fork's name."""
-    config, _ = config_in_force(parent, step)
-    own = name or f"{config.run.name or parent.name}-fork-{step}"
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": own})})
+def check_change(run_data: RunDataIndex, step: int, change: ForkChange) -> None:
+    """Check that a run can go on from a step with a change.
+
+    Raises:
+        ConfigError: A resume refuses one of the settings, or documents cannot be masked.
+    """
+    plan, (before, config) = run_data.plan, _configs(run_data.directory, step, change, None)
+    check_config(before, config, run_data.directory)
+    if change.documents:
+        event = MaskEvent(plan.start.batch_sizes.position_of(step), change.masked)
+        has_teacher = config.train.distillation.logits is not None
+        document_mask = config.data.document_mask
+        check_masks(plan.state.apply(event), run_data.readers, document_mask=document_mask, has_teacher=has_teacher)
+
+
+def _configs(parent: Path, step: int, change: ForkChange, name: str | None) -> tuple[RunConfig, RunConfig]:
+    """Return the configuration of the parent at a step, and that of the fork from there on, both under its name."""
+    before, _ = config_in_force(parent, step)
+    own = name or f"{before.run.name or parent.name}-fork-{step}"
+    overrides = [*_without_sources(before, change.sources), *change.overrides, f"run.name={json.dumps(own)}"]
+    after, _ = config_in_force(parent, step, overrides=overrides)
+    return before.model_copy(update={"run": before.run.model_copy(update={"name": own})}), after
+
+
+def _without_sources(config: RunConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides by which a run samples no more rows of some sources.
+
+    Raises:
+        ConfigError: The run has no such source, or no other one.
+    """
+    if not names:
+        return ()
+    known = [source.name for source in config.data.sources]
+    unknown = [name for name in names if name not in known]
+    if unknown or not set(known) - set(names):
+        raise ConfigError(
+            f"The run has no source {unknown[0]}" if unknown else "No source would be left", where="--without-source",
+            hint=f"its sources are {', '.join(known)}",
+        )  # fmt: skip
+    sources = [
+        one.model_dump(mode="json", exclude_defaults=True) for one in config.data.sources if one.name not in names
+    ]
+    stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in config.data.stages]
+    for stage in stages:
+        stage["weights"] = {
+            key: weight for key, weight in stage.get("weights", {}).items() if key.partition(".")[0] not in names
+        }
+    found = {"data.sources": sources} | ({"data.stages": stages} if stages else {})
+    return tuple(f"{key}={json.dumps(value)}" for key, value in found.items())
 
 
 def _in(config: RunConfig, directory: Path) -> RunConfig:
@@ -233,12 +242,12 @@ def _write(state: _State, layout: RunLayout, run_id: str, config: RunConfig, cha
 
 
 def _write_plan(state: _State, path: Path, documents: Sequence[MaskedDocument]) -> DataPlan:
-    """Write the parent's plan without what its later steps decided, and mask documents from the state on."""
+    """Write the parent's plan as it was in force at the state, and mask documents from there on."""
     events = HashChainedLog(state.parent.plan).read()[0][: state.plan.num_events]
     kept = [
         event for index, event in enumerate(events)
         if index < state.num_plan_events
-        or event["kind"] not in _DECIDED_LATER or event["start_position"] < state.position
+        or event["kind"] not in _DECIDED_LATER or event["start_position"] <= state.position
     ]  # fmt: skip
     HashChainedLog(path).append(kept)
     plan = DataPlan.open(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from vorox.data.provenance.queries import when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.run_lookup import find_run, run_argument
 from vorox.training.checkpoints.store import Checkpoint, verify
-from vorox.training.fork import ForkChange, check_change, without_sources
+from vorox.training.fork import ForkChange, check_change
 from vorox.training.fork import fork as create_fork
 from vorox.training.materialize import materialize, open_range
 from vorox.training.re_execution import cost_of
-from vorox.training.resume.resume_settings import config_in_force
 
 
 def fork(
@@ -49,21 +47,19 @@ def fork(
             "A training prints no JSON", where="--json", hint="add --no-train, and train the fork with vorox train"
         )
     parent = find_run(root, run)
-    config, _ = config_in_force(parent, step)
-    settings = [*without_sources(config, without_source or []), *(overrides or [])]
     with RunDataIndex.open(parent) as run_data:
         documents = named_documents(run_data, without_document or [], "--without-document")
         lines = [_reading(run_data, document, step) for document in without_document or []]
-        change = ForkChange(documents, tuple(settings))
+        change = ForkChange(documents, tuple(without_source or []), tuple(overrides or []))
         check_change(run_data, step, change)
-    lines += settings
+    lines += [*(f"without source {source}" for source in change.sources), *change.overrides]
     if plan:
         _print_plan(parent, step, lines, as_json=as_json)
         return
     with tempfile.TemporaryDirectory(prefix="vorox-fork-") as scratch:
         checkpoint = None if step == 0 else _state(parent, step, Path(scratch), root, nproc)
         directory = create_fork(parent, step, checkpoint, change, name)
-    command = " ".join(["vorox train --resume", run_argument(directory), *map(shlex.quote, settings)])
+    command = f"vorox train --resume {run_argument(directory)}{f' --nproc {nproc}' if nproc > 1 else ''}"
     if as_json:
         found = {"run": directory.name, "directory": str(directory), "step": step, "change": change.to_json()}
         print_json({**found, "train": command})
@@ -73,7 +69,7 @@ def fork(
     if not train:
         typer.echo(f"Train it: {command}")
         return
-    train_run(settings, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
+    train_run(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
     typer.echo(f"Compare: vorox runs compare --paired {run_argument(parent)} {run_argument(directory)}")
 
 
