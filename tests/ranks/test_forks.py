@@ -18,10 +18,7 @@ pytestmark = pytest.mark.slow
 
 MODELS = {"torch": TORCH_MODEL, "jax": JAX_MODEL}
 STEPS = 50
-SETTINGS = [
-    f"train.num_steps={STEPS}", "checkpoint.every_steps=10", "data.validation.held_out_fraction=0",
-    "eval.every_steps=null",
-]  # fmt: skip
+SETTINGS = [f"train.num_steps={STEPS}", "checkpoint.every_steps=10"]
 
 
 def chain(run: Path) -> dict[int, str]:
@@ -48,8 +45,8 @@ def test_a_fork_is_its_parent_but_for_its_change(tmp_path: Path, engine: str, co
         }
     ordinal = max(found, key=lambda ordinal: found[ordinal][:1])
     first = found[ordinal][0]
-    runs.run_fresh(["fork", parent.name, "--step", "40", "--without-document", f"text.jsonl:{ordinal}", "--name", "masked",
-                "--no-train", *nproc])  # fmt: skip
+    without = ["--without-document", f"text.jsonl:{ordinal}", "--name", "masked", "--no-train"]
+    runs.run_fresh(["fork", parent.name, "--step", "40", *without, *nproc])
     runs.vorox(["train", "--resume", "masked", *nproc])
     masked = chain(runs.find("masked"))
     assert [step for step in masked if masked[step] != chain(parent)[step]] == list(range(first, STEPS + 1))

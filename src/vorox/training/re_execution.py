@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.batch import Progress
+from vorox.core.batch import Batch, Progress
 from vorox.core.batch_sizes import BatchStage
 from vorox.core.config import config_values
 from vorox.core.errors import CheckpointError, ConfigError, DataError
@@ -138,11 +138,14 @@ class ReExecution:
         changed.masked, changed.environment = tuple(documents), dict[str, None]()
         return changed
 
-    def steps(self, make_workload: MakeWorkload) -> Generator[ReExecutedStep]:
+    def steps(
+        self, make_workload: MakeWorkload, before_step: Callable[[Workload, Batch], None] | None = None
+    ) -> Generator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
 
         Args:
             make_workload: Makes what computes them, once for each part of the range with its own settings.
+            before_step: Called before each step, with its batch; the engine holds the state that it starts from.
 
         Raises:
             CheckpointError: The checkpoint is not of this run's plan.
@@ -166,7 +169,7 @@ class ReExecution:
                         assert checkpoint is not None
                         resume.load_run(workload, checkpoint)
                     self._adopt_environment(workload, start)
-                    for step in self._steps_of(workload, plan, state, end):
+                    for step in self._steps_of(workload, plan, state, end, before_step):
                         state = step.state
                         yield step
                     if end < self.last_step:
@@ -213,7 +216,14 @@ class ReExecution:
             now = resume.environment(workload.engine)
             self.environment |= dict.fromkeys(resume.environment_differences(then, now))
 
-    def _steps_of(self, workload: Workload, plan: DataPlan, state: RunState, end: int) -> Iterator[ReExecutedStep]:
+    def _steps_of(
+        self,
+        workload: Workload,
+        plan: DataPlan,
+        state: RunState,
+        end: int,
+        before_step: Callable[[Workload, Batch], None] | None,
+    ) -> Iterator[ReExecutedStep]:
         """Compute the steps up to ``end``, under one configuration."""
         config, engine, recorded = workload.config, workload.engine, self.recorded.entries
         progress, num_nonfinite = state.progress, state.nonfinite_in_a_row
@@ -239,6 +249,8 @@ class ReExecution:
                 schedule = Schedule.from_config(config.schedule, config.optimizer, length)
                 lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
                 max_loss = spikes.max_loss(step)
+                if before_step is not None:
+                    before_step(workload, batch)
                 values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
                 spikes.record(step, values, max_loss)
                 entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)

@@ -205,6 +205,20 @@ class JaxEngine(Engine):
             arrays, key = batch_to_devices(batch, self.data_shard, self.compute), self._step_key(batch.step)
             return nonfinite.find_origin(forward_backward, self.state.params, arrays, key, self.layout)
 
+    def gradient_norms(self, batch: Batch) -> dict[str, float]:
+        if jax.process_count() > 1:
+            return super().gradient_norms(batch)
+        with devices.memory_errors("computing gradients", self._memory), self.compute.precision():
+            arrays, key = batch_to_devices(batch, self.data_shard, self.compute), self._step_key(batch.step)
+            forward_backward, scale = jax.jit(self._forward_backward), loss_scale(arrays)
+            parts = (
+                forward_backward(self.state.params, scale, rows, jax.random.fold_in(key, index))[0]
+                for index in range(arrays["tokens"].shape[0])
+                for rows in [{name: array[index] for name, array in arrays.items()}]
+            )
+            gradients = reduce(lambda total, part: jax.tree.map(jnp.add, total, part), parts)
+            return {name: float(np.linalg.norm(array)) for name, array in self.layout.unpack(gradients)}
+
     def _forward_backward(
         self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False
     ) -> tuple[dict[str, Array], loss.LossSums, experts.Seen]:
