@@ -97,7 +97,8 @@ class SettledStep:
                 where=f"step {self.number:,}",
                 hint="lower optimizer.lr, or let train.spike_policy skip such steps (train.max_spike_steps) or roll "
                 "back (train.max_spike_rollbacks); "
-                f"`vorox data where --step {self.number}` shows its documents",
+                f"`vorox data where RUN --step {self.number}` shows its documents, `vorox explain RUN --step "
+                f"{self.number}` finds the one that caused it",
             )
         return NumericalError(
             f"Loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
