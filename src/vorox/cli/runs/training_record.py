@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ def markdown(record: Mapping[str, Any]) -> str:
     """Return a record as Markdown."""
     return "\n".join(
         [
-            f"# Training content of {record['general']['model'] or record['run']}",
+            f"# Training content of {escaped(record['general']['model'] or record['run'])}",
             "",
-            f"Run `{record['run']}` up to step {record['step']:,}. Numbers are counted from the run; the rest is "
+            f"Run {code(record['run'])} up to step {record['step']:,}. Numbers are counted from the run; the rest is "
             f"stated by the provider, or *{NOT_STATED}*.",
             *_general(record),
             "",
@@ -64,13 +65,24 @@ def markdown(record: Mapping[str, Any]) -> str:
     )
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return ["", *(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *cells))]
+def escaped(text: str) -> str:
+    """Return a text of any origin as one line of Markdown that shows it: no markup, HTML, formulas or control codes."""
+    line = "".join(character if character.isprintable() else "\ufffd" for character in re.sub(r"\s+", " ", text))
+    return re.sub(r"[\\`*\[\]<>|&~$]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line)
+
+
+def code(text: str) -> str:
+    """Return a text of any origin in Markdown, as code if nothing in it could end the code."""
+    return f"`{text}`" if re.fullmatch(r"[\w .:/+=@-]+", text) else escaped(text)
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table of Markdown; cells are ``escaped``, unless they are known to be harmless."""
+    return ["", *(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))]
 
 
 def _stated(value: object) -> str:
-    return str(value) if value else NOT_STATED
+    return escaped(str(value)) if value else NOT_STATED
 
 
 def _percent(share: float) -> str:
@@ -83,7 +95,7 @@ def _general(record: Mapping[str, Any]) -> list[str]:
     rows = [
         ["Provider", _stated(general["provider"])],
         ["Model", _stated(general["model"])],
-        ["Initial weights", general["initial_weights"] or "none: trained from scratch"],
+        ["Initial weights", escaped(general["initial_weights"] or "none: trained from scratch")],
         ["Modalities", ", ".join(general["modalities"])],
         ["Size of the training data", general["size_range"]],
         ["Distinct tokens", f"{general['distinct_tokens']:,}"],
@@ -99,7 +111,7 @@ def _general(record: Mapping[str, Any]) -> list[str]:
             + (f", {unknown:,} applied ones not known to be finite: they are not in the chain" if unknown else ""),
         ],
     ]
-    lines = ["", "## 1. General information", *_table(["", ""], rows)]
+    lines = ["", "## 1. General information", *table(["", ""], rows)]
     if general["initial_weights"]:
         lines += ["", "The training content of the initial weights is not part of this record."]
     return lines
@@ -107,7 +119,7 @@ def _general(record: Mapping[str, Any]) -> list[str]:
 
 def _shares(record: Mapping[str, Any], key: str) -> list[str]:
     rows = [[_stated(entry[key]), f"{entry['tokens']:,}", _percent(entry["share"])] for entry in record["shares"][key]]
-    return _table([key.capitalize(), "Tokens", "Share"], rows)
+    return table([key.capitalize(), "Tokens", "Share"], rows)
 
 
 def _kind(record: Mapping[str, Any], kind: str | None, title: str) -> Iterator[str]:
@@ -120,13 +132,13 @@ def _kind(record: Mapping[str, Any], kind: str | None, title: str) -> Iterator[s
 
 
 def _source(source: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("", f"#### {source['name']}")
+    yield from ("", f"#### {escaped(source['name'])}")
     location = source["location"]
     rows = [
         ["Description", _stated(source["description"])],
         ["Licence", _stated(source["licence"])],
         ["Acquired", _stated(source["acquired"])],
-        ["Location", "not in a recorded configuration" if location is None else _pairs(location)],
+        ["Location", "not in a recorded configuration" if location is None else escaped(_pairs(location))],
         ["Share of tokens", _percent(source["share"])],
         ["Tokens with repetitions", f"{source['tokens']:,}"],
         ["Distinct tokens", f"{source['distinct_tokens']:,}"],
@@ -136,16 +148,17 @@ def _source(source: Mapping[str, Any]) -> Iterator[str]:
         ["Hash of the files read", f"`{source['files_sha256']}` (SHA-256)"],
         ["Hash of the rows", f"`{source['content_sha256']}` (SHA-256)" if source["content_sha256"] else "cache grows"],
         ["Unreadable records", f"{source['quarantined_records']:,}"],
-        ["Held out of training", _pairs({k: v for k, v in source["held_out"].items() if k != "name"})],
+        ["Held out of training", escaped(_pairs({k: v for k, v in source["held_out"].items() if k != "name"}))],
     ]
     if source["hosts"]:
-        rows.append(["Hosts by tokens", ", ".join(f"{host} {count:,}" for host, count in source["hosts"].items())])
-    yield from _table(["", ""], rows)
+        hosts = ", ".join(f"{host} {count:,}" for host, count in source["hosts"].items())
+        rows.append(["Hosts by tokens", escaped(hosts)])
+    yield from table(["", ""], rows)
     files = sorted(source["files"], key=lambda file: -file["tokens"])
-    yield from _table(
+    yield from table(
         ["File", "Documents", "Tokens", "Version"],
         [
-            [file["uri"], f"{file['documents']:,}", f"{file['tokens']:,}", f"`{file['version']}`"]
+            [escaped(file["uri"]), f"{file['documents']:,}", f"{file['tokens']:,}", code(file["version"])]
             for file in files[:_MOST_FILES]
         ],
     )
@@ -162,15 +175,15 @@ def _pairs(values: Mapping[str, Any]) -> str:
 def _processing(record: Mapping[str, Any]) -> list[str]:
     processing = record["processing"]
     rows = [
-        [source["name"], f"{index}. {transform['name']}", *_counts(transform["counts"])]
+        [escaped(source["name"]), f"{index}. {escaped(transform['name'])}", *_counts(transform["counts"])]
         for source in record["sources"]
         for index, transform in enumerate(source["transforms"], 1)
     ]
-    applied = _table(["Source", "Transform", "Documents in", "Removed", "Added"], rows) if rows else ["", "None."]
+    applied = table(["Source", "Transform", "Documents in", "Removed", "Added"], rows) if rows else ["", "None."]
     return [
         "",
         "## 3. Data processing",
-        *_table(
+        *table(
             ["", ""],
             [
                 ["Opt-outs and other rights", _stated(processing["copyright"])],
@@ -190,14 +203,14 @@ def _contamination(found: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     rows = [
         [
-            one["evaluation_set"],
+            escaped(one["evaluation_set"]),
             *(f"{one[key]:,}" for key in ("records", "short_records", "contaminated", "mostly_contaminated")),
         ]
         for one in found
     ]
     ngram = f"{found[0]['ngram_tokens']} tokens or more in sequence"
     titles = ["Evaluation set", "Records", "Too short", "Share tokens", "Share most tokens"]
-    return ["", f"Records of evaluation sets that share {ngram} with a row:", *_table(titles, rows)]
+    return ["", f"Records of evaluation sets that share {ngram} with a row:", *table(titles, rows)]
 
 
 def _counts(counts: Mapping[str, int] | None) -> list[str]:
@@ -209,9 +222,10 @@ def _proof(record: Mapping[str, Any]) -> list[str]:
     rows = [
         ["Plan of the data", f"`{proof['plan_sha256']}` (SHA-256, {proof['plan_events']:,} events)"],
         ["Replay chain", f"`{proof['chain_head']}`" if proof["chain_head"] else "not recorded"],
-        ["Damage of the chain", proof["chain_damage"] or "none"],
+        ["Damage of the chain", escaped(proof["chain_damage"] or "none")],
         ["Checkpoint", proof["checkpoint"] or "none at this step"],
         ["Fingerprint of the checkpoint", f"`{proof['checkpoint_fingerprint']}`" if proof["checkpoint"] else "none"],
     ]
-    verify = f"`vorox replay {run} --to {record['step']}` repeats the steps and compares every link of the chain."
-    return ["", "## Proof", *_table(["", ""], rows), "", verify]
+    command = code(f"vorox replay {run} --to {record['step']}")
+    verify = f"{command} repeats the steps and compares every link of the chain."
+    return ["", "## Proof", *table(["", ""], rows), "", verify]
