@@ -17,8 +17,8 @@ from vorox.api.model import (
     open_engine,
     pretrained_config,
 )
+from vorox.cli.markdown.model_card import model_card
 from vorox.cli.models.generate import report_skipped
-from vorox.cli.runs.model_card import model_card
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json
 from vorox.core.config import config_values, load_config

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from vorox.cli.runs.training_record import code, escaped, markdown, table
+from vorox.cli.markdown.training_record import code, escaped, markdown, table
 from vorox.cli.terminal import humanize
 from vorox.training.export.checkpoint import Target
 from vorox.training.passport.description import Files, Passport, library
