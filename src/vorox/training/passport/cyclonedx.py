@@ -23,6 +23,7 @@ def cyclonedx(passport: Passport, files: Files) -> bytes:
     component, model = library("cyclonedx.model.component"), library("cyclonedx.model")
     kinds, bom_module = component.ComponentType, library("cyclonedx.model.bom")
     sources = passport.record["sources"]
+    ancestors = [_parent(index, one) for index, one in enumerate(passport.parents)]
     subject = component.Component(
         type=kinds.MACHINE_LEARNING_MODEL,
         name=passport.name,
@@ -37,7 +38,7 @@ def cyclonedx(passport: Passport, files: Files) -> bytes:
             )
             for index, (name, (size_bytes, sha256)) in enumerate(files.items())
         ],
-        pedigree=component.Pedigree(ancestors=[_parent(index, one) for index, one in enumerate(passport.parents)]),
+        pedigree=component.Pedigree(ancestors=ancestors) if ancestors else None,
         properties=_properties(_facts_of_model(passport)),
     )  # fmt: skip
     data = [_source(index, source) for index, source in enumerate(sources)]
@@ -101,7 +102,7 @@ def _source(index: int, source: Mapping[str, Any]) -> Any:
 
 
 def _licence(text: str) -> Any:
-    return library("cyclonedx.factory.license").LicenseFactory().make_from_string(text)
+    return library("cyclonedx.contrib.license.factories").LicenseFactory().make_from_string(text)
 
 
 def _parent(index: int, parent: Parent) -> Any:
