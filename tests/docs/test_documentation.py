@@ -59,6 +59,7 @@ SHOWN_BY = {
     r"vorox dash(?!.*--export)": "tests/dashboard/test_browser.py::test_every_page",
     r"vorox chat|echo .* \| vorox chat": "tests/serving/test_chat.py::test_lines_of_a_pipe",
     r"vorox serve": "tests/serving/test_server.py",
+    r"vorox export \S+ (--to hf )?--passport": "tests/training/test_passport.py::test_the_commands_of_the_page",
     r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_model_origin.py",

@@ -10,6 +10,7 @@ import lzma
 import math
 import random
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ConjunctiveGraph is deprecated:DeprecationWarning"),  # mlcroissant reads by it
 ]
 
-SCHEMAS = Path(__file__).parents[1] / "schemas"
+SCHEMAS, PAGE = Path(__file__).parents[1] / "schemas", Path(__file__).parents[2] / "docs" / "passports.md"
 STEPS, SAVED = 20, 8
 DOCUMENTS = {"README.md", "bom.cdx.json", "croissant.json", "model.spdx.json"}
 HOSTILE_FILE = "b <img src=x onerror=alert(1)> |`*_[a](javascript:b)\x1b[31m\u202e$x$.jsonl"
@@ -357,6 +358,32 @@ def test_two_passports_have_the_same_bytes_and_a_repeated_one_changes_nothing(
     assert times == {path: path.stat().st_mtime_ns for path in first.iterdir()}
     export(trained.directory, first, "--step", str(SAVED), code=2)
     assert times == {path: path.stat().st_mtime_ns for path in first.iterdir()}
+
+
+def test_the_commands_of_the_page(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but that of an exported model, which ``test_an_export_of_torch_travels_with_its_passport`` runs."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained.directory, tmp_path / "runs" / "my-run-1a2b3c4d")
+    for name in ("pem", "pub"):
+        shutil.copy(trained.corpora.parent / f"ecdsa.{name}", f"key.{name}")
+    Path("facts.yaml").write_text("provider: Example Ltd", encoding="utf-8")
+    commands = re.findall(
+        r"^\$ ((?:vorox|model_signing|mlcroissant) .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(commands) == 5
+    for command in commands:
+        program, *words = shlex.split(command, comments=True)
+        if program == "vorox" and "--to" not in words:
+            assert main(words) == 0, command
+        elif program == "model_signing":
+            assert subprocess.run([sys.executable, "-m", program, *words]).returncode == 0, command
+        elif program == "mlcroissant":
+            program = str(Path(sys.executable).with_name(program))
+            assert subprocess.run([program, *words]).returncode == 0, command
+    default = tmp_path / "runs" / "my-run-1a2b3c4d" / "export" / "passport-step-00000020"
+    validate(default)
+    named = set(re.findall(r"^\| `([\w.]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {path.name for path in Path("passport").iterdir()} == named | {"MANIFEST.json"}
 
 
 @pytest.fixture

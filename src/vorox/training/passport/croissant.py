@@ -7,6 +7,7 @@ what was counted as two record sets with inline data, one of sources and one of 
 from __future__ import annotations
 
 import mimetypes
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
@@ -73,7 +74,7 @@ def _file(mlc: Any, context: Any, number: int, index: int, source: Mapping[str, 
         id=f"file-{number}",
         name=PurePosixPath(uri).name or uri,
         description=f"Of source {source['name']} (number {index}); version {file['version']}",
-        content_url=f"file://{quote(uri)}" if uri.startswith("/") else uri,
+        content_url=f"file://{quote(os.fsencode(uri))}" if uri.startswith("/") else uri,
         content_size=f"{file['size_bytes']} B",
         encoding_formats=[mimetypes.guess_type(uri)[0] or "application/octet-stream"],
         sha256=_sha256(file),
