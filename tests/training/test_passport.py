@@ -166,7 +166,8 @@ def test_every_figure_equals_a_recount(trained: Trained, tmp_path: Path, step: i
     assert min(tokens for tokens, _ in counted.values()) > 0
 
     sources = {one["name"]: properties(one) for one in bom["components"] if one["type"] == "data"}
-    described = {one["name"]: one["comment"] for one in elements if one["type"] == "dataset_DatasetPackage"}
+    packages = [one for one in elements if one["type"] == "dataset_DatasetPackage"]
+    described = {one["name"]: one["comment"] for one in packages}
     dataset = mlcroissant.Dataset(jsonld=target / "croissant.json")
     records = {one["sources/name"]: one for one in dataset.records("sources")}
     total = sum(tokens for tokens, _ in counted.values())
@@ -174,7 +175,7 @@ def test_every_figure_equals_a_recount(trained: Trained, tmp_path: Path, step: i
         assert (int(sources[name]["tokens"]), int(sources[name]["documents"])) == (tokens, documents)
         assert float(sources[name]["share"]) == pytest.approx(tokens / total, rel=1e-12)
         assert (records[name]["sources/tokens"], records[name]["sources/documents"]) == (tokens, documents)
-        assert f"tokens: {tokens}\n" in described[name]
+        assert f"documents: {documents}\ntokens: {tokens}\n" in described[name]
         assert f"| Tokens with repetitions | {tokens:,} |\n| Distinct tokens" in card.split(f"#### {name}")[1]
     assert int(properties(bom["metadata"]["component"])["training:tokens"]) == total
 
@@ -192,6 +193,10 @@ def test_every_figure_equals_a_recount(trained: Trained, tmp_path: Path, step: i
             of_files[name, str(trained.file_of(name, file))] += tokens
     assert {key: one["files/tokens"] for key, one in read.items()} == of_files
     assert HOSTILE_FILE in {one["name"] for one in data["distribution"]}
+    sizes: Counter[str] = Counter()
+    for name, uri in of_files:
+        sizes[name] += Path(uri).stat().st_size
+    assert {one["name"]: one["dataset_datasetSize"] for one in packages} == sizes
     assert {unquote(one["contentUrl"]): one["sha256"] for one in data["distribution"]} == {
         f"file://{uri}": hashlib.sha256(Path(uri).read_bytes()).hexdigest() for _, uri in of_files
     }
@@ -607,7 +612,9 @@ def test_an_adapter_names_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.jax
 def test_a_run_of_jax(tmp_path: Path) -> None:
     pytest.importorskip("jax")
-    run = tiny_runs.run(tiny_runs.configuration(tmp_path, ["backend=jax", "train.num_steps=2"])).run_directory
+    run = tiny_runs.run(
+        tiny_runs.configuration(tmp_path, ["backend=jax", "runtime.num_threads=null", "train.num_steps=2"])
+    ).run_directory
     target = export(run, tmp_path / "passport")
     validate(target)
     found = properties(load(target)[0]["metadata"]["component"])

@@ -195,7 +195,8 @@ def library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"A passport needs the package {error.name or name}", where="--passport", saved="nothing was written",
+            f"Passports and signatures of models need the package {error.name or name}", where="vorox export",
+            saved="nothing was written",
             hint=install_command("passport"),
         ) from error  # fmt: skip
 

@@ -104,7 +104,7 @@ class _Document:
 
     def _source(self, index: int, source: Mapping[str, Any], model: Any) -> None:
         v, licence = self._v, source["licence"]
-        counted = ("tokens", "distinct_tokens", "documents", "epochs", "share", "files_sha256", "content_sha256")
+        counted = ("documents", "tokens", "distinct_tokens", "epochs", "share", "files_sha256", "content_sha256")
         sizes = "\n".join(f"{key}: {source[key]}" for key in counted if source[key] is not None)
         is_expression = licence is not None and _is_expression(licence)
         package = self._add(
@@ -113,7 +113,7 @@ class _Document:
             description=source["description"],
             software_primaryPurpose=v.software_SoftwarePurpose.data,
             dataset_datasetType=[v.dataset_DatasetType.text],
-            dataset_datasetSize=source["documents"],
+            dataset_datasetSize=sum(file["size_bytes"] for file in source["files"]),
             dataset_dataPreprocessing=[transform["name"] for transform in source["transforms"]],
             comment=sizes if is_expression or licence is None else f"{sizes}\nlicence: {licence}",
         )  # fmt: skip
