@@ -364,6 +364,7 @@ def test_two_passports_have_the_same_bytes_and_a_repeated_one_changes_nothing(
     assert times == {path: path.stat().st_mtime_ns for path in first.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but that of an exported model, which ``test_an_export_of_torch_travels_with_its_passport`` runs."""
     monkeypatch.chdir(tmp_path)
