@@ -245,6 +245,8 @@ def test_other_commands_name_what_there_is() -> None:
         elif words[:2] == ["python", "-m"] and words[2].startswith("vllm."):
             test = (ROOT / "tests" / "serving" / "test_vllm.py").read_text(encoding="utf-8")
             assert all(f'"{word}"' in test for word in words[1:] if "/" not in word), command
+        elif words[0] in ("model_signing", "mlcroissant"):
+            assert page == "docs/passports.md", "tests/training/test_passport.py runs those of this page"
         elif words[0] not in ("vorox", "echo", "git", "export", "ssh", ".venv/bin/pre-commit"):
             extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
             assert extras, f"{page}: who runs {command}?"
