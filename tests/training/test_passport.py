@@ -524,7 +524,7 @@ def test_a_missing_package_is_named_before_any_work(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stated", "hostile", "child"])
+@pytest.mark.parametrize("kind", ["hostile", "child"])
 def test_schema_and_shapes_of_spdx_accept_it(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
