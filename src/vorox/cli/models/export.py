@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from vorox.api.model import (
     open_engine,
     pretrained_config,
 )
+from vorox.cli.markdown.model_card import model_card
 from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json
@@ -26,46 +28,104 @@ from vorox.core.schema.runtime import NumberFormat
 from vorox.core.schema.train import Weights
 from vorox.planned_run import resolve_model
 from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import find_run
-from vorox.training.export.checkpoint import Export, Target
+from vorox.records.run_lookup import find_run, is_run
+from vorox.training.checkpoints.store import Checkpoint
+from vorox.training.export.checkpoint import Companions, Export, Target, export_passport
 from vorox.training.export.checkpoint import export as write
+from vorox.training.export.derived import AVERAGED, PRUNED, recorded_run
 from vorox.training.export.gguf import GGUF_NAME, stores_tokenizer
 from vorox.training.origin.model_origin import model_files
+from vorox.training.passport.description import Files, Passport, describe
+from vorox.training.passport.documents import CARD_NAME, DOCUMENT_NAMES, documents, require_libraries
+from vorox.training.passport.model_signature import check_signing_key, sign_model
 
 _CHECKED_IN_FP32 = ["precision.dtype=fp32", "precision.matmul=ieee", "runtime.compile=false", "runtime.device=cpu"]
 
 
 def export(
     run: str,
-    to: Target,
+    to: Target | None,
     output: Path | None,
     dtype: NumberFormat,
     weights: Weights,
     check: bool,
     step: int | None,
+    passport: bool,
+    facts: Path | None,
+    key: Path | None,
     root: str,
     as_json: bool,
 ) -> None:
+    _refuse_unused(to, dtype, weights, facts, check=check, passport=passport)
+    if passport:
+        require_libraries()
+    if key is not None:
+        check_signing_key(key)
     derived = None if is_pretrained(run) else find_derived(run, step)
     if output is None and (is_pretrained(run) or derived is not None):
         raise ConfigError("The model belongs to no run", where=run, hint="add --output DIRECTORY")
     if output is not None and is_pretrained(run):
-        if step is not None or weights != "model":
-            raise ConfigError("A pretrained model has no steps and no average", where=run, hint="leave them out")
-        done = _export_pretrained(run, root, output, to, dtype, check=check)
-        _report(done, to, run=None, as_json=as_json)
+        if step is not None or weights != "model" or passport:
+            what = "A pretrained model has no steps, no average and no passport"
+            raise ConfigError(what, where=run, hint="leave them out")
+        done = _export_pretrained(run, root, output, to or "hf", dtype, check=check)
+        _report(done, to or "hf", run=None, signature=_signed(done.path, key), as_json=as_json)
         return
     directory = find_run(root, run) if derived is None else derived.path
     checkpoint = derived or find_checkpoint(directory, step, on_corrupt=report_skipped)
-    kind = f"{to}-{dtype}" if weights == "model" else f"{to}-{dtype}-{weights}"
+    described = _describe(directory, checkpoint, facts, weights) if passport else None
+    if described is not None and to is None:
+        target = output or RunLayout(directory).exports / f"passport-step-{checkpoint.step:08d}"
+        existed = export_passport(checkpoint, target, _companions(described, None))
+        _report_passport(described, target, _signed(target, key), run=directory.name, existed=existed, as_json=as_json)
+        return
+    to = to or "hf"
+    kind = "-".join([to, dtype, *([weights] if weights != "model" else []), *(["passport"] if passport else [])])
     target = output or RunLayout(directory).exports / f"{kind}-step-{checkpoint.step:08d}"
     merges = to == "hf" and "adapter" in checkpoint.metadata.get("spec", {})
     engine = None
     if check or merges:
         recorded = derived_config(derived) if derived else recorded_config(directory)
         engine = open_engine(load_config(config_values(recorded), _CHECKED_IN_FP32), checkpoint)
-    done = write(checkpoint.path, target, to=to, dtype=dtype, weights=weights, engine=engine, check=check)
-    _report(done, to, run=directory.name, as_json=as_json)
+    companions = None if described is None else _companions(described, to)
+    done = write(
+        checkpoint.path, target, to=to, dtype=dtype, weights=weights, engine=engine, check=check, companions=companions
+    )
+    _report(done, to, run=directory.name, described=described, signature=_signed(target, key), as_json=as_json)
+
+
+def _refuse_unused(
+    to: Target | None, dtype: NumberFormat, weights: Weights, facts: Path | None, *, check: bool, passport: bool
+) -> None:
+    if facts is not None and not passport:
+        raise ConfigError("Facts belong to a passport", where="--facts", hint="add --passport")
+    if passport and to is None and (check or dtype != "fp32" or weights != "model"):
+        raise ConfigError(
+            "A passport by itself has no weights to check, round or average", where="vorox export --passport",
+            hint="add --to hf, gguf or peft, or leave out --check, --dtype and --weights", saved="nothing was written",
+        )  # fmt: skip
+
+
+def _describe(directory: Path, checkpoint: Checkpoint, facts: Path | None, weights: Weights) -> Passport:
+    """Describe a checkpoint of a run, or one that a re-execution wrote; only these have a step and its records."""
+    run = directory if is_run(directory) else recorded_run(checkpoint)
+    if run is None or {AVERAGED, PRUNED} & checkpoint.metadata.keys():
+        raise ConfigError(
+            "A passport is of a checkpoint of a run, and this is none", where=str(checkpoint.path),
+            hint="name the run, with --step N", saved="nothing was written",
+        )  # fmt: skip
+    return describe(run, checkpoint, facts, weights)
+
+
+def _companions(passport: Passport, to: Target | None) -> Companions:
+    def write(files: Files) -> dict[str, bytes]:
+        return {CARD_NAME: model_card(passport, files, to), **documents(passport, files)}
+
+    return Companions(passport.digest, write)
+
+
+def _signed(directory: Path, key: Path | None) -> Path | None:
+    return None if key is None else sign_model(directory, key)
 
 
 def _export_pretrained(
@@ -83,11 +143,50 @@ def _export_pretrained(
     return write(model_files(config), target, to=to, dtype=dtype, engine=engine, check=check)
 
 
-def _report(done: Export, to: str, *, run: str | None, as_json: bool) -> None:
+def _report(
+    done: Export,
+    to: str,
+    *,
+    run: str | None,
+    described: Passport | None = None,
+    signature: Path | None,
+    as_json: bool,
+) -> None:
+    names = [] if described is None else [CARD_NAME, *DOCUMENT_NAMES]
     if as_json:
-        print_json({**asdict(done), "path": str(done.path), "run": run})
-    else:
-        _print_export(done, to)
+        written = {"passport": names, "signature": None if signature is None else str(signature)}
+        print_json({**asdict(done), "path": str(done.path), "run": run, **written})
+        return
+    _print_export(done, to)
+    if described is not None:
+        typer.echo(f"Passport: {', '.join(names)}")
+    _print_signature(done.path, signature)
+
+
+def _report_passport(
+    passport: Passport, target: Path, signature: Path | None, *, run: str, existed: bool, as_json: bool
+) -> None:
+    names = [CARD_NAME, *DOCUMENT_NAMES]
+    if as_json:
+        print_json(
+            {
+                "path": str(target), "run": run, "step": passport.step, "existed": existed, "passport": names,
+                "signature": None if signature is None else str(signature),
+            }
+        )  # fmt: skip
+        return
+    state = "already exists" if existed else "written"
+    typer.echo(f"{target}: passport of step {passport.step:,}, {', '.join(names)}, {state}")
+    _print_signature(target, signature)
+
+
+def _print_signature(directory: Path, signature: Path | None) -> None:
+    if signature is not None:
+        place = shlex.quote(str(directory))
+        typer.echo(
+            f"Signed. Verify it with: model_signing verify key {place} --signature {shlex.quote(str(signature))} "
+            "--public_key PUBLIC"
+        )
 
 
 def _print_export(done: Export, to: str) -> None:
