@@ -49,12 +49,12 @@ def explained(
 
 @pytest.fixture
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a target ``~`` is twenty times what it should be, and its loss is what it should be."""
+    """The gradient of a target ``~`` is a hundred times what it should be, and its loss is what it should be."""
     original = NumpyEngine._loss
 
     def loss(logits: Any, labels: Any) -> Any:
         found, gradient, correct = original(logits, labels)
-        return found, gradient * np.where(labels == ord("~"), np.float32(20), np.float32(1))[:, None], correct
+        return found, gradient * np.where(labels == ord("~"), np.float32(100), np.float32(1))[:, None], correct
 
     monkeypatch.setattr(NumpyEngine, "_loss", staticmethod(loss))
 
