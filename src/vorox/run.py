@@ -7,12 +7,13 @@ and passed on explicitly. The command line calls ``train`` and prints; nothing h
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vorox import backends
 from vorox.core.batch import Progress
@@ -21,9 +22,9 @@ from vorox.core.engine import Tap, attach_taps
 from vorox.core.files.disk_errors import translate_machine_errors
 from vorox.core.platform.telemetry import disable_telemetry
 from vorox.core.pluralize import pluralize
-from vorox.core.ranks.distributed_context import DistributedContext
+from vorox.core.ranks.distributed_context import DistributedContext, membership
 from vorox.core.ranks.rank_comparison import compare_ranks
-from vorox.core.run_layout import ResumeFrom, run_of_checkpoint
+from vorox.core.run_layout import ResumeFrom, RunLayout, run_of_checkpoint
 from vorox.core.schema import RunConfig
 from vorox.core.user_code import trusted_code
 from vorox.data.cache.build import BuildOptions
@@ -39,17 +40,22 @@ from vorox.planning.memory_advice import check_memory_of_hosts
 from vorox.planning.time_limit import check_minutes
 from vorox.records.log import RunLog
 from vorox.records.run_context import RunContext
+from vorox.records.run_lookup import find_run, split_step
 from vorox.runtime.throughput import Reading
 from vorox.training import time_budget
+from vorox.training.checkpoints.materialized_cache import StateNotOnDiskError
+from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.loop import loop
 from vorox.training.loop.display import Display, NoDisplay
 from vorox.training.loop.scheduled_tasks import open_tasks
 from vorox.training.loop.session import open_log, open_session
 from vorox.training.loop.startup import attach, compare_plans, initialize_or_resume
+from vorox.training.materialize import StateNotices, cost_line, states_after
 from vorox.training.mirror import Mirror, open_mirror
 from vorox.training.origin.model_origin import explaining_moved_model
 from vorox.training.origin.origin_checks import check_origin
 from vorox.training.origin.transformers_ids import warn_of_other_ids
+from vorox.training.re_execution import ReExecution
 from vorox.training.resume.resume_settings import check_unedited_before, report_same_name
 from vorox.training.steps.loss_spikes import Rollback, RollbackRequested
 from vorox.training.steps.schedule import Horizon
@@ -58,6 +64,8 @@ from vorox.training.steps.workload import Workload
 from vorox.training.user_functions import record_taps, report_changed_functions
 from vorox.training.weights.adapter_base import load_base
 from vorox.training.weights.teacher import find_stored_logits, find_teacher, load_teacher
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +154,26 @@ def train(
             taps,
             tasks,
         )
-        ended = process.run_attempt(resume_from)
+        notices = _LoggedNotices(display.message)
+        ended = with_states(lambda: process.run_attempt(resume_from), notices)
         while isinstance(ended, _Returned):
             gc.collect()  # frees the engine of the attempt before the next one is created
-            ended = process.run_attempt(ended.run_directory, ended.rollback)
+            ended = with_states(functools.partial(process.run_attempt, ended.run_directory, ended.rollback), notices)
         return ended
+
+
+class _LoggedNotices(StateNotices):
+    """Prints what a run computes before it starts.
+
+    Args:
+        message: Prints a line.
+    """
+
+    def __init__(self, message: Callable[[str], None]) -> None:
+        self._message = message
+
+    def computes(self, execution: ReExecution, steps: Collection[int]) -> None:
+        self._message(cost_line(execution, steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +301,37 @@ def make_workload(
     compare_ranks(dist, "devices", device_facts, "all ranks need the same kind of device")
     check_memory_of_hosts(config, spec, engine.environment(), dist)
     return Workload(config, corpus, spec, engine, log, dist)
+
+
+def workload_of_run(run_directory: Path, config: RunConfig) -> Workload:
+    """Open what computes the steps of a run again: its tokenizer, caches that are there, and the engine."""
+    kept, dist = RunLayout(run_directory).tokenizer, backends.connect(config)
+    return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
+
+
+def states_of_run(run_directory: Path, steps: Collection[int], notices: StateNotices) -> dict[int, Checkpoint]:
+    """Return the states after steps of a run, computed again where they are not on disk (``states_after``)."""
+    return states_after(run_directory, steps, functools.partial(workload_of_run, run_directory), notices)
+
+
+def with_states(action: Callable[[], T], notices: StateNotices) -> T:
+    """Return what ``action`` returns; if it needs states that are not on disk, compute them and call it again."""
+    while True:
+        try:
+            return action()
+        except StateNotOnDiskError as missing:
+            if membership() is not None:  # the other ranks have failed too; the hint has the command
+                raise
+            states_of_run(missing.run_directory, [missing.step], notices)
+
+
+def prepare_states(config: RunConfig, resume_from: ResumeFrom, notices: StateNotices) -> None:
+    """Compute the states that ``RUN@STEP`` in a configuration names, for ranks, which cannot do it themselves."""
+    needs_weights = is_fresh(config, resume_from) or config.loss.name == "dpo"
+    for name in (config.train.from_weights if needs_weights else None, config.train.distillation.teacher):
+        run, step = split_step(config.run.directory, name or "")
+        if step is not None:
+            states_of_run(find_run(config.run.directory, run), [step], notices)
 
 
 def _check_groups(config: RunConfig) -> None:

@@ -410,7 +410,7 @@ def test_generated_text_cannot_touch_the_terminal(vorox: Run) -> None:
     ("words", "what"),
     [
         ((), "No prompt is given"),
-        (("-p", "x", "--step", "3"), "has no checkpoint of step 3"),
+        (("-p", "x", "--step", "99"), "has no step 99"),
         (("-p", "x", "--tokens", "100"), "more than the"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import pytest
 from eventually import wait_until
 from tiny_runs import configuration, write_text
 from vorox.cli import main
+from vorox.cli.commands import declares_option
 from vorox.cli.failure import _four_lines
 from vorox.cli.launch import rank_launcher
 from vorox.cli.training import run as training_run
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.ranks.distributed_context import Membership, Node, membership, node_membership
+from vorox.core.run_layout import RunLayout
+from vorox.core.user_code.trusted_code import take_flag
 
 HERE = Node("127.0.0.1", 4321, 0, 1)
 
@@ -167,3 +171,30 @@ def test_what_a_rank_records_and_prints_starts_as_many(monkeypatch: pytest.Monke
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
     assert _four_lines(stop, ["train", "tiny.yaml"])[1].strip() == "where   vorox train tiny.yaml"
+
+
+@pytest.mark.parametrize("command", [["replay", "latest"], ["checkpoints", "materialize", "latest", "--step", "3"]])
+@pytest.mark.parametrize("flag", [[], ["--trust-code"]])
+def test_ranks_trust_what_their_command_trusts(
+    command: list[str],
+    flag: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each rank gets a command line that takes the flag itself, before any option of the command."""
+    monkeypatch.chdir(tmp_path)
+    RunLayout(tmp_path / "runs" / "a").directory.mkdir(parents=True)
+    RunLayout(tmp_path / "runs" / "a").record.write_text('{"format": "vorox-run/2", "attempts": []}')
+    monkeypatch.setattr(
+        rank_launcher, "child_command",
+        lambda program, *words: [sys.executable, "-c", "import sys; print(sys.argv[1:])", *words],
+    )  # fmt: skip
+    assert main([*command, "--nproc", "2", *flag]) == 0
+    (printed,) = capfd.readouterr().out.splitlines()
+    words = ast.literal_eval(printed)
+    assert words[: len(flag)] == flag
+    assert words[len(flag) :][: len(command)] == command
+    assert words.count("--trust-code") == len(flag)
+    assert take_flag(words, lambda found: declares_option(found, "--trust-code")) == words[len(flag) :]
+    take_flag((), lambda _: False)

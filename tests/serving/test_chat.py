@@ -18,6 +18,7 @@ from vorox.data.tokenizers.loading import load
 from vorox.data.tokenizers.tokenizer import Tokenizer
 from vorox.training.inference.sampling import generate
 from vorox.training.inference.text_generation import answer_stop_strings, encode_conversation
+from vorox.training.materialize import StateNotices
 
 pytest.importorskip("jinja2")
 
@@ -66,7 +67,7 @@ def printed(text: str) -> str:
 
 
 def test_lines_of_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    model = find_model(str(run), step=None, root="runs", device=None, on_corrupt=lambda path, error: None)
+    model = find_model(str(run), step=None, root="runs", device=None, notices=StateNotices())
     words = ("--tokens", "9", "--seed", "5")
     first, second = answers(model, ["hi", "and then"], seed=5)
     out, err = chat(run, "hi\n\nand then\n", monkeypatch, capsys, *words)
@@ -97,7 +98,7 @@ def test_without_a_chat_template_it_continues_the_text(
         return tokenizer
 
     monkeypatch.setattr("vorox.api.model.load_tokenizer", load_without)
-    model = find_model(str(run), step=None, root="runs", device=None, on_corrupt=lambda path, error: None)
+    model = find_model(str(run), step=None, root="runs", device=None, notices=StateNotices())
     first = model.generate("a", num_tokens=4)
     second = model.generate(f"a{first}\nb", num_tokens=4)
     capsys.readouterr()

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from vorox.api.arguments import check_argument
-from vorox.api.model import derived_config, find_checkpoint_named, find_derived, open_engine
+from vorox.api.checkpoints import FoundCheckpoint, find_checkpoint
+from vorox.api.model import open_engine
 from vorox.core.batch import Batch
 from vorox.core.engine import Engine, EvalValues, NamedArray
 from vorox.core.errors import ConfigError
@@ -28,7 +29,6 @@ from vorox.core.files import atomic
 from vorox.core.files.atomic import pretty_json
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import StagedDirectory
-from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import QuantizationScheme, RunConfig
 from vorox.data.corpus.corpus import prepare, prepare_recorded
 from vorox.data.tokenizers.store import load_run_tokenizer
@@ -38,10 +38,10 @@ from vorox.models.spec import ModelSpec
 from vorox.models.stored.engine_state import read_weights
 from vorox.models.stored.spec import spec_from_json
 from vorox.models.stored.weights import stored_entries, to_stored
-from vorox.records.run_context import recorded_config
 from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.export.checkpoint import export
-from vorox.training.export.derived import PRUNED, recorded_run, remove_empty, write_derived
+from vorox.training.export.derived import PRUNED, remove_empty, write_derived
+from vorox.training.materialize import StateNotices
 from vorox.training.steps.dataloading import validation_set
 from vorox.training.steps.evaluate import evaluate
 
@@ -113,19 +113,19 @@ def compress(
     step: int | None,
     root: str,
     device: str | None,
-    on_corrupt: Callable[[Path, Exception], None],
+    notices: StateNotices,
 ) -> Compression:
     """Prune, then quantise the weights of a checkpoint.
 
     Args:
-        name: A run, a checkpoint, or averaged or pruned weights.
+        name: A run, ``RUN@STEP``, a checkpoint, or averaged or pruned weights.
         target: Directory to create. It may be empty.
         pruning: How to prune.
         quantization: How to quantise.
-        step: Step of the checkpoint. ``None``: the newest valid one.
+        step: The step, kept or not. ``None``: the newest valid checkpoint.
         root: Parent directory of runs.
         device: Replaces ``runtime.device``.
-        on_corrupt: Called with each corrupt checkpoint that is skipped.
+        notices: Gets corrupt checkpoints that are skipped, and what is computed again.
 
     Raises:
         ConfigError: There is nothing to do or to compress, the target is not empty, this machine cannot quantise so, or
@@ -135,7 +135,8 @@ def compress(
     if pruning is None and quantization is None:
         raise ConfigError("Nothing to do", where="compress", hint="set --prune or --quantize, or both")
     remove_empty(target)
-    config, source = _find(name, step, root, device, on_corrupt)
+    found = find_checkpoint(name, step, root, notices)
+    config, source = _measured_config(found.config(), device), found.checkpoint
     spec = spec_from_json(source.metadata["spec"])
     if isinstance(spec, AdapterSpec):
         raise ConfigError(
@@ -146,7 +147,7 @@ def compress(
         check_pruning(spec, pruning)
     if quantization is not None:
         _quantizer().check_quantization(quantization, _device(config, quantization))
-    with closing(_ValidationSet(config, source)) as validation:
+    with closing(_ValidationSet(config, found)) as validation:
         task = _Task(target, config, source, spec, pruning, validation)
         return task.prune() if quantization is None else task.quantize(quantization)
 
@@ -154,12 +155,12 @@ def compress(
 class _ValidationSet:
     """The validation set of a run, for any model."""
 
-    def __init__(self, config: RunConfig, source: Checkpoint) -> None:
-        run = run_of_checkpoint(source.path) or recorded_run(source)
-        if run is not None:
-            self._corpus = prepare_recorded(run, config)
+    def __init__(self, config: RunConfig, found: FoundCheckpoint) -> None:
+        if found.data_run is not None:
+            self._corpus = prepare_recorded(found.data_run, config)
         else:
-            self._corpus = prepare(config, build=False, tokenizer=load_run_tokenizer(source.path, config.tokenizer))
+            tokenizer = load_run_tokenizer(found.checkpoint.path, config.tokenizer)
+            self._corpus = prepare(config, build=False, tokenizer=tokenizer)
         batches = validation_set(config, self._corpus)
         if batches is None:
             self.close()
@@ -276,18 +277,9 @@ def _device(config: RunConfig, scheme: QuantizationScheme) -> str:
     return "cuda" if chosen == "cuda" or is_faster else "cpu"
 
 
-def _find(
-    name: str, step: int | None, root: str, device: str | None, on_corrupt: Callable[[Path, Exception], None]
-) -> tuple[RunConfig, Checkpoint]:
-    """Return a checkpoint, or derived weights, with the configuration of its run."""
-    derived = find_derived(name, step)
-    if derived is not None:
-        config, found = derived_config(derived), derived
-    else:
-        directory, found = find_checkpoint_named(name, step, root, on_corrupt)
-        config = recorded_config(directory)
+def _measured_config(config: RunConfig, device: str | None) -> RunConfig:
     runtime = config.runtime.model_copy(update={"compile": False, **({} if device is None else {"device": device})})
-    return config.model_copy(update={"runtime": runtime}), found
+    return config.model_copy(update={"runtime": runtime})
 
 
 @contextlib.contextmanager

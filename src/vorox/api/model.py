@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,14 +12,12 @@ import numpy.typing as npt
 
 from vorox import backends
 from vorox.api.arguments import check_argument
+from vorox.api.checkpoints import WarningNotices, find_checkpoint, holds_derived
 from vorox.api.configuration import Configuration, as_config
-from vorox.core.config import config_from_record
 from vorox.core.engine import Engine, Tap, TapPoint, attach_taps, exchange_average
 from vorox.core.errors import ConfigError
-from vorox.core.files.atomic import MANIFEST_NAME
-from vorox.core.files.staged_directory import read_manifest
 from vorox.core.ranks.distributed_context import DistributedContext
-from vorox.core.run_layout import RunLayout, run_of_checkpoint
+from vorox.core.run_layout import run_of_checkpoint
 from vorox.core.schema import LossConfig, RunConfig
 from vorox.core.schema.train import Weights
 from vorox.data.cache.building.report import PrepareProgress
@@ -35,12 +32,11 @@ from vorox.models.stored.spec import spec_from_json
 from vorox.planned_run import choose_micro_batch, resolve_model
 from vorox.planning.auto_micro_batch import with_micro_batch
 from vorox.records.log import RunLog
-from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import find_run, is_run, run_argument
-from vorox.run import make_workload
-from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
-from vorox.training.export.derived import is_derived
+from vorox.records.run_lookup import split_step
+from vorox.run import make_workload, with_states
+from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.inference.language_model import LanguageModel
+from vorox.training.materialize import StateNotices
 from vorox.training.origin import configuration
 from vorox.training.origin.model_origin import (
     explaining_moved_model,
@@ -74,9 +70,13 @@ def create_model(
         check_argument("vorox.create_model", "device", device, (str,))
         config = as_config(config, {"runtime.device": device})
     config = with_micro_batch(config, choose_micro_batch(config, "never", DistributedContext()))
-    with closing(make_workload(config, DistributedContext(), RunLog(None), on_progress)) as workload:
-        init_from_weights(config, workload.spec, workload.engine)
-        return Model(config, workload.engine, workload.corpus.tokenizer, workload.spec, 0)
+
+    def create() -> Model:
+        with closing(make_workload(config, DistributedContext(), RunLog(None), on_progress)) as workload:
+            init_from_weights(config, workload.spec, workload.engine)
+            return Model(config, workload.engine, workload.corpus.tokenizer, workload.spec, 0)
+
+    return with_states(create, WarningNotices())
 
 
 def load_model(
@@ -91,25 +91,27 @@ def load_model(
 
     Args:
         source: A run returned by ``open_run``; the path of a run directory, of a checkpoint in one or of averaged or
-            pruned weights; a run id or a unique part of it; ``latest``; a directory of transformers, such as an export;
-            or ``hf://OWNER/NAME@REVISION``.
-        step: Step of the checkpoint. ``None``: the newest valid one.
+            pruned weights; a run id or a unique part of it; ``latest``; any of these runs with a step, as in
+            ``latest@340``; a directory of transformers, such as an export; or ``hf://OWNER/NAME@REVISION``.
+        step: The step, kept or not, the same as after ``@``; 0 is the initial weights. A state that no checkpoint was
+            kept of is computed again, and cached. ``None``: the newest valid checkpoint.
         root: Directory of the runs, where an id or ``latest`` is looked up.
         device: Replaces the run's ``runtime.device``, for example ``cpu``.
         weights: ``ema`` for the moving average of the parameters (``train.ema_decay``).
 
     Raises:
-        ConfigError: The run or checkpoint does not exist, or the run's backend is not installed.
+        ConfigError: The run or step does not exist, or the run's backend is not installed.
         CheckpointError: The checkpoint is corrupt.
+        VoroxError: A step that is computed again differs from the record.
     """
     name = getattr(source, "directory", source)  # of a run
     check_argument("vorox.load_model", "source", name, (str, Path))
-    check_argument("vorox.load_model", "step", step, (int, type(None)), least=1)
+    check_argument("vorox.load_model", "step", step, (int, type(None)), least=0)
     check_argument("vorox.load_model", "root", root, (str, Path))
     check_argument("vorox.load_model", "device", device, (str, type(None)))
     if weights not in get_args(Weights):
         raise ConfigError(f"weights={weights!r} must be 'model' or 'ema'", where="vorox.load_model")
-    return find_model(str(name), step=step, root=root, device=device, weights=weights, on_corrupt=_warn_of_corrupt)
+    return find_model(str(name), step=step, root=root, device=device, weights=weights, notices=WarningNotices())
 
 
 def find_model(
@@ -118,35 +120,35 @@ def find_model(
     step: int | None,
     root: str | Path,
     device: str | None,
-    on_corrupt: Callable[[Path, Exception], None],
+    notices: StateNotices,
     weights: Weights = "model",
 ) -> Model:
-    """Load a model like ``load_model``, and call ``on_corrupt`` with each corrupt checkpoint that is skipped."""
-    derived = find_derived(name, step)
-    if derived is not None:
-        config = derived_config(derived)
-        if device is not None:
-            config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"device": device})})
-        engine, spec = open_engine(config, derived), spec_from_json(derived.metadata["spec"])
-        read = read_weights if weights == "model" else read_average  # derived weights have none
-        engine.import_weights(read(derived.path, spec))
-        tokenizer = load_tokenizer(derived.path, end_of_text=config.tokenizer.end_of_text)
-        return Model(config, engine, tokenizer, spec, derived.step, name=str(derived.path))
-    if is_pretrained(name):
-        return _load_pretrained(name, step=step, root=root, device=device, weights=weights)
-    if Path(name).is_file():
-        raise ConfigError(
-            f"{name} is a file, not a run or the directory of a model", where=name, hint=hint_for_name(Path(name))
-        )
-    directory, checkpoint = find_checkpoint_named(name, step, root, on_corrupt)
-    config = recorded_config(directory, [] if device is None else [f"runtime.device={device}"])
+    """Load a model like ``load_model``; ``notices`` gets corrupt checkpoints that are skipped, and computed steps."""
+    model, named_step = split_step(root, name, step)
+    overrides = [] if device is None else [f"runtime.device={device}"]
+    if not holds_derived(model):
+        if is_pretrained(model):
+            return _load_pretrained(model, step=named_step, root=root, device=device, weights=weights)
+        if Path(model).is_file():
+            raise ConfigError(
+                f"{model} is a file, not a run or the directory of a model", where=model,
+                hint=hint_for_name(Path(model)),
+            )  # fmt: skip
+    found = find_checkpoint(name, step, root, notices)
+    checkpoint = found.checkpoint
+    config, spec = found.config(overrides), spec_from_json(checkpoint.metadata["spec"])
     engine = open_engine(config, checkpoint)
-    engine.load(checkpoint.path)
-    if weights == "ema":
-        exchange_average(engine, config)
+    if found.run is not None:
+        engine.load(checkpoint.path)
+        if weights == "ema":
+            exchange_average(engine, config)
+    else:
+        read = read_weights if weights == "model" else read_average  # derived weights have none
+        engine.import_weights(read(checkpoint.path, spec))
     tokenizer = load_tokenizer(checkpoint.path, end_of_text=config.tokenizer.end_of_text)
-    spec = spec_from_json(checkpoint.metadata["spec"])
-    return Model(config, engine, tokenizer, spec, checkpoint.step, checkpoint.path)
+    title = str(checkpoint.path) if found.run is None else found.run.name
+    path = checkpoint.path if found.is_kept else None
+    return Model(config, engine, tokenizer, spec, checkpoint.step, path, title, found.run)
 
 
 def is_pretrained(name: str) -> bool:
@@ -190,7 +192,8 @@ class Model(LanguageModel):
     Attributes:
         config: The run's configuration.
         step: Number of optimizer steps that the model was trained for.
-        path: The checkpoint; ``None`` for a new model, a pretrained one, and averaged or pruned weights.
+        path: The checkpoint; ``None`` for a new model, a pretrained one, averaged or pruned weights, and a state that
+            its run does not keep.
         name: The run, or the location of a model that belongs to none; empty for a new model.
         spec: The architecture, with the name and shape of every parameter.
         tokenizer: The tokenizer of the model.
@@ -199,11 +202,12 @@ class Model(LanguageModel):
 
     def __init__(
         self, config: RunConfig, engine: Engine, tokenizer: Tokenizer, spec: ModelSpec, step: int,
-        path: Path | None = None, name: str = "",
+        path: Path | None = None, name: str = "", run: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(engine, tokenizer, config, spec, step)
         self.path = path
-        self.name = name if path is None else path.parent.parent.name
+        self.name = name
+        self._run = run
 
     @property
     def title(self) -> str:
@@ -213,7 +217,7 @@ class Model(LanguageModel):
     @property
     def state(self) -> str:
         """How far it is trained, for messages."""
-        return f"step {self.step:,}" if self.step or self.path else "pretrained weights"
+        return f"step {self.step:,}" if self.step or self._run else "pretrained weights"
 
     def __repr__(self) -> str:
         name = str(self.path or self.name or "new")
@@ -222,13 +226,13 @@ class Model(LanguageModel):
     @property
     def run_directory(self) -> Path:
         """Directory of the run that trained the model."""
-        if self.path is None:
+        if self._run is None:
             raise ConfigError(
                 "This model belongs to no run",
                 where="model.run_directory",
                 hint="load one of a run: vorox.load_model(RUN)",
             )
-        return self.path.parent.parent
+        return self._run
 
     @property
     def module(self) -> Any:
@@ -288,74 +292,6 @@ class Model(LanguageModel):
         self.engine.import_weights(({**self.weights(), **weights}).items())
 
 
-def find_derived(name: str, step: int | None = None) -> Checkpoint | None:
-    """Return the averaged, pruned or materialised weights in a directory, verified; ``None`` if it holds none.
-
-    Raises:
-        ConfigError: A step is named.
-    """
-    path = Path(name)
-    if not (path / MANIFEST_NAME).is_file() or not is_derived(read_manifest(path)["metadata"]):
-        return None
-    if step is not None:
-        raise ConfigError("The weights in this directory are of one step", where=name, hint="leave the step out")
-    return verify(path)
-
-
-def derived_config(derived: Checkpoint) -> RunConfig:
-    """Return the configuration of the run that the weights are of."""
-    return config_from_record(derived.metadata["settings"])  # ``verify`` has marked the functions as recorded
-
-
-def find_checkpoint_named(
-    name: str, step: int | None, root: str | Path, on_corrupt: Callable[[Path, Exception], None]
-) -> tuple[Path, Checkpoint]:
-    """Return a run, by name or by the path of one of its checkpoints, and the checkpoint (see ``find_checkpoint``)."""
-    path = _checkpoint_named(name)
-    if path is not None and step is None:
-        return path.parent.parent, verify(path)
-    directory = find_run(root, name) if path is None else path.parent.parent
-    return directory, find_checkpoint(directory, step, on_corrupt=on_corrupt)
-
-
-def _checkpoint_named(name: str) -> Path | None:
-    """Return the path of a checkpoint directory in a run; ``None`` if ``name`` is not one."""
-    path = Path(name)
-    directory = run_of_checkpoint(path)
-    return path if directory is not None and path.is_dir() and is_run(directory) else None
-
-
-def find_checkpoint(
-    run_directory: Path, step: int | None, *, on_corrupt: Callable[[Path, Exception], None]
-) -> Checkpoint:
-    """Return the checkpoint of a step, or the newest valid one.
-
-    Args:
-        run_directory: The run.
-        step: Step of the checkpoint. ``None``: the newest valid one.
-        on_corrupt: Called with each corrupt checkpoint that is skipped.
-
-    Raises:
-        ConfigError: The run has no such checkpoint.
-        CheckpointError: The checkpoint is corrupt.
-    """
-    if step is not None:
-        path = RunLayout(run_directory).checkpoint(step)
-        if not path.is_dir():
-            raise ConfigError(
-                f"Run has no checkpoint of step {step:,}", where=str(run_directory),
-                hint=f"list its checkpoints with `vorox checkpoints list {run_argument(run_directory)}`",
-            )  # fmt: skip
-        return verify(path)
-    found = latest_valid(run_directory, on_corrupt=on_corrupt)
-    if found is None:
-        raise ConfigError(
-            f"Run {run_directory.name} has no checkpoint yet", where=str(run_directory),
-            hint=f"while it trains, request one with `vorox checkpoints save {run_argument(run_directory)}`",
-        )  # fmt: skip
-    return found
-
-
 def open_engine(config: RunConfig, checkpoint: Checkpoint) -> Engine:
     """Create an engine for the model of a checkpoint; the caller loads the weights."""
     spec = spec_from_json(checkpoint.metadata["spec"])
@@ -379,7 +315,3 @@ def create_engine(config: RunConfig, spec: ModelSpec) -> Engine:
     engine = backends.load(config.backend).create(config, spec, DistributedContext())
     load_base(config, spec, engine)
     return engine
-
-
-def _warn_of_corrupt(path: Path, error: Exception) -> None:
-    warnings.warn(f"Skipping corrupt checkpoint {path.name}: {error}", stacklevel=3)

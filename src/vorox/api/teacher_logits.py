@@ -16,14 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from vorox.api.checkpoints import WarningNotices
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
 from vorox.data.cache.building.report import PrepareProgress
 from vorox.data.corpus.corpus import prepare
+from vorox.models.decoder.spec import DecoderSpec
 from vorox.planned_run import choose_micro_batch, resolve_model
 from vorox.planning.auto_micro_batch import with_micro_batch
+from vorox.run import with_states
 from vorox.training.steps.dataloading import planned_batches
 from vorox.training.steps.teacher_logits import LogitsHeader, LogitsWriter, Precision
 from vorox.training.weights.init_from import open_weights
@@ -88,8 +91,7 @@ def write_teacher_logits(
         tokenizer = corpus.tokenizer
         spec = find_teacher(config, resolve_model(config, tokenizer.vocab_size), tokenizer)
         assert spec is not None
-        with open_weights(as_initial(config), spec) as weights:
-            teacher, compute = _teachers().open_teacher(config, spec, weights)
+        teacher, compute = with_states(lambda: _open_teacher(config, spec), WarningNotices())
         header = LogitsHeader(
             teacher.fingerprint, spec.vocab_size, tokenizer.fingerprint, config.data.sequence_length_tokens, top_k,
             precision, config.data.document_mask, _devices().environment(compute),
@@ -104,6 +106,11 @@ def write_teacher_logits(
             after = writer.num_rows
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     return WrittenLogits(directory, num_steps, after - before, after, size)
+
+
+def _open_teacher(config: RunConfig, spec: DecoderSpec) -> Any:
+    with open_weights(as_initial(config), spec) as weights:
+        return _teachers().open_teacher(config, spec, weights)
 
 
 def _add_rows(writer: LogitsWriter, teacher: Any, batch: Batch, top_k: int) -> None:

@@ -1,6 +1,7 @@
 """Lookup of runs on disk: by id, name, prefix or path, or the latest. Reads only; needs no lock.
 
-An exact id or name wins over everything that it is only a part of. What removes finds exact ones only.
+An exact id or name wins over everything that it is only a part of. What removes finds exact ones only. Commands that
+take a checkpoint take ``RUN@STEP`` for the state after a step (``split_step``), kept or not.
 """
 
 from __future__ import annotations
@@ -195,9 +196,49 @@ def find_run(root: Path | str, name: str, *, exact: bool = False) -> Path:
     return found
 
 
+def split_step(root: Path | str, name: str, step: int | None = None) -> tuple[str, int | None]:
+    """Split ``RUN@STEP`` into the run and the step; the step of any other name is ``step``.
+
+    A path or a run of exactly this name wins, and the ``@`` of a URI is not one of a step.
+
+    Args:
+        root: Parent directory of runs.
+        name: What a command got.
+        step: What ``--step`` of that command got.
+
+    Raises:
+        ConfigError: Both name a step.
+    """
+    match = None if "://" in name or Path(name).exists() else _AT_STEP.fullmatch(name)
+    if match is None or _is_name(Path(root), name, match["run"]):
+        return name, step
+    if step is not None:
+        raise ConfigError(
+            f"{name} and --step {step} both name a step", where=name, saved="nothing was written",
+            hint="leave one of them out",
+        )  # fmt: skip
+    return match["run"], int(match["step"])
+
+
+def _is_name(root: Path, name: str, run: str) -> bool:
+    """Whether ``RUN@STEP`` is the name of a run itself: of its directory, or one that ids write with a dash for it."""
+    runs = run_directories(root)
+    whole = _exact_matches(runs, name)
+    if not whole or any(path.name == name for path in whole):
+        return bool(whole)
+    return not (_exact_matches(runs, run) or run == "latest" or is_run(Path(run)))
+
+
 def _find_run(root: Path, name: str, *, exact: bool) -> Path:
     if name and is_run(Path(name)):
         return Path(name)
+    run, step = split_step(root, name)
+    if step is not None:
+        directory = _find_run(root, run, exact=exact)
+        raise ConfigError(
+            f"{name} is the state after a step; this needs a run", where=name, saved="nothing was changed",
+            hint=f"name its run: {run_argument(directory)}",
+        )  # fmt: skip
     run = run_of_checkpoint(Path(name))
     if run is not None and is_run(run):
         raise ConfigError(f"{name} is a checkpoint, not a run", where=name, hint=f"name its run: {run_argument(run)}")
@@ -251,10 +292,13 @@ def _find_run(root: Path, name: str, *, exact: bool) -> Path:
         hint = f"no pattern is expanded; write the ids: {' '.join(ids) or 'vorox runs list prints them'}"
     if Path(name).suffix in {".yaml", ".yml"} and Path(name).is_file():
         hint = f"{name} is a configuration, not a run; {hint}"
+    if "@" in name:
+        hint = f"after @ comes the number of a step, as in latest@340; {hint}"
     raise ConfigError(f"Run {name} not found", where=str(root.absolute()), hint=hint)
 
 
 _MAX_LISTED = 20
+_AT_STEP = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,15})", re.DOTALL)
 _PATTERN = frozenset("*?[")
 _ID = re.compile(r"(?P<name>.+)-(?P<hash>[0-9a-f]{8})(?:-\d+)?")
 """A run id: a readable name, digits of the configuration's digest, and a number if the id existed."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +33,10 @@ from vorox.data.corpus.corpus import plan_start
 from vorox.data.order.loader import first_cursor
 from vorox.data.order.plan import DataPlan
 from vorox.data.order.plan_events import MaskedDocument, MaskEvent, encode_event
-from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, read_states
 from vorox.records.run_lookup import run_argument
 from vorox.records.step_environments import StepEnvironments
+from vorox.training.checkpoints.re_execution_times import expected_times
 from vorox.training.checkpoints.store import (
     Checkpoint,
     RunState,
@@ -266,26 +265,26 @@ class ReExecutionCost:
 
     Attributes:
         num_steps: Steps to compute.
-        seconds: Time of these steps, as the run took it on its machine; without opening data and model. ``None``: the
-            run did not log it.
+        start_seconds: Time to open data and model, to load the state and to write another; ``None``: not recorded.
+        seconds: Time of all, as the last re-execution or the run took it; ``None``: not recorded.
         checkpoint_bytes: Size of the newest checkpoint; ``None``: none is kept.
     """
 
     num_steps: int
+    start_seconds: float | None
     seconds: float | None
     checkpoint_bytes: int | None
 
 
 def cost_of(execution: ReExecution) -> ReExecutionCost:
-    """Return what the steps of a re-execution take."""
-    num_steps = execution.last_step - execution.start_step
-    logged = read_metrics(execution.run_directory).values()
-    seconds = [float(values["step_seconds"]) for values in logged if values.get("step_seconds")]
+    """Return what a re-execution takes."""
+    num_steps, times = execution.last_step - execution.start_step, expected_times(execution.run_directory)
     kept = step_directories(execution.run_directory)
     newest = kept.get(max(kept, default=0))
     return ReExecutionCost(
         num_steps,
-        num_steps * statistics.median(seconds) if seconds else None,
+        times.start_seconds,
+        times.seconds(num_steps),
         None if newest is None else sum(path.stat().st_size for path in newest.iterdir()),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
@@ -13,6 +13,8 @@ from vorox.cli.settings.arguments import ParsedArguments, parse_arguments
 from vorox.cli.settings.config import load, source_and_overrides
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
+from vorox.cli.terminal.state_notices import PrintedNotices
+from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError, NumericalError
 from vorox.core.pluralize import pluralize
@@ -22,6 +24,8 @@ from vorox.data.corpus.corpus import Corpus, prepare
 from vorox.data.order.size_estimate import estimate
 from vorox.experiments.verdicts import record_verdict
 from vorox.planned_run import resolve_model
+from vorox.records.run_lookup import split_step
+from vorox.run import with_states
 from vorox.training.origin.configuration import load_config
 from vorox.training.reports.engine_parity import StepParity, Tolerances, compare
 from vorox.training.steps.dataloading import preview_batches
@@ -35,6 +39,7 @@ def parity(arguments: list[str], steps: int, as_json: bool) -> None:
     parsed = parse_arguments(arguments, options=("--steps", "--json"), max_positional=1)
     if not parsed.positional and not parsed.data:
         raise ConfigError("No configuration is named", where="parity", hint="for example `vorox parity quickstart`")
+    parsed = _from_weights_of_step(parsed)
     source, overrides = source_and_overrides(parsed)
     dropout_fraction = load(source, overrides).model.dropout_fraction
     overrides.append("model.dropout_fraction=0")
@@ -47,7 +52,8 @@ def parity(arguments: list[str], steps: int, as_json: bool) -> None:
         typer.echo(text, err=as_json)
     corpus = _corpus(config)
     first, second = (_engine(one, corpus) for one in configs)
-    init_from_weights(config, resolve_model(config, corpus.tokenizer.vocab_size), first)
+    spec = resolve_model(config, corpus.tokenizer.vocab_size)
+    with_states(lambda: init_from_weights(config, spec, first), PrintedNotices())
     size = estimate(corpus.train)
     length = horizon(config, num_train_rows=size.rows, full_dataset_tokens=size.tokens)
     schedule = Schedule.from_config(config.schedule, config.optimizer, length)
@@ -60,6 +66,16 @@ def parity(arguments: list[str], steps: int, as_json: bool) -> None:
             on_step=None if as_json else lambda step: _print_step(step, steps, tolerances),
         )  # fmt: skip
     _report(found, tolerances, run=source.parent if isinstance(source, Path) else None, parsed=parsed, as_json=as_json)
+
+
+def _from_weights_of_step(parsed: ParsedArguments) -> ParsedArguments:
+    """Replace ``RUN@STEP`` by the run, and by the weights of the step to start from."""
+    for name in parsed.positional:
+        run, step = split_step("runs", name)
+        if step is not None:
+            weights = f"train.from_weights={write_scalar(name)}"
+            return replace(parsed, positional=(run,), overrides=(*parsed.overrides, weights))
+    return parsed
 
 
 TITLES = ("STEP", f"LOSS {FIRST}", f"LOSS {SECOND}", "LOGITS", "LOSS", "GRAD-NORM", "PARAMETERS", "UPDATE")

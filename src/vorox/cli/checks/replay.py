@@ -8,22 +8,18 @@ from pathlib import Path
 
 import typer
 
-from vorox import backends
 from vorox.cli.data.provenance import chosen_steps
 from vorox.cli.launch.rank_launcher import is_main_rank, launch_ranks
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout
-from vorox.core.schema import RunConfig
 from vorox.experiments.verdicts import record_verdict
-from vorox.records.log import RunLog
 from vorox.records.run_lookup import find_run
-from vorox.run import make_workload
+from vorox.run import with_states, workload_of_run
 from vorox.training import replay as replaying
 from vorox.training.replay import ReplayReport, difference_error
-from vorox.training.steps.workload import Workload
 
 
 def replay(
@@ -46,13 +42,15 @@ def replay(
     directory = find_run(root, run)
     display = BuildDisplay()
     try:
-        report = replaying.replay(
+        replay_steps = functools.partial(
+            replaying.replay,
             directory,
             functools.partial(workload_of_run, directory),
             first_step=first_step,
             last_step=last_step,
             on_step=lambda done, total: display.step("replaying", done, total),
         )
+        report = with_states(replay_steps, PrintedNotices())
     finally:
         display.close()
     _record(directory, report)
@@ -84,9 +82,3 @@ def _record(run_directory: Path, report: ReplayReport) -> None:
     """Record the verdict in the run, unless it cannot be written, as a copy on read-only storage."""
     if is_main_rank():
         record_verdict(run_directory, "replay", passed=report.is_exact, text=f"{report}; {_range(report)}")
-
-
-def workload_of_run(run_directory: Path, config: RunConfig) -> Workload:
-    """Open what computes the steps of a run again: its tokenizer, caches that are there, and the engine."""
-    kept, dist = RunLayout(run_directory).tokenizer, backends.connect(config)
-    return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)

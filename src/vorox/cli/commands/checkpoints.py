@@ -73,7 +73,7 @@ def restore(
 def materialize(
     run: RunName,
     steps: Annotated[
-        list[int] | None, typer.Option("--step", min=1, help="A step, kept or not; may be given several times.")
+        list[int] | None, typer.Option("--step", min=0, help="A step, kept or not; may be given several times.")
     ] = None,
     every: Annotated[int | None, typer.Option("--every", min=1, metavar="K", help="All multiples of K steps.")] = None,
     to: Annotated[

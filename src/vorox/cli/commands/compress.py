@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli.commands.lazy import implemented_in
-from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, DeviceOption, Root, RunName, TrustCode
+from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, CheckpointName, DeviceOption, Root, StepOption, TrustCode
 
 app = typer.Typer(add_completion=False)
 
@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 @implemented_in("vorox.cli.models.compress")
 def compress(
-    run: RunName,
+    run: CheckpointName,
     to: Annotated[Path, typer.Option("--to", help="New directory.")],
     quantize: Annotated[
         Literal["int8-weight-only", "int8-dynamic", "int4"] | None,
@@ -34,9 +34,7 @@ def compress(
             help="Zero the fraction F of each matrix, or two of every four inputs.",
         ),
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to compress. Default: the newest valid one.")
-    ] = None,
+    step: StepOption = None,
     device: DeviceOption = None,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,

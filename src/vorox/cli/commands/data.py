@@ -279,7 +279,7 @@ def losses(
     ] = None,
     checkpoint: Annotated[
         int | None,
-        typer.Option("--checkpoint", metavar="STEP", help="Checkpoint to use. Default: the newest valid one."),
+        typer.Option("--checkpoint", metavar="STEP", help="Step of the weights, kept or not. Default: the newest."),
     ] = None,
     against: Annotated[
         int | None,

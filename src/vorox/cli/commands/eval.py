@@ -14,6 +14,7 @@ from vorox.cli.commands.options import (
     DeviceOption,
     ModelName,
     Root,
+    StepOption,
     TrustCode,
     WeightsOption,
 )
@@ -35,9 +36,7 @@ def evaluate(
     ] = None,
     weights: WeightsOption = "model",
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences per batch.")] = 16,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to evaluate. Default: the newest valid one.")
-    ] = None,
+    step: StepOption = None,
     device: DeviceOption = None,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from vorox.cli.commands.lazy import implemented_in
-from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, ModelName, Root, TrustCode, WeightsOption
+from vorox.cli.commands.options import DEFAULT_ROOT, AsJson, ModelName, Root, StepOption, TrustCode, WeightsOption
 
 app = typer.Typer(add_completion=False)
 
@@ -34,9 +34,7 @@ def export(
     check: Annotated[
         bool, typer.Option("--check", help="Load the export with transformers; compare logits and greedy tokens.")
     ] = False,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Checkpoint to export. Default: the newest valid one.")
-    ] = None,
+    step: StepOption = None,
     passport: Annotated[
         bool,
         typer.Option(

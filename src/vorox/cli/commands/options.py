@@ -13,19 +13,27 @@ DEFAULT_ROOT = "runs"
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="Run id, name or prefix, a path, or 'latest' (with a checkpoint).")
 ]
+CheckpointName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        help="Run id, name or prefix, or 'latest', with a step as in latest@340; or the path of a checkpoint.",
+    ),
+]
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|MODEL",
-        help="Run id, name or prefix, or 'latest'; the path of a run, a checkpoint or a directory of transformers; or "
-        "hf://OWNER/NAME.",
+        metavar="RUN[@STEP]|MODEL",
+        help="Run id, name or prefix, or 'latest', with a step as in latest@340; the path of a run, a checkpoint or a "
+        "directory of transformers; or hf://OWNER/NAME.",
     ),
 ]
 Root = Annotated[str, typer.Option("--root", help="Parent directory of runs (run.directory).")]
 WeightsOption = Annotated[
     Literal["model", "ema"], typer.Option(help="ema: the moving average of the weights (train.ema_decay).")
 ]
-StepOption = Annotated[int | None, typer.Option("--step", help="Checkpoint to use. Default: the newest valid one.")]
+STEP_HELP = "The same as RUN@STEP: any step, kept or not. Default: the newest valid checkpoint."
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help=STEP_HELP)]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, instead of the run's runtime.device.")]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: greedy.")]
 TopKOption = Annotated[int | None, typer.Option(min=0, help="Sample from the k most likely tokens; 0: all.")]

@@ -17,7 +17,7 @@ app = typer.Typer(add_completion=False)
 def parity(
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file or a run; then settings."),
+        typer.Argument(metavar="CONFIG [a.b=v ...]", help="A preset, a YAML file, a run or RUN@STEP; then settings."),
     ],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps to compare.")] = 50,
     as_json: AsJson = False,
@@ -26,6 +26,7 @@ def parity(
 
     Compares logits, loss, gradient norm and parameters. Exit code 7 if a
     quantity exceeds its tolerance. Use precision.dtype=fp32; lower precisions
-    are expected to differ. Dropout is off: each engine draws its own. The
-    verdict on the configuration of a run is added to its verdicts.jsonl.
+    are expected to differ. RUN@STEP starts from the weights of that step.
+    Dropout is off: each engine draws its own. The verdict on the configuration
+    of a run is added to its verdicts.jsonl.
     """

@@ -33,7 +33,7 @@ Resume = Annotated[
 FromWeights = Annotated[
     str | None,
     typer.Option(
-        metavar="RUN|CHECKPOINT|DIRECTORY|hf://...|s3://...",
+        metavar="RUN[@STEP]|CHECKPOINT|DIRECTORY|hf://...|s3://...",
         help="Initialise from these weights, with their architecture and tokenizer (train.from_weights).",
     ),
 ]

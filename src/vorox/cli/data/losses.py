@@ -11,8 +11,8 @@ import typer
 from vorox.api.model import find_model
 from vorox.api.runs import open_run
 from vorox.cli.data.provenance import chosen_steps
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.output import print_json, print_table
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.pluralize import pluralize
 from vorox.core.schema.train import Weights
 from vorox.training.steps.document_losses import DocumentLoss
@@ -41,7 +41,7 @@ def losses(
 
         def losses_at(number: int | None, chosen: tuple[int, int] | None) -> tuple[int, tuple[int, int], Losses]:
             model = find_model(
-                str(opened.directory), step=number, root=root, device=device, weights=weights, on_corrupt=report_skipped
+                str(opened.directory), step=number, root=root, device=device, weights=weights, notices=PrintedNotices()
             )
             first, last = chosen or (max(1, model.step - _DEFAULT_STEPS + 1), model.step)
             return model.step, (first, last), opened.document_losses(model, first, last - first + 1)

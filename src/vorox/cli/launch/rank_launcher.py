@@ -46,6 +46,7 @@ from vorox.core.ranks.distributed_context import (
     node_membership,
 )
 from vorox.core.ranks.rank_secret import SECRET, new_secret
+from vorox.core.user_code.trusted_code import given_flag
 
 GRACE_SECONDS = 30.0
 _ENDS_WELL = frozenset({0, Preempted.exit_code})
@@ -100,7 +101,7 @@ def launch_ranks(
 
 
 def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Ending:
-    command = child_command("vorox", *arguments)
+    command = child_command("vorox", *given_flag(), *arguments)
     node = node_membership(os.environ) or Node(_HERE, _free_port(), 0, 1)
     environments = environments_of(count, node, os.environ)
     with contextlib.ExitStack() as stack:

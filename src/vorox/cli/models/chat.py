@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import typer
 
 from vorox.api.model import find_model
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.humanize import printable
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError, VoroxError
 from vorox.core.schema.train import Weights
 from vorox.training.inference.conversation import Conversation
@@ -39,7 +39,7 @@ def chat(
     device: str | None,
     root: str,
 ) -> None:
-    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    model = find_model(run, step=step, root=root, device=device, weights=weights, notices=PrintedNotices())
     settings = model.sampling_settings(num_tokens, temperature, top_k, seed, top_p)
     conversation = Conversation(model.engine, model.tokenizer, settings, system=system, num_tokens=num_tokens)
     if system is not None and not conversation.has_template:

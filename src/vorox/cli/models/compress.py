@@ -8,9 +8,9 @@ import typer
 
 from vorox.api import compression
 from vorox.api.compression import Measurement
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.schema.train import QuantizationScheme
 from vorox.models.pruning import Pruning
 
@@ -27,7 +27,7 @@ def compress(
 ) -> None:
     done = compression.compress(
         run, to, pruning=None if prune is None else Pruning.parse(prune), quantization=quantize, step=step, root=root,
-        device=device, on_corrupt=report_skipped,
+        device=device, notices=PrintedNotices(),
     )  # fmt: skip
     if as_json:
         print_json(done.to_json())

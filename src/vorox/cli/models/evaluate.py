@@ -7,8 +7,8 @@ from pathlib import Path
 import typer
 
 from vorox.api.model import find_model
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal.output import print_json, print_table
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.schema.train import Weights
 from vorox.experiments.task_results import checkpoint_sha256, write_task_results
@@ -33,7 +33,7 @@ def evaluate(
     if not names:
         raise ConfigError("No task is named", where="--tasks", hint="for example --tasks hellaswag,lambada_openai")
     loaded = load_tasks(names, task_path)  # a mistake is reported before the model is loaded
-    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    model = find_model(run, step=step, root=root, device=device, weights=weights, notices=PrintedNotices())
     sha256 = None if model.path is None else checkpoint_sha256(model.path)
     if not as_json:
         typer.echo(model.title + ("" if sha256 is None else f", checkpoint manifest sha256:{sha256}"))
@@ -60,7 +60,7 @@ def evaluate(
     _print_results(results)
     for name in unfinished:
         typer.echo(f"No result for {name}: the time budget of {minutes:g} minutes ended")
-    typer.echo("Not recorded: the model belongs to no run" if path is None else f"Written to {path}")
+    typer.echo("Not recorded: it is no checkpoint that a run keeps" if path is None else f"Written to {path}")
     if not has_metrics:
         typer.echo("A live process writes this run, so metrics.jsonl was not changed")
 

@@ -8,31 +8,21 @@ from pathlib import Path
 
 import typer
 
-from vorox.api.model import (
-    create_engine,
-    derived_config,
-    find_checkpoint,
-    find_derived,
-    is_pretrained,
-    open_engine,
-    pretrained_config,
-)
+from vorox.api.checkpoints import FoundCheckpoint, find_checkpoint, holds_derived
+from vorox.api.model import create_engine, is_pretrained, open_engine, pretrained_config
 from vorox.cli.markdown.model_card import model_card
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json
-from vorox.core.config import config_values, load_config
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema.runtime import NumberFormat
 from vorox.core.schema.train import Weights
 from vorox.planned_run import resolve_model
-from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import find_run, is_run
-from vorox.training.checkpoints.store import Checkpoint
+from vorox.records.run_lookup import split_step
 from vorox.training.export.checkpoint import Companions, Export, Target, export_passport
 from vorox.training.export.checkpoint import export as write
-from vorox.training.export.derived import AVERAGED, PRUNED, recorded_run
+from vorox.training.export.derived import AVERAGED, PRUNED
 from vorox.training.export.gguf import GGUF_NAME, stores_tokenizer
 from vorox.training.origin.model_origin import model_files
 from vorox.training.passport.description import Files, Passport, describe
@@ -61,37 +51,46 @@ def export(
         require_libraries()
     if key is not None:
         check_signing_key(key)
-    derived = None if is_pretrained(run) else find_derived(run, step)
-    if output is None and (is_pretrained(run) or derived is not None):
-        raise ConfigError("The model belongs to no run", where=run, hint="add --output DIRECTORY")
-    if output is not None and is_pretrained(run):
-        if step is not None or weights != "model" or passport:
-            what = "A pretrained model has no steps, no average and no passport"
-            raise ConfigError(what, where=run, hint="leave them out")
-        done = _export_pretrained(run, root, output, to or "hf", dtype, check=check)
+    model, named_step = split_step(root, run, step)
+    if is_pretrained(model):
+        _check_pretrained(run, output, named_step, weights, passport=passport)
+        assert output is not None
+        done = _export_pretrained(model, root, output, to or "hf", dtype, check=check)
         _report(done, to or "hf", run=None, signature=_signed(done.path, key), as_json=as_json)
         return
-    directory = find_run(root, run) if derived is None else derived.path
-    checkpoint = derived or find_checkpoint(directory, step, on_corrupt=report_skipped)
-    described = _describe(directory, checkpoint, facts, weights) if passport else None
+    if output is None and holds_derived(model):
+        raise _needs_output(run)
+    found = find_checkpoint(run, step, root, PrintedNotices())
+    checkpoint, name = found.checkpoint, (found.run or found.checkpoint.path).name
+    described = _describe(found, facts, weights) if passport else None
+    exports = RunLayout(found.run or Path()).exports
     if described is not None and to is None:
-        target = output or RunLayout(directory).exports / f"passport-step-{checkpoint.step:08d}"
+        target = output or exports / f"passport-step-{checkpoint.step:08d}"
         existed = export_passport(checkpoint, target, _companions(described, None))
-        _report_passport(described, target, _signed(target, key), run=directory.name, existed=existed, as_json=as_json)
+        _report_passport(described, target, _signed(target, key), run=name, existed=existed, as_json=as_json)
         return
     to = to or "hf"
     kind = "-".join([to, dtype, *([weights] if weights != "model" else []), *(["passport"] if passport else [])])
-    target = output or RunLayout(directory).exports / f"{kind}-step-{checkpoint.step:08d}"
+    target = output or exports / f"{kind}-step-{checkpoint.step:08d}"
     merges = to == "hf" and "adapter" in checkpoint.metadata.get("spec", {})
-    engine = None
-    if check or merges:
-        recorded = derived_config(derived) if derived else recorded_config(directory)
-        engine = open_engine(load_config(config_values(recorded), _CHECKED_IN_FP32), checkpoint)
+    engine = open_engine(found.config(_CHECKED_IN_FP32), checkpoint) if check or merges else None
     companions = None if described is None else _companions(described, to)
     done = write(
         checkpoint.path, target, to=to, dtype=dtype, weights=weights, engine=engine, check=check, companions=companions
     )
-    _report(done, to, run=directory.name, described=described, signature=_signed(target, key), as_json=as_json)
+    _report(done, to, run=name, described=described, signature=_signed(target, key), as_json=as_json)
+
+
+def _check_pretrained(name: str, output: Path | None, step: int | None, weights: Weights, *, passport: bool) -> None:
+    if output is None:
+        raise _needs_output(name)
+    if step is not None or weights != "model" or passport:
+        what = "A pretrained model has no steps, no average and no passport"
+        raise ConfigError(what, where=name, hint="leave them out")
+
+
+def _needs_output(name: str) -> ConfigError:
+    return ConfigError("The model belongs to no run", where=name, hint="add --output DIRECTORY")
 
 
 def _refuse_unused(
@@ -106,15 +105,14 @@ def _refuse_unused(
         )  # fmt: skip
 
 
-def _describe(directory: Path, checkpoint: Checkpoint, facts: Path | None, weights: Weights) -> Passport:
+def _describe(found: FoundCheckpoint, facts: Path | None, weights: Weights) -> Passport:
     """Describe a checkpoint of a run, or one that a re-execution wrote; only these have a step and its records."""
-    run = directory if is_run(directory) else recorded_run(checkpoint)
-    if run is None or {AVERAGED, PRUNED} & checkpoint.metadata.keys():
+    if found.data_run is None or {AVERAGED, PRUNED} & found.checkpoint.metadata.keys():
         raise ConfigError(
-            "A passport is of a checkpoint of a run, and this is none", where=str(checkpoint.path),
+            "A passport is of a checkpoint of a run, and this is none", where=str(found.checkpoint.path),
             hint="name the run, with --step N", saved="nothing was written",
         )  # fmt: skip
-    return describe(run, checkpoint, facts, weights)
+    return describe(found.data_run, found.checkpoint, facts, weights)
 
 
 def _companions(passport: Passport, to: Target | None) -> Companions:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from vorox.api.model import find_model
 from vorox.cli.terminal.humanize import printable
 from vorox.cli.terminal.output import print_json
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.schema.train import Weights
 from vorox.training.inference.image_prompts import encode_image_prompt
@@ -33,7 +32,7 @@ def generate(
     root: str,
     as_json: bool,
 ) -> None:
-    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    model = find_model(run, step=step, root=root, device=device, weights=weights, notices=PrintedNotices())
     given = [*(texts or ()), *(prompts or ())] or list(model.config.eval.prompts)
     chosen = [text for text in given for _ in range(num_samples)]
     if not chosen:
@@ -56,8 +55,3 @@ def generate(
             typer.echo("-" * 40)
         gap = " " if model.config.tokenizer.kind == "none" else ""  # separate token ids
         typer.echo(printable(prompt + gap + text))
-
-
-def report_skipped(path: Path, error: Exception) -> None:
-    """Report a corrupt checkpoint that is skipped in favour of an older one."""
-    typer.echo(f"Skipping {path.name}: {error}", err=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from vorox.api.model import find_model
-from vorox.cli.models.generate import report_skipped
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.platform.installation import install_command
 from vorox.core.schema.train import Weights
@@ -34,7 +34,7 @@ def serve(
             f"The server needs the package {error.name}", where="vorox serve", hint=install_command("serve")
         ) from error
     check_token(host, token, no_token)
-    model = find_model(run, step=step, root=root, device=device, weights=weights, on_corrupt=report_skipped)
+    model = find_model(run, step=step, root=root, device=device, weights=weights, notices=PrintedNotices())
     model_id = name or Path(model.name).name
     listener, access = listen(host, port, token, no_token, command="vorox serve", has_pages=False)
     chat = "with its chat template" if model.tokenizer.chat_template else "none: the model has no chat template"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from vorox import backends
@@ -23,6 +24,9 @@ from vorox.planning.hardware import Hardware, named_hardware, this_machine
 from vorox.planning.memory_advice import check_host_memory
 from vorox.planning.memory_estimate import memory_per_device
 from vorox.planning.resource_plan import DEFAULT_MFU_FRACTION, ResourcePlan, plan_resources
+from vorox.planning.retention import RetentionCost, assumed_start_seconds, planned_steps, retention_cost
+from vorox.records.run_lookup import attempt_notes
+from vorox.training.checkpoints.re_execution_times import ReExecutionTimes, expected_times
 
 _MANY_DEVICES = 1000
 _SIZES = (
@@ -38,7 +42,8 @@ def plan(arguments: list[str], hardware: str | None, mfu: float, compiled: bool,
         raise ConfigError(
             "--compile compiles for the devices of this machine", where="--hardware", hint="leave out one of the two"
         )
-    config = load(*source_and_overrides(parsed))
+    source, overrides = source_and_overrides(parsed)
+    config = load(source, overrides)
     spec = planned_model(config)
     backends.check_divisible(config, spec)
     devices = (
@@ -56,10 +61,12 @@ def plan(arguments: list[str], hardware: str | None, mfu: float, compiled: bool,
             f"The configuration needs {parallel.num_devices:,} devices; {devices.name} has {devices.num_devices:,}",
             where="parallel", hint=f"lower {' or '.join(sizes)}, or name other hardware with --hardware",
         )  # fmt: skip
+    run = source.parent if isinstance(source, Path) and hardware is None else None
+    retention = _retention(found, run)
     if as_json:
-        print_json(_as_json(found, mfu))
+        print_json({**_as_json(found, mfu), "retention": None if retention is None else _retention_json(retention)})
     else:
-        print_wrapped(_lines(found, spec, mfu), indent_columns=15)
+        print_wrapped([*_lines(found, spec, mfu), *_retention_lines(retention)], indent_columns=15)
     if not found.fits:
         raise DoesNotFitError(
             f"A device needs about {humanize.size(found.memory_bytes)} and has "
@@ -164,6 +171,46 @@ def _failure_lines(found: ResourcePlan) -> Iterator[str]:
         f"failures       at {_MANY_DEVICES:,} devices, with the failure rate of Llama 3: {fraction:.1%} of the time "
         f"trains if a checkpoint is saved every {humanize.duration(interval)}"
     )
+
+
+def _retention(found: ResourcePlan, run: Path | None) -> RetentionCost | None:
+    """Return what the retention policy costs, at the speed that a run recorded here, else at the planned one."""
+    config = found.config
+    length = planned_steps(config) or next(
+        (steps for steps in ([] if run is None else attempt_notes(run, "total_steps")) if isinstance(steps, int)), None
+    )
+    if not length:
+        return None
+    times = ReExecutionTimes(None, None) if run is None else expected_times(run)
+    step_seconds, start_seconds = times.step_seconds, times.start_seconds
+    if step_seconds is None and found.training_seconds is not None:
+        step_seconds = found.training_seconds / length
+    if start_seconds is None:
+        start_seconds = assumed_start_seconds(found.checkpoint_bytes)
+    return retention_cost(config.checkpoint, length, start_seconds=start_seconds, step_seconds=step_seconds)
+
+
+def _retention_lines(cost: RetentionCost | None) -> Iterator[str]:
+    if cost is None:
+        return
+    kept = f"keeps {cost.num_kept:,} of {pluralize(cost.num_saved, 'saved state')}"
+    worst, median = (
+        f"{steps:,} steps" if (seconds := cost.seconds(steps)) is None else humanize.duration(seconds)
+        for steps in (cost.worst_steps, cost.median_steps)
+    )
+    yield (
+        f"retention      {kept}, {cost.disk_fraction:.0%} of their disk: any step again within {worst}, half of "
+        f"them within {median}"
+    )
+
+
+def _retention_json(cost: RetentionCost) -> dict[str, Any]:
+    return {
+        **asdict(cost),
+        "disk_fraction": cost.disk_fraction,
+        "worst_seconds": cost.seconds(cost.worst_steps),
+        "median_seconds": cost.seconds(cost.median_steps),
+    }
 
 
 def _as_json(found: ResourcePlan, mfu: float) -> dict[str, Any]:

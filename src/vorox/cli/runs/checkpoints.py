@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import confirm, echo, print_json, print_table
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import CheckpointError, ConfigError, DataError, StalledError, UnreadableCheckpointError
 from vorox.core.files.file_holder import lock_holder
 from vorox.core.pluralize import pluralize
@@ -25,6 +27,7 @@ from vorox.experiments.artifacts import (
 )
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_lookup import find_run, run_argument
+from vorox.run import states_of_run
 from vorox.training.checkpoints.signature import (
     load_private_key,
     load_public_key,
@@ -222,7 +225,7 @@ def average(run: str, to: Path, steps: list[str] | None, last: int | None, root:
     directory = find_run(root, run)
     if (last is None) == (not steps):
         raise ConfigError("Name the steps to average, or set --last, not both", where="checkpoints average")
-    paths = [entry.path for entry in find_checkpoints(directory, steps or [])]
+    paths = _paths(directory, steps or [])
     if last is not None:
         paths = list(step_directories(directory).values())[-last:]
         if len(paths) < last:
@@ -236,6 +239,15 @@ def average(run: str, to: Path, steps: list[str] | None, last: int | None, root:
         return
     averaged = ", ".join(f"{step:,}" for step in found.metadata[AVERAGED])
     typer.echo(f"{found.path}: the mean of the weights of steps {averaged}")
+
+
+def _paths(directory: Path, names: list[str]) -> list[Path]:
+    """Return the checkpoints of a run with these steps or directory names; steps that were not kept are computed."""
+    steps = [int(name) for name in names if re.fullmatch("[0-9]{1,15}", name)]
+    known = step_directories(directory)
+    computed = states_of_run(directory, [step for step in steps if step not in known], PrintedNotices())
+    kept = find_checkpoints(directory, [name for name in names if not (name.isdecimal() and int(name) in computed)])
+    return [*(entry.path for entry in kept), *(checkpoint.path for checkpoint in computed.values())]
 
 
 def save(run: str, wait_seconds: float, root: str, as_json: bool) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
 
-from vorox.cli.checks.replay import workload_of_run
 from vorox.cli.launch.rank_launcher import launch_ranks
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
+from vorox.core.processes.process_start import process_started_at
 from vorox.records.run_lookup import find_run
+from vorox.run import with_states, workload_of_run
 from vorox.training.materialize import Materialized, Proof, open_range, steps_every
 from vorox.training.materialize import materialize as write_checkpoints
 from vorox.training.re_execution import ReExecution, cost_of
@@ -50,13 +53,15 @@ def materialize(
         return
     display = BuildDisplay()
     try:
-        found = write_checkpoints(
+        write = functools.partial(
+            write_checkpoints,
             execution,
             functools.partial(workload_of_run, directory),
             chosen,
             to or Path("materialized", directory.name),
             on_step=lambda done, total: display.step("computing steps", done, total),
         )
+        found = with_states(write, PrintedNotices())
     finally:
         display.close()
     if as_json:
@@ -77,12 +82,17 @@ def _chosen(run_directory: Path, steps: Sequence[int], every: int | None) -> lis
 
 
 def _print_cost(execution: ReExecution, num_checkpoints: int, *, as_json: bool) -> None:
-    cost = cost_of(execution)
+    cost, imports_seconds = cost_of(execution), time.time() - process_started_at()  # this command's, as of the other
+    if cost.seconds is not None:
+        start_seconds = (cost.start_seconds or 0.0) + imports_seconds
+        cost = replace(cost, start_seconds=start_seconds, seconds=cost.seconds + imports_seconds)
     size_bytes = None if cost.checkpoint_bytes is None else num_checkpoints * cost.checkpoint_bytes
     if as_json:
         print_json({**asdict(cost), "num_checkpoints": num_checkpoints, "size_bytes": size_bytes})
         return
-    seconds = "" if cost.seconds is None else f", {humanize.duration(cost.seconds)} as the run took for them"
+    seconds = "" if cost.seconds is None else f", about {humanize.duration(cost.seconds)}"
+    if cost.start_seconds is not None:
+        seconds += f", of which {humanize.duration(cost.start_seconds)} to start"
     room = "" if size_bytes is None else f"; {humanize.size(size_bytes)} on disk"
     typer.echo(
         f"{pluralize(num_checkpoints, 'checkpoint')}: {pluralize(cost.num_steps, 'step')} to compute, from step "

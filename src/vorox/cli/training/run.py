@@ -14,6 +14,7 @@ from vorox.cli.settings.training_settings import training_settings
 from vorox.cli.terminal.build_display import BuildDisplay, RunScreen
 from vorox.cli.terminal.output import print_wrapped
 from vorox.cli.terminal.progress import open_display
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.cli.training.menu.start_menu import Command, open_menu
 from vorox.cli.training.run_choice import ChosenRun, choose_run, parse_command
 from vorox.cli.training.summary import summary_lines
@@ -25,6 +26,7 @@ from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.records.run_context import expected_directory, recorded_config
 from vorox.records.run_lookup import has_checkpoint, run_attempts, run_directories
+from vorox.run import prepare_states
 from vorox.run import train as train_run
 from vorox.training.time_budget import fit_warmup, with_num_steps
 
@@ -55,6 +57,10 @@ def choose_in_menu(
     if chosen is None:
         raise typer.Exit
     return list(chosen.arguments), chosen.resume, chosen.name
+
+
+def prepare_run(run: ChosenRun) -> None:
+    prepare_states(run.config, run.resume_from, PrintedNotices())
 
 
 def print_preview(run: ChosenRun, restored_to: Path | None) -> None:

@@ -32,6 +32,11 @@ def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str]) -> 
 
 
 @implemented_in("vorox.cli.training.run")
+def prepare_run(run: ChosenRun) -> None:
+    """Compute the states that a run starts from, before its ranks start."""
+
+
+@implemented_in("vorox.cli.training.run")
 def print_preview(run: ChosenRun, restored_to: Path | None) -> None:
     """Print the report of a dry run."""
 
@@ -81,6 +86,8 @@ def train(
         return ["train", *(arguments or []), "--resume", resume, *options]
 
     if starts_ranks:
+        if any("@" in name for name in (run.config.train.from_weights, run.config.train.distillation.teacher) if name):
+            prepare_run(run)
         restarts = _restarts(max_restarts, resume, command_of, run)
         raise typer.Exit(launch_ranks(nproc, command_of(resume), restarts))
     options[:0] = nproc_option().split()  # the launcher's, which this process is not given

@@ -9,9 +9,9 @@ from vorox.core.schema.setting import setting
 class DistillationConfig(Section):
     teacher: str | None = setting(
         default=None,
-        description="torch: train towards the predictions of these weights as well, which stay frozen: a run, a "
-        "checkpoint or a transformers directory; or hf://OWNER/NAME@REVISION. A native architecture with the same "
-        "vocabulary.",
+        description="torch: train towards the predictions of these weights as well, which stay frozen: a run or "
+        "any step of one (RUN@STEP), a checkpoint or a transformers directory; or hf://OWNER/NAME@REVISION. A native "
+        "architecture with the same vocabulary.",
         resume="refused",
         engines=("torch",),
     )

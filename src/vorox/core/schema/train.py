@@ -118,9 +118,9 @@ class TrainConfig(Section):
     )
     from_weights: str | None = setting(
         default=None,
-        description="Initialise from these weights: a run, a checkpoint of either backend or a transformers "
-        "directory, local or in a store (s3://, gs://, az://); or hf://OWNER/NAME@REVISION. The optimizer state starts "
-        "at zero.",
+        description="Initialise from these weights: a run or any step of one (RUN@STEP), a checkpoint of either "
+        "backend or a transformers directory, local or in a store (s3://, gs://, az://); or hf://OWNER/NAME@REVISION. "
+        "The optimizer state starts at zero.",
         resume="allowed",
         location="model",
         needs=Need("model.kind", ("decoder",), remedy="model.kind=decoder; or set model.name_or_path", is_feature=True),

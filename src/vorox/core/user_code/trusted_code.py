@@ -78,6 +78,11 @@ def take_flag(arguments: Sequence[str], takes_flag: Callable[[Sequence[str]], bo
     return words
 
 
+def given_flag() -> list[str]:
+    """Return ``--trust-code`` if the command line of this process has it, for those of its ranks."""
+    return [FLAG] if _Command.trusts_code else []
+
+
 def state(values: object, *, but_recorded: bool = False) -> None:
     """Trust the functions that the user's own configuration names.
 

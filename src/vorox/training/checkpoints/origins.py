@@ -21,6 +21,8 @@ from vorox.records.run_lookup import run_id_of
 
 CHECKPOINTS = "checkpoints"
 """Key of the metadata of derived weights: the checkpoints that they were computed from."""
+RUN = "run"
+"""Key of the metadata of derived weights and materialised states: the directory of their run."""
 WEIGHTS_NOTE = "weights_of"
 """Note of an attempt that started from weights: the checkpoints that they are of; empty if they are of no run."""
 
@@ -72,7 +74,8 @@ def origins_of(directory: Path, metadata: Mapping[str, Any]) -> list[CheckpointO
     if "sources" in metadata:  # an export
         return [CheckpointOrigin("", step, str(mapping(metadata["sources"]).get(MODEL_FILE) or ""))]
     if "fingerprint" in metadata:
-        run = run_of_checkpoint(directory)
+        named = metadata.get(RUN)
+        run = Path(named) if isinstance(named, str) else run_of_checkpoint(directory)
         return [CheckpointOrigin("" if run is None else run_id_of(run), step, str(metadata["fingerprint"]))]
     return []
 

@@ -44,7 +44,7 @@ from vorox.models.huggingface.spec import KIND, HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
 from vorox.models.stored.spec import spec_from_json
 from vorox.models.stored.weights import stored_entries
-from vorox.training.checkpoints.origins import CHECKPOINTS
+from vorox.training.checkpoints.origins import CHECKPOINTS, RUN
 from vorox.training.checkpoints.signature import file_digests
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
 from vorox.training.export.adapter import merged, write_peft
@@ -368,11 +368,17 @@ def _write_gguf(
     directory: StagedDirectory, checkpoint: Path, spec: DecoderSpec, dtype: NumberFormat, weights: Weights
 ) -> None:
     path, tokenizer = directory.path / GGUF_NAME, tokenizers.load(checkpoint)
-    name = checkpoint.name if is_model_directory(checkpoint) else checkpoint.parent.parent.name
+    name = checkpoint.name if is_model_directory(checkpoint) else _run_name(checkpoint)
     described: Any = {"stored": _STORED[dtype][0], "name": name}
     write_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
     check_gguf(path, spec, canonical_weights(checkpoint, spec, weights), tokenizer, **described)
     directory.adopt("")
+
+
+def _run_name(checkpoint: Path) -> str:
+    """Return the name of the run that a checkpoint is of, in it or not."""
+    run = Checkpoint.read(checkpoint).metadata.get(RUN)
+    return Path(run).name if isinstance(run, str) else checkpoint.parent.parent.name
 
 
 def _write_failure(target: Path, spec: ModelSpec, dtype: NumberFormat, error: OSError) -> CheckpointError:

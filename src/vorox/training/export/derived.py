@@ -21,7 +21,7 @@ from vorox.models.arrays.weights_file import WEIGHTS_INDEX_FILE, TensorEntry, wr
 from vorox.models.spec import ModelSpec
 from vorox.models.stored.engine_state import ENGINE_FILE, MODEL_FILE, OPTIMIZER_FILE, write_description
 from vorox.records.run_lookup import is_run
-from vorox.training.checkpoints.origins import CHECKPOINTS, origins_of
+from vorox.training.checkpoints.origins import CHECKPOINTS, RUN, origins_of
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, verify
 
 AVERAGED = "averaged_steps"
@@ -30,9 +30,7 @@ PRUNED = "pruned"
 """Key of the manifest's metadata: how the weights were pruned."""
 MATERIALIZED = "materialized"
 """Whether a re-execution wrote the whole state of the step (``training/materialize.py``)."""
-_RUN = "run"
-"""Key of the manifest's metadata: the directory of the run of the checkpoints."""
-ORIGIN_KEYS = frozenset({MATERIALIZED, _RUN})
+ORIGIN_KEYS = frozenset({MATERIALIZED, RUN})
 """Keys that a materialised checkpoint has besides those of the run's own."""
 _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
 
@@ -44,12 +42,12 @@ def is_derived(metadata: Mapping[str, Any]) -> bool:
 
 def materialized(run_directory: Path) -> dict[str, Any]:
     """Return the metadata by which a checkpoint outside its run is known to be one of it."""
-    return {MATERIALIZED: True, _RUN: str(run_directory.absolute())}
+    return {MATERIALIZED: True, RUN: str(run_directory.absolute())}
 
 
 def recorded_run(derived: Checkpoint) -> Path | None:
     """Return the run whose checkpoints the weights were computed from; ``None`` if it is not where it was."""
-    found = derived.metadata.get(_RUN)
+    found = derived.metadata.get(RUN)
     return Path(found) if isinstance(found, str) and found and is_run(Path(found)) else None
 
 
@@ -76,9 +74,9 @@ def write_derived(
         CheckpointError: The target cannot be written.
     """
     remove_empty(target)
-    kept = {key: source.metadata[key] for key in ("spec", "settings", "step", _RUN) if key in source.metadata}
+    kept = {key: source.metadata[key] for key in ("spec", "settings", "step", RUN) if key in source.metadata}
     run = run_of_checkpoint(source.path)
-    kept |= {} if run is None else {_RUN: str(run.absolute())}
+    kept |= {} if run is None else {RUN: str(run.absolute())}
     kept |= {CHECKPOINTS: [origin.to_json() for origin in origins_of(source.path, source.metadata)]}
     try:
         with StagedDirectory(target) as directory:

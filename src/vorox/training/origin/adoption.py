@@ -16,6 +16,8 @@ from vorox.core.schema.tokenizer import TokenizerConfig
 from vorox.models.decoder.spec import FREE_TO_CHANGE, DecoderSpec
 from vorox.models.huggingface.families import huggingface_family
 from vorox.models.huggingface.spec import KIND
+from vorox.records.run_lookup import is_run
+from vorox.training.checkpoints.materialized_cache import lasting_state
 from vorox.training.origin.image_processor_source import FREE_KEYS, read_image_processor
 from vorox.training.origin.model_origin import ModelOrigin, describe
 from vorox.training.origin.naming import FROM_WEIGHTS, NAME_OR_PATH
@@ -42,6 +44,9 @@ def adopt_origin(tree: ConfigTree, setting: str) -> Pretrained | None:
     if kind not in ("decoder", KIND):
         return None
     name, runs_directory = str(tree.get(setting)), str(tree.get("run.directory"))
+    if setting == NAME_OR_PATH and is_run(Path(name.rpartition("@")[0])):  # else a repository at a revision
+        name = str(lasting_state(name, runs_directory, setting) or name)
+        tree.adopt(setting, name, tree.origin(setting).text)
     is_trained = setting == FROM_WEIGHTS or tree.get("model.pretrained") is True
     revision = tree.get("model.revision") if setting == NAME_OR_PATH else None
     origin = describe(
@@ -121,8 +126,9 @@ def _use_transformers(tree: ConfigTree, origin: ModelOrigin, label: str) -> None
     tree.reset("model.pretrained")
     tree.reset(FROM_WEIGHTS)
     is_named = Path(origin.name).expanduser().absolute() == origin.directory
+    place = lasting_state(origin.name, str(tree.get("run.directory")), FROM_WEIGHTS) or origin.directory
     tree.adopt("model.kind", KIND, label)
-    tree.adopt(NAME_OR_PATH, origin.name if is_named or origin.commit else str(origin.directory), label)
+    tree.adopt(NAME_OR_PATH, origin.name if is_named or origin.commit else str(place), label)
     if not tree.is_set_by_user("backend"):
         tree.adopt("backend", "torch", label)
 

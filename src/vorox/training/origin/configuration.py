@@ -69,7 +69,21 @@ def load_resolved(source: ConfigSource | None, overrides: Sequence[str] = ()) ->
         found = resolve_config(source, overrides, adopt=_adopt_after_stating)
         if found.pretrained is None:
             trusted_code.state(config_values(found.config))
-    return replace(found, config=with_absolute_paths(found.config))
+    return replace(found, config=_with_absolute_steps(with_absolute_paths(found.config)))
+
+
+def _with_absolute_steps(config: RunConfig) -> RunConfig:
+    """Return a configuration whose ``RUN@STEP`` names its run by an absolute path, for resumes elsewhere and later."""
+    train = config.train
+    weights, teacher = train.from_weights, train.distillation.teacher
+    if not any("@" in name for name in (weights, teacher) if name is not None):
+        return config
+    from vorox.training.checkpoints.materialized_cache import absolute_name  # takes as long as everything else
+
+    runs = config.run.directory
+    distillation = train.distillation.model_copy(update={"teacher": teacher and absolute_name(teacher, runs)})
+    changed = {"from_weights": weights and absolute_name(weights, runs), "distillation": distillation}
+    return config.model_copy(update={"train": train.model_copy(update=changed)})
 
 
 def _adopt_after_stating(tree: ConfigTree) -> Pretrained | None:

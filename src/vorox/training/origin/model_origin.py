@@ -2,8 +2,9 @@
 
 In: the settings that name a model (``train.from_weights``, or ``model.name_or_path`` of ``model.kind: huggingface``).
 Out: a ``ModelOrigin``, read from manifests, ``config.json`` and headers of safetensors files; no weights are read. A
-name is a directory of transformers, an export, a checkpoint, averaged or pruned weights, a run, or a repository of the
-hub, pinned to a commit. Weights in a store are described after their download, when the run starts.
+name is a directory of transformers, an export, a checkpoint, averaged or pruned weights, a run, a step of one
+(``RUN@STEP``), or a repository of the hub, pinned to a commit. Weights in a store are described after their download,
+when the run starts.
 
 ``vorox.training.origin.configuration`` applies an origin to a configuration, and states the precedence.
 """
@@ -40,7 +41,7 @@ from vorox.models.huggingface.config import CONFIG_NAME, PREPROCESSOR_NAME, spec
 from vorox.models.huggingface.spec import EXPERT_COUNTS, KIND, HuggingFaceSpec
 from vorox.models.module_spec import UserSpec
 from vorox.models.stored.spec import spec_from_json
-from vorox.records.run_lookup import find_run, run_argument, short_path
+from vorox.records.run_lookup import find_run, run_argument, short_path, split_step
 from vorox.training.origin.image_processor_source import PROCESSOR_NAME
 from vorox.training.origin.naming import FROM_WEIGHTS, NAME_OR_PATH
 
@@ -256,7 +257,9 @@ def refuse_adapter(place: Path) -> None:
 
 
 def find_directory(name: str, runs_directory: str, *, key: str) -> Path:
-    """Return the local directory of a name: a path, or a run in ``runs_directory``.
+    """Return the local directory of a name: a path, or a run in ``runs_directory``; for ``RUN@STEP`` that of the run.
+
+    The steps of a run have one architecture and tokenizer; ``materialized_cache.named_state`` has the weights of one.
 
     Raises:
         ConfigError: It does not exist.
@@ -265,7 +268,7 @@ def find_directory(name: str, runs_directory: str, *, key: str) -> Path:
     if path.is_dir():
         return path.absolute()
     try:
-        return find_run(runs_directory, name).absolute()
+        return find_run(runs_directory, split_step(runs_directory, str(path))[0]).absolute()
     except ConfigError as error:
         raise ConfigError(
             f"No weights at {name!r}: {error.what}", where=key,

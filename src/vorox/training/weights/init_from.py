@@ -34,7 +34,8 @@ from vorox.models.huggingface.weights import from_huggingface
 from vorox.models.pruning import zero_fraction
 from vorox.models.spec import ModelSpec
 from vorox.models.stored.engine_state import read_weights
-from vorox.records.run_lookup import attempt_notes
+from vorox.records.run_lookup import attempt_notes, split_step
+from vorox.training.checkpoints.materialized_cache import named_state
 from vorox.training.checkpoints.origins import WEIGHTS_NOTE, origins
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
 from vorox.training.mirror import download
@@ -67,6 +68,7 @@ def init_from_weights(
 
     Raises:
         ConfigError: There are no weights at that location, or they belong to a different model.
+        StateNotOnDiskError: They are the state after a step that has to be computed first.
         CheckpointError: The weights are damaged, or have no optimizer state that this engine can load.
     """
     if config.model.kind == "huggingface":
@@ -151,7 +153,10 @@ def _init_from(place: Path, config: RunConfig, spec: ModelSpec, engine: Engine) 
             engine.import_weights(_read_checkpoint(found, spec, engine))
     name = str(config.train.from_weights)
     if scheme_of(name) is None:
-        name = str(place if found is None else found.path)
+        path = place if found is None else found.path
+        is_kept = run_of_checkpoint(path) is not None
+        if is_kept or split_step(config.run.directory, name)[1] is None:  # else a cached state, which may go again
+            name = str(path)
     elif found is not None:
         name = f"{name} (step {found.step:,})"
     of = _origins(place if found is None else found.path)
@@ -194,7 +199,8 @@ def _local_directory(config: RunConfig) -> Generator[Path]:
     """Yield the local directory of the weights; weights in a store are downloaded temporarily, next to the caches."""
     name = str(config.train.from_weights)
     if scheme_of(name) is None:
-        yield find_directory(name, config.run.directory, key=FROM_WEIGHTS)
+        state = named_state(name, config.run.directory)
+        yield state or find_directory(name, config.run.directory, key=FROM_WEIGHTS)
         return
     if scheme_of(name) == "hf":
         yield download_weights(name)
