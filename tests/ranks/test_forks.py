@@ -51,3 +51,15 @@ def test_a_fork_is_its_parent_but_for_its_change(tmp_path: Path, engine: str, co
     masked = chain(runs.find("masked"))
     assert [step for step in masked if masked[step] != chain(parent)[step]] == list(range(first, STEPS + 1))
     assert "bit-exact" in runs.vorox(["replay", "masked", "--from", "40", *nproc])
+
+
+@pytest.mark.torch
+def test_a_step_of_two_ranks_is_explained_by_two(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, TORCH_MODEL)
+    parent, _ = runs.train("parent", ranks(runs, 2))
+    before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
+    said = runs.run_fresh(["explain", f"{parent.name}@7", "--next", "1", "--nproc", "2"])
+    assert "What each document added" in said
+    assert "Where the gradient norm arises" in said
+    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    assert "num_processes" in runs.run_fresh(["explain", f"{parent.name}@9", "--next", "0"], code=7)

@@ -23,6 +23,7 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import number, read_chain
 from vorox.training.explain import Explanation, Quantity, documents_of_step, explain, most_trials
+from vorox.training.materialize import StateNotices, states_after
 from vorox.training.steps.workload import Workload
 
 BASE = ["data.validation.held_out_fraction=0", "eval.every_steps=null", "data.packing=best_fit"]
@@ -37,13 +38,12 @@ def make_workload(config: RunConfig) -> Workload:
     return vorox.run.make_workload(config, DistributedContext(), RunLog(None), None, build=False)
 
 
-def explained(
-    run: Path, step: int, scratch: Path, quantity: Quantity = "grad_norm", next_steps: int = 2
-) -> Explanation:
+def explained(run: Path, step: int, quantity: Quantity = "grad_norm", next_steps: int = 2) -> Explanation:
+    start = None if step == 1 else states_after(run, [step - 1], make_workload, StateNotices())[step - 1]
     with RunDataIndex.open(run) as run_data:
         return explain(
-            run_data, step, make_workload, quantity=quantity, num_next_steps=next_steps, scratch=scratch,
-            on_trial=lambda *_: None,
+            run_data, step, make_workload, quantity=quantity, num_next_steps=next_steps,
+            start=start, on_trial=lambda *_: None,
         )  # fmt: skip
 
 
@@ -75,11 +75,11 @@ def planted(directory: Path, seed: int) -> tuple[Path, int]:
     return tiny_runs.run(tiny_runs.configuration(directory, settings)).run_directory, ordinal
 
 
-def ranks(run: Path, ordinal: int, scratch: Path) -> tuple[int, int, bool]:
+def ranks(run: Path, ordinal: int) -> tuple[int, int, bool]:
     """Rank of the planted document by experiment, and by its share of the loss; and whether it is named."""
     with RunDataIndex.open(run) as run_data:
         step = max(one.step for one in when(run_data, "text.jsonl", ordinal=ordinal) if 8 < one.step <= 16)
-    found = explained(run, step, scratch, next_steps=0)
+    found = explained(run, step, next_steps=0)
     names = [one.name.rpartition(":")[2] for one in found.documents]
     shares = sorted(found.documents, key=lambda one: -(one.effect.loss if one.effect else 0.0))
     by_share = [one.name.rpartition(":")[2] for one in shares]
@@ -90,10 +90,7 @@ def ranks(run: Path, ordinal: int, scratch: Path) -> tuple[int, int, bool]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_poison")
 def test_a_planted_document_is_ranked_first_in_95_of_100_runs(tmp_path: Path) -> None:
-    found = [
-        ranks(*planted(tmp_path / str(seed), seed), tmp_path / f"{seed}-scratch")
-        for seed in random.sample(range(10**6), 100)
-    ]
+    found = [ranks(*planted(tmp_path / str(seed), seed)) for seed in random.sample(range(10**6), 100)]
     first = sum(rank == 0 for rank, _, _ in found)
     by_share = sum(rank == 0 for _, rank, _ in found)
     print(
@@ -107,7 +104,7 @@ def test_a_planted_document_is_ranked_first_in_95_of_100_runs(tmp_path: Path) ->
 def test_a_planted_document_is_found_and_nothing_is_written(tmp_path: Path) -> None:
     run, ordinal = planted(tmp_path, 7)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    rank, _, is_named = ranks(run, ordinal, tmp_path / "scratch")
+    rank, _, is_named = ranks(run, ordinal)
     assert (rank, is_named) == (0, True)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -116,11 +113,9 @@ def test_the_share_of_the_loss_is_that_of_the_targets(tmp_path: Path) -> None:
     """Oracle: the losses of single documents under the state before the step, each computed by itself."""
     settings = [*BASE, "checkpoint.keep_last=20", "data.sequence_length_tokens=64"]
     run = tiny_runs.run(tiny_runs.configuration(tmp_path, settings)).run_directory
-    found = explained(run, 5, tmp_path / "scratch", "loss")
+    found = explained(run, 5, "loss")
     with open_run(run) as opened:
-        alone = opened.document_losses(
-            find_model(str(run), step=4, root="", device=None, on_corrupt=lambda *_: None), 5, 1
-        )
+        alone = opened.document_losses(find_model(str(run), step=4, root="", device=None, notices=StateNotices()), 5, 1)
     targets = sum(one.num_target_tokens for one in alone)
     expected = {f"{one.uri}:{one.ordinal}": one.loss * one.num_target_tokens / targets for one in alone}
     assert {one.name: one.effect.loss for one in found.documents if one.effect} == pytest.approx(expected, abs=1e-6)
@@ -136,7 +131,7 @@ def test_documents_that_matter_only_together_are_none_alone(tmp_path: Path, monk
         tiny_runs.scale_steps(patch, {10: 3.0})
         run = tiny_runs.run(tiny_runs.configuration(tmp_path, many)).run_directory
         for step, is_unusual in ((1, False), (10, True)):
-            found = explained(run, step, tmp_path / f"scratch-{step}")
+            found = explained(run, step)
             assert (found.is_unusual, found.culprit) == (is_unusual, None)
             assert found.num_trials <= most_trials(len(found.documents))
 
@@ -149,7 +144,7 @@ def test_a_large_batch_is_halved_down_to_the_document(tmp_path: Path, monkeypatc
     with RunDataIndex.open(run) as run_data:
         step = max(one.step for one in when(run_data, "text.jsonl", ordinal=ordinal) if 8 < one.step <= 16)
         num_documents = len(documents_of_step(run_data, step))
-    found = explained(run, step, tmp_path / "scratch")
+    found = explained(run, step)
     assert found.documents[0].name.endswith(f":{ordinal}")
     assert found.num_trials <= most_trials(num_documents) < num_documents + 2
     assert sum(one.effect is not None for one in found.documents) <= 2
@@ -158,7 +153,7 @@ def test_a_large_batch_is_halved_down_to_the_document(tmp_path: Path, monkeypatc
 def test_damage_to_the_next_steps_is_measured_on_the_same_rows(tmp_path: Path) -> None:
     settings = [*BASE, "optimizer.lr=0.3", "checkpoint.every_steps=3"]
     run = tiny_runs.run(tiny_runs.configuration(tmp_path, settings)).run_directory
-    found = explained(run, 7, tmp_path / "scratch", "next_loss", next_steps=3)
+    found = explained(run, 7, "next_loss", next_steps=3)
     assert {one.effect is not None and one.effect.next_loss is not None for one in found.documents} == {True}
     assert found.usual == 0
 

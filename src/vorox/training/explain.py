@@ -16,19 +16,16 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Literal
 
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
-from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.queries import where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import ChainEntry, number
-from vorox.training.checkpoints.store import Checkpoint, verify
-from vorox.training.materialize import materialize, open_range
+from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.re_execution import MakeWorkload, ReExecution
 from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.steps.workload import Workload
@@ -153,7 +150,7 @@ def explain(
     *,
     quantity: Quantity,
     num_next_steps: int,
-    scratch: Path,
+    start: Checkpoint | None,
     on_trial: Callable[[int, int], None],
 ) -> Explanation:
     """Explain a step.
@@ -164,7 +161,7 @@ def explain(
         make_workload: As of ``ReExecution.steps``.
         quantity: What is to be explained.
         num_next_steps: Steps after it that are computed too, as far as they are recorded.
-        scratch: An empty directory for the state before the step.
+        start: The state before the step, kept or materialised; ``None`` for step 1, which the initial weights begin.
         on_trial: Called after every trial with the number of trials, and of all at most.
 
     Raises:
@@ -179,7 +176,6 @@ def explain(
             f"No step after {step:,} is recorded, so there is no damage to explain", where="--by",
             hint="use --by grad_norm or --by loss, and --next 1 or more",
         )  # fmt: skip
-    start = _state_before(directory, step, make_workload, scratch)
     execution = ReExecution(directory, step - 1, last, start=start)
     documents = documents_of_step(run_data, step)
     with _Trials(execution, make_workload, lambda done: on_trial(done, most_trials(len(documents)))) as trials:
@@ -233,17 +229,6 @@ def _halved(trials: _Trials, documents: Sequence[StepDocument], quantity: Quanti
         effects = [trials.effect([one.document for one in half]).of(quantity) for half in halves]
         documents = halves[effects.index(max(effects))]
     return documents
-
-
-def _state_before(directory: Path, step: int, make_workload: MakeWorkload, scratch: Path) -> Checkpoint | None:
-    """Return the state before a step: a kept checkpoint, or computed again; ``None`` for the initial weights."""
-    if step == 1:
-        return None
-    if (kept := step_directories(directory).get(step - 1)) is not None:
-        return verify(kept)
-    target = RunLayout(scratch).checkpoints
-    (one,) = materialize(open_range(directory, [step - 1]), make_workload, [step - 1], target, on_step=lambda *_: None)
-    return verify(one.path)
 
 
 class _Trials:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -16,7 +17,7 @@ app = typer.Typer(add_completion=False)
 @implemented_in("vorox.cli.runs.explain")
 def explain(
     run: RunName,
-    step: Annotated[int, typer.Option("--step", min=1, help="The step.")],
+    step: Annotated[int | None, typer.Option("--step", min=1, help="The step, as in RUN@STEP.")] = None,
     by: Annotated[
         Literal["grad_norm", "loss", "next_loss"],
         typer.Option(help="What to explain: its gradient norm, its loss, or the loss of the steps after it."),
@@ -27,6 +28,7 @@ def explain(
     limit: Annotated[int, typer.Option(min=1, help="Documents to show.")] = 10,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; must equal the run's.")] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print the cost, and compute nothing.")] = False,
+    state: Annotated[Path | None, typer.Option(hidden=True)] = None,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
     as_json: AsJson = False,

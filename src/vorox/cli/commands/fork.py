@@ -16,7 +16,10 @@ app = typer.Typer(add_completion=False)
 @implemented_in("vorox.cli.runs.fork")
 def fork(
     run: RunName,
-    step: Annotated[int, typer.Option("--step", min=0, help="The state to begin with; 0: the initial weights.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="The state to begin with, as in RUN@STEP; 0: the initial weights."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[a.b=v ...]", help="Settings of the fork, as at a resume.", show_default=False),

@@ -11,9 +11,9 @@ import typer
 from vorox.api.model import find_model
 from vorox.api.runs import open_run
 from vorox.cli.data.provenance import chosen_steps
-from vorox.cli.models.generate import report_skipped
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.output import print_json, print_table, print_wrapped
+from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.config import differences
 from vorox.core.errors import ConfigError
 from vorox.experiments.comparison import COMMON_METRICS, compare_metrics
@@ -99,8 +99,7 @@ def _paired_documents(
     start, end = chosen or (max(1, step - _DEFAULT_STEPS + 1), step)
     with open_run(str(first), root=root) as opened:
         models = (
-            find_model(str(one), step=step, root=root, device=None, on_corrupt=report_skipped)
-            for one in (first, second)
+            find_model(str(one), step=step, root=root, device=None, notices=PrintedNotices()) for one in (first, second)
         )
         losses = [opened.document_losses(model, start, end - start + 1) for model in models]
     return paired_documents(*losses), (start, end)

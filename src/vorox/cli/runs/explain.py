@@ -9,8 +9,8 @@ from pathlib import Path
 
 import typer
 
-from vorox.cli.checks.replay import workload_of_run
 from vorox.cli.launch.rank_launcher import is_main_rank, launch_ranks
+from vorox.cli.runs.materialize import state_after, step_of
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json, print_table, print_wrapped
@@ -19,6 +19,8 @@ from vorox.core.run_layout import step_directories
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import number
 from vorox.records.run_lookup import find_run
+from vorox.run import workload_of_run
+from vorox.training.checkpoints.store import verify
 from vorox.training.explain import Explanation, Quantity, documents_of_step, most_trials
 from vorox.training.explain import explain as explain_step
 from vorox.training.materialize import open_range
@@ -32,32 +34,38 @@ _MOST_LAYERS = 5
 
 def explain(
     run: str,
-    step: int,
+    step: int | None,
     by: Quantity,
     next_steps: int,
     limit: int,
     nproc: int,
     plan: bool,
+    state: Path | None,
     root: str,
     as_json: bool,
 ) -> None:
+    run, step = step_of(root, run, step)
     directory = find_run(root, run)
-    with RunDataIndex.open(directory) as run_data:
+    with RunDataIndex.open(directory) as run_data, tempfile.TemporaryDirectory(prefix="vorox-explain-") as scratch:
+        num_documents = len(documents_of_step(run_data, step))
         if plan:
-            _print_plan(directory, step, next_steps, len(documents_of_step(run_data, step)), as_json=as_json)
+            _print_plan(directory, step, next_steps, num_documents, as_json=as_json)
             return
+        start = None if state is None else verify(state)
+        if start is None and step > 1:
+            start = state_after(directory, step - 1, Path(scratch), root, nproc)
         if nproc > 1:
             words = ["explain", str(directory), "--step", str(step), "--by", by, "--next", str(next_steps)]
             words += ["--limit", str(limit), *(["--json"] if as_json else [])]
+            words += [] if start is None else ["--state", str(start.path)]
             raise typer.Exit(launch_ranks(nproc, words, advice=""))
         display = BuildDisplay()
         try:
-            with tempfile.TemporaryDirectory(prefix="vorox-explain-") as scratch:
-                found = explain_step(
-                    run_data, step, functools.partial(workload_of_run, directory), quantity=by,
-                    num_next_steps=next_steps, scratch=Path(scratch),
-                    on_trial=lambda done, total: display.step("computing the step without documents", done, total),
-                )  # fmt: skip
+            found = explain_step(
+                run_data, step, functools.partial(workload_of_run, directory), quantity=by, num_next_steps=next_steps,
+                start=start,
+                on_trial=lambda done, total: display.step("computing the step without documents", done, total),
+            )  # fmt: skip
         finally:
             display.close()
     if not is_main_rank():

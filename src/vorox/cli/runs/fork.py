@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-from vorox.cli.checks.replay import workload_of_run
-from vorox.cli.launch.rank_launcher import launch_ranks
+from vorox.cli.runs.materialize import state_after, step_of
 from vorox.cli.terminal import humanize
-from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json, print_wrapped
 from vorox.cli.training.train import train as train_run
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
-from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.run_layout import step_directories
 from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.queries import when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.run_lookup import find_run, run_argument
-from vorox.training.checkpoints.store import Checkpoint, verify
 from vorox.training.fork import ForkChange, check_change
 from vorox.training.fork import fork as create_fork
-from vorox.training.materialize import materialize, open_range
+from vorox.training.materialize import open_range
 from vorox.training.re_execution import cost_of
 
 
 def fork(
     run: str,
-    step: int,
+    step: int | None,
     overrides: list[str] | None,
     without_document: list[str] | None,
     without_source: list[str] | None,
@@ -46,6 +42,7 @@ def fork(
         raise ConfigError(
             "A training prints no JSON", where="--json", hint="add --no-train, and train the fork with vorox train"
         )
+    run, step = step_of(root, run, step)
     parent = find_run(root, run)
     with RunDataIndex.open(parent) as run_data:
         documents = named_documents(run_data, without_document or [], "--without-document")
@@ -57,7 +54,7 @@ def fork(
         _print_plan(parent, step, lines, as_json=as_json)
         return
     with tempfile.TemporaryDirectory(prefix="vorox-fork-") as scratch:
-        checkpoint = None if step == 0 else _state(parent, step, Path(scratch), root, nproc)
+        checkpoint = None if step == 0 else state_after(parent, step, Path(scratch), root, nproc)
         directory = create_fork(parent, step, checkpoint, change, name)
     command = f"vorox train --resume {run_argument(directory)}{f' --nproc {nproc}' if nproc > 1 else ''}"
     if as_json:
@@ -81,26 +78,6 @@ def _reading(run_data: RunDataIndex, document: str, step: int) -> str:
         return f"without {document}: no step after {step:,} reads it, so nothing will differ"
     more = "" if len(steps) == 1 else f", {pluralize(len(steps), 'step')} in all"
     return f"without {document}: the first step that differs is {steps[0]:,}{more}"
-
-
-def _state(parent: Path, step: int, scratch: Path, root: str, nproc: int) -> Checkpoint:
-    """Return the state of a run after a step: a kept checkpoint, or computed again."""
-    if (kept := step_directories(parent).get(step)) is not None:
-        return verify(kept)
-    if nproc > 1:
-        command = ["checkpoints", "materialize", str(parent), "--step", str(step), "--to", str(scratch), "--json"]
-        if code := launch_ranks(nproc, [*command, "--root", root], advice=""):
-            raise typer.Exit(code)
-        return verify(scratch / RunLayout(parent).checkpoint(step).name)
-    display = BuildDisplay()
-    try:
-        (found,) = materialize(
-            open_range(parent, [step]), functools.partial(workload_of_run, parent), [step], scratch,
-            on_step=lambda done, total: display.step("computing steps", done, total),
-        )  # fmt: skip
-    finally:
-        display.close()
-    return verify(found.path)
 
 
 def _print_plan(parent: Path, step: int, lines: Sequence[str], *, as_json: bool) -> None:
