@@ -204,7 +204,11 @@ class _TrainingProcess:
         dist, stop, display = self.dist, self.stop, self.display
         with (
             _open_run(
-                config, mirror.resume_from, self.argv, dist, creates=not isinstance(resume_from, Path),
+                config,
+                mirror.resume_from,
+                self.argv,
+                dist,
+                creates=not isinstance(resume_from, Path),
                 launched_at=launched_at,
             ) as run,  # fmt: skip
             run.removing_if_refused(),

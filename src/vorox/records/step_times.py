@@ -51,9 +51,7 @@ class StepTimes:
         clock: The wall clock.
     """
 
-    def __init__(
-        self, run_directory: Path, attempt: int, step: int, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, run_directory: Path, attempt: int, step: int, clock: Callable[[], float] = time.time) -> None:
         self._path, self._attempt, self._step, self._clock = RunLayout(run_directory).times, attempt, step, clock
         self._mapped: mmap.mmap | None = None
         self._row, self._num_rows = 0, 0

@@ -96,14 +96,13 @@ def _print_attempts(found: RunTime) -> None:
     typer.echo("")
     rows: list[list[str]] = []
     for attempt, absent in zip(found.attempts, (*found.absent_seconds, None), strict=True):
-        redone = attempt.seconds.get("redone", 0.0)
         rows.append([
             str(attempt.number), attempt.outcome, _steps(attempt), humanize.duration(attempt.wall_seconds),
             *(_known(attempt, name) for name in ("compute", "restart", "save")),
-            f"{humanize.duration(redone)} ({attempt.num_lost_steps:,})" if attempt.num_lost_steps else _known(attempt, "redone"),
+            _known(attempt, "redone") + (f" ({attempt.num_lost_steps:,})" if attempt.num_lost_steps else ""),
             humanize.UNKNOWN if absent is None else humanize.duration(absent),
         ])  # fmt: skip
-    titles = ["ATTEMPT", "OUTCOME", "STEPS", "WALL", "COMPUTE", "RESTART", "SAVE", "REDONE", "THEN ABSENT"]
+    titles = ["ATTEMPT", "OUTCOME", "STEPS", "WALL", "COMPUTE", "RESTART", "SAVE", "REDONE", "ABSENT"]
     print_table(titles, rows, right=" ".join(titles[2:]), optional="SAVE COMPUTE OUTCOME")
 
 
@@ -131,8 +130,8 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
         for outcome in outcomes
     ]
     typer.echo("\nThe recorded attempts, computed again with a save every so many steps:\n")
-    titles = ["SAVE EVERY", "GOODPUT", "WALL", "REDONE", "SAVE", ""]
-    print_table(titles, rows, right="SAVE EVERY GOODPUT WALL REDONE")
+    titles = ["EVERY", "GOODPUT", "WALL", "REDONE", "SAVE", ""]
+    print_table(titles, rows, right="EVERY GOODPUT WALL REDONE SAVE")
     lost = any(attempt.outcome in {"killed", "rolled_back", "failed"} for attempt in found.attempts[:-1])
     if not lost:
         typer.echo("No attempt lost steps, so fewer saves always gain; they protect against failures to come.")

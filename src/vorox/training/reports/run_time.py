@@ -9,10 +9,11 @@ is ``unknown``, never zero and never guessed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,10 +26,10 @@ from vorox.core.files.file_holder import lock_holder
 from vorox.core.files.json_lines import as_number, read_lines
 from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout
-from vorox.records.attempts import lineage
+from vorox.records.attempts import Lineage, lineage
 from vorox.records.executed_steps import STEPS_NOTE, executed_attempts
 from vorox.records.log import DATA_READY, SAVED
-from vorox.records.run_lookup import read_run_record, run_argument
+from vorox.records.run_lookup import read_run_record
 from vorox.records.run_record import LAUNCH_NOTE
 from vorox.records.step_times import PHASES, Phase, read_step_times
 
@@ -43,6 +44,7 @@ _CLASS_OF: Mapping[Phase, TimeClass] = {
 }  # fmt: skip
 _REPEATED: tuple[Phase, ...] = ("step", "settle", "data", "sync", "validation")
 """Phases of a lost step that the attempt which does it again repeats."""
+_STEP = PHASES.index("step")
 _CLOCK_SECONDS = 1.0
 """A smaller difference between wall clock and monotonic clock is not reported."""
 _GAP_SECONDS = 0.5
@@ -66,7 +68,7 @@ class AttemptTime:
         first_step: The first step that it began; ``None`` if it began none.
         last_step: The last one.
         num_lost_steps: Steps of these that a later attempt had to do again.
-        is_saved: Whether a checkpoint holds all its steps.
+        is_saved: Whether a checkpoint holds all its steps, and it ended in no further one.
     """
 
     number: int
@@ -168,7 +170,7 @@ def account(run_directory: Path, now: float | None = None) -> RunTime:
     """
     layout = RunLayout(run_directory)
     try:
-        recorded = read_run_record(run_directory)["attempts"]
+        recorded: list[dict[str, Any]] = read_run_record(run_directory)["attempts"]
     except FileNotFoundError:
         recorded = []
     if not recorded:
@@ -179,7 +181,7 @@ def account(run_directory: Path, now: float | None = None) -> RunTime:
     is_running = lock_holder(layout.lock) is not None
     reader = _Reader(run_directory, time.time() if now is None else now, is_running)
     attempts = [reader.attempt(index, record, is_last=record is recorded[-1]) for index, record in enumerate(recorded)]
-    absent = [reader.absence(one, following) for one, following in zip(attempts, attempts[1:], strict=False)]
+    absent = [reader.absence(one, following) for one, following in itertools.pairwise(attempts)]
     return RunTime(
         tuple(attempts), tuple(absent), is_running, reader.durations(), reader.events.save_steps,
         reader.events.write_seconds, tuple(reader.notes),
@@ -190,9 +192,9 @@ def account(run_directory: Path, now: float | None = None) -> RunTime:
 class _Events:
     """What the log says about the attempts, by number."""
 
-    last_at: dict[int, float] = field(default_factory=dict)
-    data_seconds: dict[int, float] = field(default_factory=dict)
-    save_steps: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    last_at: dict[int, float] = field(default_factory=dict[int, float])
+    data_seconds: dict[int, float] = field(default_factory=dict[int, float])
+    save_steps: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     write_seconds: float | None = None
 
     @classmethod
@@ -214,6 +216,31 @@ class _Events:
                 written.append(seconds)
         found.write_seconds = sum(written) / len(written) if written else None
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What became of the steps of an attempt.
+
+    Attributes:
+        start_step: Finished steps at its start.
+        last_step: The last step that it finished.
+        kept_step: The last one that no later attempt did again.
+        saved_step: The last one that it saved.
+        is_followed: Whether a later attempt has done steps, so that a step which this one left half done was lost.
+    """
+
+    start_step: int
+    last_step: int = 0
+    kept_step: int = 0
+    saved_step: int = 0
+    is_followed: bool = False
+
+    @classmethod
+    def of_line(cls, line: Lineage) -> _Fate:
+        attempt = line.attempt
+        kept = attempt.last_step if line.is_newest else line.kept_until
+        return cls(attempt.start_step, attempt.last_step, kept, attempt.saved_step, not line.is_newest)
 
 
 class _Reader:
@@ -240,60 +267,56 @@ class _Reader:
         if started is None:
             self.notes.append(f"The start of attempt {number} is not on record; its time is missing")
             return AttemptTime(number, outcome, ended or 0.0, {})
-        if not len(rows):
-            end = ended if ended is not None else self.events.last_at.get(number, started)
-            if end < started:
-                self._note_clock(f"during attempt {number}", started - end)
-            spent = max(0.0, end - started)
-            if launched is None:
-                self.notes.append(f"Attempt {number} has no times of its steps: a version before 0.2.0 wrote it")
-                return AttemptTime(number, outcome, started, {"unknown": spent})
-            data = min(self.events.data_seconds.get(number, 0.0), spent)
-            return AttemptTime(number, outcome, started, {"data": data, "restart": spent - data})
-        return self._with_rows(number, outcome, started, ended, rows, notes)
+        line = self._lines.get(_steps_number(notes, number))
+        if len(rows):
+            fate = _Fate(int(rows["step"][0])) if line is None else _Fate.of_line(line)
+            return self._with_rows(AttemptTime(number, outcome, started, {}), fate, rows, ended)
+        end = ended if ended is not None else self.events.last_at.get(number, started)
+        if end < started:
+            self._note_clock(f"during attempt {number}", started - end)
+        spent = max(0.0, end - started)
+        if launched is None or (line is not None and line.attempt.last_step > line.attempt.start_step):
+            self.notes.append(
+                f"No times of steps are on record for attempt {number}: an earlier version wrote it, or "
+                f"{RunLayout.times.name} is lost"
+            )
+            return AttemptTime(number, outcome, started, {"unknown": spent})
+        data = min(self.events.data_seconds.get(number, 0.0), spent)
+        return AttemptTime(number, outcome, started, {"data": data, "restart": spent - data}, start_seconds=spent)
 
-    def _with_rows(
-        self, number: int, outcome: str, started: float, ended: float | None, rows: npt.NDArray[Any],
-        notes: Mapping[str, Any],
-    ) -> AttemptTime:  # fmt: skip
-        spent = rows["seconds"].astype(np.float64)
-        unknown = self._gaps(number, rows, spent)
-        unknown += self._add_tail(rows, spent, ended)
-        before = float(rows["entered_at"][0]) - float(rows["seconds"][0].sum()) - started
+    def _with_rows(self, attempt: AttemptTime, fate: _Fate, rows: npt.NDArray[Any], ended: float | None) -> AttemptTime:
+        """Add what the rows of an attempt say to its head."""
+        number, spent = attempt.number, rows["seconds"].astype(np.float64)
+        before = float(rows["entered_at"][0]) - float(spent[0].sum()) - attempt.started_at
         if before < -_CLOCK_SECONDS:
             self._note_clock(f"at the start of attempt {number}", -before)
         before = max(0.0, before)
+        unknown = self._gaps(number, rows, spent) + self._add_tail(rows, spent, ended)
+        steps = rows["step"].astype(np.int64)
+        is_step = steps > fate.start_step
+        compiling = _split_compilation(spent, is_step)
+        is_saved = fate.saved_step >= fate.last_step and not spent[steps > fate.last_step, _STEP].any()
+        done = is_step & (steps <= fate.last_step)
+        durations = _durations(number, steps, spent, done)
+        durations.save[durations.step > fate.saved_step] = 0.0  # it died in the last one, which took longer
+        self._durations.append(durations)
+        redone = _take_lost(spent, steps, is_step, fate)
         data = min(self.events.data_seconds.get(number, 0.0), before)
-        steps, is_step = rows["step"].astype(np.int64), np.arange(len(rows)) > 0
-        if is_step.any() and steps[0] == steps[1]:  # a file that has lost the first row of the attempt
-            is_step[0] = True
         seconds = dict.fromkeys((name for name in CLASSES if name != "absent"), 0.0)
-        seconds.update(data=data, restart=before - data, unknown=unknown)
-        extra = _split_compilation(spent, is_step)
-        line = self._lines.get(_steps_number(notes, number))
-        started_step = int(steps[0]) if line is None else line.attempt.last_step
-        kept = started_step if line is None or line.is_newest else line.kept_until
-        is_lost = is_step & (steps > kept) & (line is not None and not line.is_newest)
-        self._durations.append(_durations(number, steps, spent, is_step & (steps <= started_step)))
-        repeated = np.array([phase in _REPEATED for phase in PHASES])
-        in_flight = np.array([_CLASS_OF[phase] == "compute" for phase in PHASES])
-        for lost, columns in ((is_lost & (steps <= started_step), repeated), (is_lost & (steps > started_step), in_flight)):
-            cells = np.outer(lost, columns)
-            seconds["redone"] += float(spent[cells].sum())
-            spent[cells] = 0.0
-        seconds["compile"] += extra
-        first = spent[~is_step].sum(axis=0)
-        for phase, within, start in zip(PHASES, spent[is_step].sum(axis=0), first, strict=True):
-            seconds[_CLASS_OF[phase]] += float(within)
+        seconds.update(data=data, restart=before - data, compile=compiling, redone=redone, unknown=unknown)
+        for phase, starting, stepping in zip(
+            PHASES, spent[~is_step].sum(axis=0), spent[is_step].sum(axis=0), strict=True
+        ):
             name = _CLASS_OF[phase]
-            seconds[name if name in {"evaluation", "save"} else "restart"] += float(start)
-        began = steps[is_step]
-        saved_step = started_step if line is None else max([line.attempt.saved_step, *self.events.save_steps.get(number, ())])
-        return AttemptTime(
-            number, outcome, started, seconds, before + float(first.sum()) + extra, int(began[0]) if len(began) else None,
-            max(int(began[0]), min(int(began[-1]), started_step)) if len(began) else None,
-            max(0, started_step - kept) if len(began) and not (line is None or line.is_newest) else 0,
-            is_saved=saved_step >= started_step,
+            seconds[name] += float(stepping)
+            seconds[name if name in {"evaluation", "save"} else "restart"] += float(starting)
+        attempt = replace(attempt, seconds=seconds, is_saved=is_saved)
+        attempt = replace(attempt, start_seconds=before + float(spent[~is_step].sum()) + compiling)
+        if not is_step.any():
+            return attempt
+        return replace(
+            attempt, first_step=fate.start_step + 1, last_step=max(fate.start_step + 1, fate.last_step),
+            num_lost_steps=max(0, fate.last_step - fate.kept_step),
         )  # fmt: skip
 
     def _gaps(self, number: int, rows: npt.NDArray[Any], spent: npt.NDArray[np.float64]) -> float:
@@ -328,10 +351,12 @@ class _Reader:
 
     def durations(self) -> StepDurations:
         """Return what each step took, of all attempts so far."""
-        columns = ("attempt", "step", "train", "compute", "save")
-        empty = StepDurations(*(np.zeros(0, np.int64),) * 2, *(np.zeros(0),) * 3)
-        parts = self._durations or [empty]
-        return StepDurations(*(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
+        nothing = np.zeros(0)
+        parts = self._durations or [StepDurations(nothing.astype(int), nothing.astype(int), nothing, nothing, nothing)]
+        return StepDurations(
+            *(np.concatenate([part.attempt for part in parts]), np.concatenate([part.step for part in parts])),
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in ("train", "compute", "save")),
+        )
 
     def _note_clock(self, when: str, seconds: float) -> None:
         self.notes.append(
@@ -354,14 +379,31 @@ def _valid_rows(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _split_compilation(spent: npt.NDArray[np.float64], is_step: npt.NDArray[np.bool_]) -> float:
     """Leave of steps that compiled what a usual step takes, as such; return what they took longer."""
-    compiled, step = PHASES.index("compile"), PHASES.index("step")
-    usual = spent[is_step & (spent[:, compiled] == 0) & (spent[:, step] > 0), step]
+    compiled = PHASES.index("compile")
+    usual = spent[is_step & (spent[:, compiled] == 0) & (spent[:, _STEP] > 0), _STEP]
     most = float(np.median(usual)) if len(usual) else 0.0
     computed = np.where(is_step, np.minimum(spent[:, compiled], most), 0.0)
     extra = float((spent[:, compiled] - computed)[is_step].sum())
-    spent[:, step] += computed
+    spent[:, _STEP] += computed
     spent[is_step, compiled] = 0.0
     return extra
+
+
+def _take_lost(
+    spent: npt.NDArray[np.float64], steps: npt.NDArray[np.int64], is_step: npt.NDArray[np.bool_], fate: _Fate
+) -> float:
+    """Take the time of lost steps out of their rows and return it; of a step left half done, only its computing."""
+    if not fate.is_followed:
+        return 0.0
+    is_lost = is_step & (steps > fate.kept_step)
+    repeated = np.isin(PHASES, _REPEATED)
+    computing = np.array([_CLASS_OF[phase] == "compute" for phase in PHASES])
+    cells = np.outer(is_lost & (steps <= fate.last_step), repeated) | np.outer(
+        is_lost & (steps > fate.last_step), computing
+    )
+    lost = float(spent[cells].sum())
+    spent[cells] = 0.0
+    return lost
 
 
 def _durations(

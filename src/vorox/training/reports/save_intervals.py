@@ -1,10 +1,10 @@
 """What other save intervals would have made of a run: its recorded attempts, computed again with each.
 
-In: the time of a run (``run_time.py``). Every attempt starts, takes its steps and is killed as long after its first step
-as the recorded one was; only where it starts from and what it saves follow from the interval. The last attempt goes on
-to the last step of the run. A save costs what the recorded ones cost on average, and counts once it is committed; where
-a save would begin before the one before it is written, it waits. No law of failures is assumed: Young's and Daly's
-formulas answer for failures to come, this for those that came.
+In: the time of a run (``run_time.py``). Every attempt starts, takes its steps and is killed as long after its first
+step as the recorded one was; only where it starts from and what it saves follow from the interval. The last attempt
+goes on to the last step of the run. A save costs what the recorded ones cost on average, and counts once it is
+committed; where a save would begin before the one before it is written, it waits. No law of failures is assumed:
+Young's and Daly's formulas answer for failures to come, this for those that came.
 """
 
 from __future__ import annotations
