@@ -58,7 +58,7 @@ def watched(seen: dict[str, Any]) -> tuple[float, dict[str, float]]:
         spent["restart"] += first - began
         done = {step for kind, step, _ in marks if kind == "stepped"}
         name = ""
-        for (kind, step, at), (_, _, until) in zip(marks, [*marks[1:], ("end", 0, ended)], strict=True):
+        for (kind, step, at), (_, _, until) in itertools.pairwise([*marks, ("end", 0, ended)]):
             match kind:
                 case "step":  # to the next mark: with what the loop does around it
                     name = "compute" if step in done and last_life[step] == number else "redone"

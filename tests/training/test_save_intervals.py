@@ -27,7 +27,7 @@ from vorox.training.reports.run_time import RunTime, account
 from vorox.training.reports.save_intervals import SaveIntervals
 
 START = 1.7e9
-STEPS = 240
+STEPS = 120
 
 
 @dataclass
@@ -91,7 +91,7 @@ def train(directory: Path, seed: int, every_steps: int) -> RunTime:
     ])  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         live_in(world, patch)
-        for life in [chooser.uniform(20.0, 90.0) for _ in range(4)] + [float("inf")]:
+        for life in [chooser.uniform(20.0, 60.0) for _ in range(3)] + [float("inf")]:
             world.kill_at = world.now + life
             try:
                 outcome = run(config, launched_at=world.now)
@@ -102,9 +102,9 @@ def train(directory: Path, seed: int, every_steps: int) -> RunTime:
     raise AssertionError("the last life has no kill")
 
 
-@pytest.mark.parametrize("seed", random.Random().sample(range(10**6), 3))
+@pytest.mark.parametrize("seed", [random.randrange(10**6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in random.Random().sample(range(10**6), 4))])
 def test_the_predicted_goodput_is_that_of_a_run_with_the_other_interval(tmp_path: Path, seed: int) -> None:
-    intervals = random.Random(seed).sample([3, 5, 8, 13, 21, 34], 2)
+    intervals = random.Random(seed).sample([2, 3, 5, 8, 13, 21], 2)
     found = {every: train(tmp_path / str(every), seed, every) for every in intervals}
     for every, other in (intervals, intervals[::-1]):
         computed, actual = SaveIntervals(found[every]), found[other]

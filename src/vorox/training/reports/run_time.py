@@ -291,7 +291,7 @@ class _Reader:
         if before < -_CLOCK_SECONDS:
             self._note_clock(f"at the start of attempt {number}", -before)
         before = max(0.0, before)
-        unknown = self._gaps(number, rows, spent) + self._add_tail(rows, spent, ended)
+        unknown = self._gaps(number, rows, spent) + self._add_tail(attempt, rows, spent, ended)
         steps = rows["step"].astype(np.int64)
         is_step = steps > fate.start_step
         compiling = _split_compilation(spent, is_step)
@@ -333,12 +333,14 @@ class _Reader:
             )
         return counted
 
-    def _add_tail(self, rows: npt.NDArray[Any], spent: npt.NDArray[np.float64], ended: float | None) -> float:
+    def _add_tail(
+        self, attempt: AttemptTime, rows: npt.NDArray[Any], spent: npt.NDArray[np.float64], ended: float | None
+    ) -> float:
         """Add the time since the last phase began to it; return what nothing shows the process to have lived."""
         phase, alive = int(rows["phase"][-1]), float(rows["alive_seconds"][-1])
         total = alive if ended is None else max(0.0, ended - float(rows["entered_at"][-1]))
-        is_explained = PHASES[phase] == "end" or total <= alive + _ALIVE_SECONDS
-        known = total if is_explained else min(alive, total)
+        is_alive = attempt.outcome == "running" and total <= alive + _ALIVE_SECONDS
+        known = total if PHASES[phase] == "end" or is_alive else min(alive, total)
         spent[-1, phase] += known
         return total - known
 
