@@ -102,7 +102,13 @@ def train(directory: Path, seed: int, every_steps: int) -> RunTime:
     raise AssertionError("the last life has no kill")
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in random.Random().sample(range(10**6), 4))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        random.randrange(10**6),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in random.Random().sample(range(10**6), 4)),
+    ],
+)
 def test_the_predicted_goodput_is_that_of_a_run_with_the_other_interval(tmp_path: Path, seed: int) -> None:
     intervals = random.Random(seed).sample([2, 3, 5, 8, 13, 21], 2)
     found = {every: train(tmp_path / str(every), seed, every) for every in intervals}
