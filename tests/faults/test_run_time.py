@@ -54,6 +54,8 @@ def watched(seen: dict[str, Any]) -> tuple[float, dict[str, float]]:
     last_life = {step: number for number, kind, step, _ in seen["marks"] if kind == "stepped"}
     for number, (began, ended) in enumerate(lives):
         marks = [(kind, step, at) for owner, kind, step, at in seen["marks"] if owner == number]
+        kinds = [kind for kind, _, _ in marks]
+        del marks[: kinds.index("step") - 2 if "step" in kinds else len(marks)]  # what is read while the data is built
         spent["restart"] += next((at for kind, _, at in marks if kind == "wait"), ended) - began
         done, current = {step for kind, step, _ in marks if kind == "stepped"}, 0
         for (kind, step, at), (_, _, until) in itertools.pairwise([*marks, ("end", 0, ended)]):

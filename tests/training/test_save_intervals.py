@@ -102,14 +102,9 @@ def train(directory: Path, seed: int, every_steps: int) -> RunTime:
     raise AssertionError("the last life has no kill")
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        random.randrange(10**6),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in random.Random().sample(range(10**6), 4)),
-    ],
-)
-def test_the_predicted_goodput_is_that_of_a_run_with_the_other_interval(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("_", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 5))])
+def test_the_predicted_goodput_is_that_of_a_run_with_the_other_interval(tmp_path: Path, _: int) -> None:
+    seed = random.randrange(10**6)
     intervals = random.Random(seed).sample([2, 3, 5, 8, 13, 21], 2)
     found = {every: train(tmp_path / str(every), seed, every) for every in intervals}
     for every, other in (intervals, intervals[::-1]):
