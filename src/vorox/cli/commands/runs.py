@@ -28,6 +28,20 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False, _: Tr
 
 
 @app.command()
+@implemented_in("vorox.cli.runs.run_time")
+def time(
+    run: RunName,
+    save_every: Annotated[
+        list[int] | None,
+        typer.Option("--save-every", min=1, help="Also compute the run with a save every so many steps; repeatable."),
+    ] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of a run went, its goodput, and what another save interval would have gained."""
+
+
+@app.command()
 @implemented_in("vorox.cli.runs.comparison")
 def compare(
     run: RunName,

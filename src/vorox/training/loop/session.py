@@ -28,6 +28,7 @@ from vorox.planning.disk_space import plan_disk
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import ReplayChain, StateChain, examine_chain
 from vorox.records.run_context import RunContext
+from vorox.records.step_times import StepTimes
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training import user_functions
 from vorox.training.checkpoints.writer import CheckpointWriter
@@ -196,9 +197,11 @@ def open_session(
 def _heartbeat(setup: TrainingSetup) -> Heartbeat:
     run, dist, limits = setup.run, setup.workload.distributed, setup.workload.config.runtime
     timeout, long_timeout = limits.stall_timeout_seconds, limits.long_stall_timeout_seconds
+    times = StepTimes(run.directory, run.attempt, setup.state.progress.step) if dist.is_main else None
     return Heartbeat(
         run.directory, rank=dist.rank, local_rank=dist.local_rank, attempt=run.attempt, timeout_seconds=timeout,
         long_timeout_seconds=long_timeout and max(long_timeout, timeout or 0.0), notice=end_notice(run),
+        times=times,
     )  # fmt: skip
 
 
