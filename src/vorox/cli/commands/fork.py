@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@implemented_in("vorox.cli.runs.fork")
+@implemented_in("vorox.cli.training.fork")
 def fork(
     run: RunName,
     step: Annotated[
