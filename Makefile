@@ -56,7 +56,7 @@ $(STAMP_JAX): $(STAMP)
 
 $(STAMP_DEV): $(STAMP_TORCH)
 	@echo "Installing what the tests need into $(VENV) (once) ..."
-	@$(PIP) install -e '.[hf,adapters,compress,gguf,eval,dash,plot,s3,gcs,azure,http,postgres,ray,sign,vision,dedup,tiktoken,tensorboard,jax,wandb,mlflow,trackio,tune,dev]' -c constraints.txt
+	@$(PIP) install -e '.[hf,adapters,compress,gguf,eval,dash,plot,s3,gcs,azure,http,postgres,ray,sign,passport,vision,dedup,tiktoken,tensorboard,jax,wandb,mlflow,trackio,tune,dev]' -c constraints.txt
 	@touch $@
 
 train: $(STAMP_TRAIN)

@@ -145,23 +145,31 @@ class NumpyEngine(Engine):
     # -- Engine -------------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, *, lr: float, weight_decay: float, max_loss: float | None = None) -> NumpyResult:
-        total, loss = max(1, batch.num_target_tokens), 0.0
-        gradients = {name: np.zeros_like(array) for name, array in self.parameters.items()}
         with np.errstate(all="ignore"):
-            for index in range(batch.tokens_ABT.shape[0]):
-                segments = None if batch.segment_ids_ABT is None else batch.segment_ids_ABT[index]
-                part, own = self._gradients(batch.tokens_ABT[index], batch.labels_ABT[index], segments, total)
-                loss += part
-                for name, gradient in own.items():
-                    gradients[name] += gradient
+            loss, gradients = self._accumulated(batch)
             squares = [float(np.square(gradients[name], dtype=np.float64).sum()) for name in sorted(gradients)]
-        loss, norm = loss / total, float(np.sqrt(sum(squares)))
+        loss, norm = loss / max(1, batch.num_target_tokens), float(np.sqrt(sum(squares)))
         finite = bool(np.isfinite(loss) and np.isfinite(norm))
         if finite and (max_loss is None or loss <= max_loss):
             with np.errstate(all="ignore"):
                 self._update(gradients, norm, lr, weight_decay)
         bits = xxhash.xxh64_intdigest(b"".join(gradients[name].tobytes() for name in sorted(gradients)))
         return NumpyResult(StepValues(loss, norm, finite, {}, (float(bits >> 32), float(bits & 0xFFFFFFFF))))
+
+    def gradient_norms(self, batch: Batch) -> dict[str, float]:
+        return {name: float(np.linalg.norm(gradient)) for name, gradient in self._accumulated(batch)[1].items()}
+
+    def _accumulated(self, batch: Batch) -> tuple[float, Arrays]:
+        """The summed loss of a batch, and its gradients."""
+        total, loss = max(1, batch.num_target_tokens), 0.0
+        gradients = {name: np.zeros_like(array) for name, array in self.parameters.items()}
+        for index in range(batch.tokens_ABT.shape[0]):
+            segments = None if batch.segment_ids_ABT is None else batch.segment_ids_ABT[index]
+            part, own = self._gradients(batch.tokens_ABT[index], batch.labels_ABT[index], segments, total)
+            loss += part
+            for name, gradient in own.items():
+                gradients[name] += gradient
+        return loss, gradients
 
     def locate_nonfinite(self, batch: Batch) -> NonfiniteOrigin | None:
         total = max(1, batch.num_target_tokens)

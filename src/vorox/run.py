@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +39,10 @@ from vorox.planned_run import choose_micro_batch, is_fresh, resolve_model
 from vorox.planning.auto_micro_batch import MicroBatch, with_micro_batch
 from vorox.planning.memory_advice import check_memory_of_hosts
 from vorox.planning.time_limit import check_minutes
-from vorox.records.log import RunLog
+from vorox.records.log import DATA_READY, RunLog
 from vorox.records.run_context import RunContext
 from vorox.records.run_lookup import find_run, split_step
+from vorox.records.run_record import LAUNCH_NOTE
 from vorox.runtime.throughput import Reading
 from vorox.training import time_budget
 from vorox.training.checkpoints.materialized_cache import StateNotOnDiskError
@@ -103,6 +105,7 @@ def train(
     argv: Sequence[str] | None = None,
     named_keys: Collection[str] = (),
     taps: Sequence[Tap] = (),
+    launched_at: float | None = None,
 ) -> Outcome:
     """Train to the end of the schedule: start a run, or resume one.
 
@@ -117,10 +120,12 @@ def train(
         named_keys: Settings and sections given explicitly. A resumed run accepts them even if ``config.yaml`` was
             edited to the same values.
         taps: Functions attached to the engine for the whole run.
+        launched_at: When the work for the first attempt began, in seconds since the epoch; default: now.
 
     Raises:
         VoroxError: The run stopped before its end; ``exit_code`` gives the kind of error.
     """
+    launched_at = time.time() if launched_at is None else launched_at
     disable_telemetry()
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
     trusted_code.state(config_values(config), but_recorded=True)
@@ -155,10 +160,12 @@ def train(
             tasks,
         )
         notices = _LoggedNotices(display.message)
-        ended = with_states(lambda: process.run_attempt(resume_from), notices)
+        ended = with_states(lambda: process.run_attempt(resume_from, launched_at), notices)
         while isinstance(ended, _Returned):
+            launched_at = time.time()
             gc.collect()  # frees the engine of the attempt before the next one is created
-            ended = with_states(functools.partial(process.run_attempt, ended.run_directory, ended.rollback), notices)
+            again = functools.partial(process.run_attempt, ended.run_directory, launched_at, ended.rollback)
+            ended = with_states(again, notices)
         return ended
 
 
@@ -198,12 +205,16 @@ class _TrainingProcess:
     taps: Sequence[Tap]
     tasks: Mapping[str, Any]
 
-    def run_attempt(self, resume_from: ResumeFrom, rollback: Rollback | None = None) -> Outcome | _Returned:
+    def run_attempt(
+        self, resume_from: ResumeFrom, launched_at: float, rollback: Rollback | None = None
+    ) -> Outcome | _Returned:
         """Train from the state that ``resume_from`` and ``rollback`` name, to the end or to the next rollback."""
         is_rollback = rollback is not None
         with open_mirror(self.config, resume_from, self.dist, self.display.message, is_rollback=is_rollback) as mirror:
             chosen = choose_micro_batch(self.config, mirror.resume_from, self.dist)
-            return self._train(with_micro_batch(self.config, chosen), chosen, mirror, resume_from, rollback)
+            return self._train(
+                with_micro_batch(self.config, chosen), chosen, mirror, resume_from, launched_at, rollback
+            )
 
     def _train(
         self,
@@ -211,11 +222,19 @@ class _TrainingProcess:
         micro_batch: MicroBatch | None,
         mirror: Mirror,
         resume_from: ResumeFrom,
+        launched_at: float,
         rollback: Rollback | None,
     ) -> Outcome | _Returned:
         dist, stop, display = self.dist, self.stop, self.display
         with (
-            _open_run(config, mirror.resume_from, self.argv, dist, creates=not isinstance(resume_from, Path)) as run,
+            _open_run(
+                config,
+                mirror.resume_from,
+                self.argv,
+                dist,
+                creates=not isinstance(resume_from, Path),
+                launched_at=launched_at,
+            ) as run,  # fmt: skip
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
             translate_machine_errors(run.directory),
@@ -287,7 +306,10 @@ def make_workload(
     views = None if run_directory is None else RunViews.of_run(run_directory, cache_root(config.data))
     if run_directory is not None and views is not None and not build:  # a new attempt registers itself
         views.register(run_directory)
+    started = time.perf_counter()
     corpus = prepare(config, on_progress=on_progress, build=build, options=options, tokenizer=tokenizer, views=views)
+    seconds = time.perf_counter() - started
+    log.quiet_event(DATA_READY, f"Data is ready after {seconds:.1f} s", seconds=seconds)
     if dist.is_main:
         dist.barrier("corpus")
     if spec is None:
@@ -341,13 +363,15 @@ def _check_groups(config: RunConfig) -> None:
 
 
 def _open_run(
-    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext, *, creates: bool
-) -> RunContext:
+    config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext, *, creates: bool,
+    launched_at: float,
+) -> RunContext:  # fmt: skip
     """Open the run on the main rank; join it on the others."""
     if not dist.is_main:
         opened = dist.broadcast("run")
         return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)
     run = _open_as_main(config, resume_from, argv, dist, creates=creates)
+    run.note(**{LAUNCH_NOTE: launched_at})
     directory = str(run.directory.absolute())
     dist.broadcast("run", {"directory": directory, "attempt": run.attempt})
     return run

@@ -12,7 +12,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "vorox"
 READERS_OF_RECORDS = {
     "training/origin/configuration.py", "training/resume/resume_settings.py", "training/reports/training_record.py",
-    "training/mirror/run_mirror.py", "records/run_context.py", "cli/models/export.py",
+    "training/mirror/run_mirror.py", "records/run_context.py", "api/checkpoints.py",
 }  # fmt: skip
 LOADERS = {"load_config", "resolve_config"}
 

@@ -59,6 +59,7 @@ SHOWN_BY = {
     r"vorox dash(?!.*--export)": "tests/dashboard/test_browser.py::test_every_page",
     r"vorox chat|echo .* \| vorox chat": "tests/serving/test_chat.py::test_lines_of_a_pipe",
     r"vorox serve": "tests/serving/test_server.py",
+    r"vorox export \S+ (--to hf )?--passport": "tests/training/test_passport.py::test_the_commands_of_the_page",
     r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_model_origin.py",
@@ -244,6 +245,8 @@ def test_other_commands_name_what_there_is() -> None:
         elif words[:2] == ["python", "-m"] and words[2].startswith("vllm."):
             test = (ROOT / "tests" / "serving" / "test_vllm.py").read_text(encoding="utf-8")
             assert all(f'"{word}"' in test for word in words[1:] if "/" not in word), command
+        elif words[0] in ("model_signing", "mlcroissant"):
+            assert page == "docs/passports.md", "tests/training/test_passport.py runs those of this page"
         elif words[0] not in ("vorox", "echo", "git", "export", "ssh", ".venv/bin/pre-commit"):
             extras = re.findall(r"vorox\[([\w,]+)\]|\.\[([\w,]+)\]", command)
             assert extras, f"{page}: who runs {command}?"

@@ -187,13 +187,14 @@ def with_other_text(patch: pytest.MonkeyPatch, ordinal: int) -> None:
     patch.setattr(CacheReader, "read_rows", read_rows)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch"])
+@pytest.mark.parametrize("engine", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.jax)])
 def test_two_texts_of_equal_length_under_the_mask_give_equal_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    if engine == "torch":
+    own_engine = {"torch": ["backend=torch"], "jax": ["backend=jax", "runtime.num_threads=null"]}.get(engine, [])
+    if own_engine:
         monkeypatch.undo()
-    config = tiny_runs.configuration(tmp_path, [*BASE, "model.dropout_fraction=0.1"])
+    config = tiny_runs.configuration(tmp_path, [*BASE, "model.dropout_fraction=0.1", *own_engine])
     first = tiny_runs.run(config).run_directory
     (ordinal, *_) = late_documents(first)
     checkpoint = RunLayout(first).checkpoint(KEPT)
@@ -277,15 +278,3 @@ def refused(tmp_path: Path, overrides: Sequence[str] = ()) -> ConfigError:
 
 def test_what_leaks_is_refused_by_name(tmp_path: Path) -> None:
     assert refused(tmp_path, ["data.document_mask=false"]).where == "data.document_mask"
-
-
-def test_an_engine_that_divides_otherwise_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NumpyEngine, "divides_by_recorded_targets", False)
-    assert refused(tmp_path).where == "backend"
-
-
-@pytest.mark.jax
-def test_the_jax_engine_divides_otherwise() -> None:
-    from vorox.backends.jax_engine.engine import JaxEngine
-
-    assert not JaxEngine.divides_by_recorded_targets

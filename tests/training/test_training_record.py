@@ -19,7 +19,7 @@ import pytest
 import tiny_runs
 import vorox
 from vorox.cli import main
-from vorox.cli.runs.training_record import NOT_STATED
+from vorox.cli.markdown.training_record import NOT_STATED
 from vorox.core.run_layout import step_directories
 from vorox.data.provenance.contamination import EvaluationRecord, find_contamination
 from vorox.data.provenance.run_data_index import RunDataIndex

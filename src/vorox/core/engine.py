@@ -317,8 +317,6 @@ class Engine(Protocol):
         ...
 
     teacher_fingerprint: str = ""
-    divides_by_recorded_targets: bool = True
-    """Whether the loss is divided by ``Batch.num_target_tokens``, not by the labels that masked documents leave."""
 
     @property
     def taps(self) -> Taps:
@@ -333,6 +331,14 @@ class Engine(Protocol):
     def start_profiler(self, trace: Path) -> StepRecording:
         """Start the profiler, which writes ``trace``."""
         raise _lacking(self, "profiler")
+
+    def gradient_norms(self, batch: Batch) -> dict[str, float]:
+        """Repeat forward and backward of a batch without an update; return the L2 norm of each parameter's gradient.
+
+        Norms have a common factor. Changes no bit of the training state. A collective.
+        """
+        del batch
+        raise _lacking(self, "norm of the gradient by parameter")
 
     def exchange_average(self) -> None:
         """Exchange the parameters and their moving average (``train.ema_decay``)."""
@@ -372,7 +378,7 @@ class Engine(Protocol):
 
 
 def _lacking(engine: Engine, feature: str) -> ConfigError:
-    """Return the error of a feature that an engine does not have; configurations with it are refused before."""
+    """Return the error of a feature that an engine does not have."""
     return ConfigError(f"The {engine.name} engine has no {feature}", where="backend", hint="use another backend")
 
 

@@ -91,6 +91,7 @@ class RunLayout:
     states = RunFile("states.jsonl", mirrored="states.jsonl")
     tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
+    times = RunFile("times.bin", mirrored="times.bin")
     tokenizer = RunFile("tokenizer", mirrored="tokenizer/*")
     verdicts = RunFile("verdicts.jsonl", mirrored="verdicts.jsonl")
     views = RunFile("views", mirrored="views/*.json")

@@ -22,6 +22,11 @@ from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.redaction import redact, redact_value
 from vorox.core.run_layout import RunLayout
 
+DATA_READY = "data_ready"
+"""The event of an attempt whose data is built or opened, with the ``seconds`` that it took."""
+SAVED = "checkpoint_saved"
+"""The event of a committed checkpoint, with the ``seconds`` since its state."""
+
 Level = Literal["info", "warning", "error"]
 _OWN_LOGGERS = "vorox"
 Echo = Callable[[str, Level], None]

@@ -39,9 +39,12 @@ def same_run_directories(root: Path, run_id: str) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+FORKED_FROM = "forked_from"
+"""Entry of ``run.json`` of a fork: run, step and chain of the state that it began with, and its change."""
 _TEXT, _FACTS = (str, None), (dict, None)
 _RECORD_TYPES = {
     "config_digest": str,
+    FORKED_FROM: ({"run_id": str, "run": str, "step": int, "change": {...: [str]}}, None),
     "attempts": [
         {
             "attempt": int, "started_at": _TEXT, "ended_at": _TEXT, "outcome": _TEXT, "argv": [str], "pid": int,
@@ -148,6 +151,21 @@ def _is_quantised(directory: Path) -> bool:
     with contextlib.suppress(OSError, MalformedJson):
         return bool(read_json(directory / "config.json", dict).get("quantization_config"))
     return False
+
+
+def fork_lines(directory: Path) -> list[str]:
+    """Describe what a run is a fork of, and what it changed; empty if it is none."""
+    try:
+        origin = mapping(read_run_record(directory).get(FORKED_FROM))
+    except (OSError, MalformedJson):
+        return []
+    if not origin:
+        return []
+    change = mapping(origin.get("change"))
+    left_out = [*change.get("without_documents", []), *change.get("without_sources", [])]
+    changes = [*(f"without {name}" for name in left_out), *change.get("overrides", [])]
+    where = f"{origin.get('run_id', '')} at step {origin.get('step', 0):,}"
+    return [f"fork of {where}: {', '.join(changes) or 'nothing is changed'}"]
 
 
 def run_id_of(directory: Path) -> str:

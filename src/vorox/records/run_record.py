@@ -19,6 +19,9 @@ from vorox.core.schema import RunConfig
 from vorox.records.log import time_stamp
 from vorox.records.run_lookup import RUN_FORMAT, refuse_other_format, saved_state, short_path
 
+LAUNCH_NOTE = "launched_at"
+"""Note of when the work for an attempt began: its process, before the imports. In seconds since the epoch."""
+
 
 class RunRecord:
     """The record of a run with this attempt at its end, in memory until ``write``.

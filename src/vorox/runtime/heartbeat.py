@@ -1,8 +1,8 @@
 """Heartbeats: what a rank is doing, in a small mapped file that the watchdog of its machine reads.
 
 In: the phase and step of the training loop. Out: ``watchdog/rank-00000.beat`` in the run directory, for the dashboard
-and the watchdog; and the time that the loop has spent in each phase. The loop only stores into memory, without a system
-call.
+and the watchdog; and the time that the loop has spent in each phase, in all and by step
+(``records/step_times.py``). The loop only stores into memory, without a system call.
 
 Without a time limit, a thread writes the file twice a second, and an error of the disk is ignored. With one, the file
 is mapped, so that it is current also while the interpreter hangs; a thread adds what the main thread cannot report
@@ -29,19 +29,15 @@ from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, get_args
+from typing import IO
 
 from vorox.core.errors import StalledError
 from vorox.core.files.file_holder import ProcessIdentity, this_process
 from vorox.core.files.json_reader import MalformedJson, parse_json, read_regular
 from vorox.core.processes.child_process import child_command
 from vorox.core.run_layout import RunLayout
+from vorox.records.step_times import PHASES, Phase, StepTimes
 
-Phase = Literal["start", "compile", "data", "step", "sync", "settle", "save", "validation", "end"]
-"""``data``: waits for a batch; ``step``: forward, backward and update; ``sync``: waits for the other ranks; ``settle``:
-waits for the numbers of a step from the device. The others may be long."""
-
-PHASES: tuple[Phase, ...] = get_args(Phase)
 WATCHED: frozenset[Phase] = frozenset({"data", "step", "sync", "settle"})
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
@@ -90,6 +86,7 @@ class Heartbeat:
         long_timeout_seconds: The same for start, compilation, saves and validation; ``None``: no limit.
         notice: A program that the watchdog runs after it ended a stalled run, or found the run killed: its words, and
             environment variables.
+        times: Receives the time of every phase, by step; ``None`` on ranks that do not write.
         clock: A monotonic clock, in seconds.
 
     Attributes:
@@ -102,11 +99,12 @@ class Heartbeat:
         self, run_directory: Path, *, rank: int = 0, local_rank: int = 0, attempt: int = 1,
         timeout_seconds: float | None = None, long_timeout_seconds: float | None = None,
         notice: tuple[Sequence[str], Mapping[str, str]] = ((), {}),
+        times: StepTimes | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._local_rank, self._attempt = RunLayout(run_directory), rank, local_rank, attempt
         self._timeout_seconds, self._long_timeout_seconds = timeout_seconds, long_timeout_seconds
-        self._notice = notice
+        self._notice, self._times = notice, times
         self._cells = memoryview(bytearray(_FILE_BYTES - _FIXED_BYTES)).cast("Q")
         self._shapes: set[tuple[int, ...]] = set()
         self._clock, self._entered_at = clock, clock()
@@ -119,13 +117,27 @@ class Heartbeat:
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Record the start of a phase, and the time of the one before."""
         now = self._clock()
-        self.seconds[PHASES[self._cells[_PHASE]]] += now - self._entered_at
+        ended, entered, seconds = self._cells[_PHASE], PHASES.index(phase), now - self._entered_at
+        self.seconds[PHASES[ended]] += seconds
         self._entered_at = now
         if step is not None:
             self._cells[_STEP] = step
-        self._cells[_PHASE] = PHASES.index(phase)
+        self._cells[_PHASE] = entered
+        if self._times is not None:
+            self._times.enter(ended, seconds, entered)
         self._cells[_COUNT] += 1
         self.listen(phase)
+
+    def begin_step(self, step: int) -> None:
+        """Record that the loop waits for the batch of a step: the end of all that belongs to the step before."""
+        self.enter("data", step)
+        if self._times is not None:
+            self._times.begin_step(step)
+
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Record how much of this step's time its collectives waited for slower ranks."""
+        if self._times is not None:
+            self._times.wait_for_ranks(seconds)
 
     def progressed(self) -> None:
         """Record a sign of progress within a phase; from any thread."""
@@ -147,6 +159,9 @@ class Heartbeat:
             self.enter(before)
 
     def __enter__(self) -> Heartbeat:
+        if self._times is not None:
+            self._times.open()
+            self._stack.callback(self._times.close)  # after the thread, which ends first
         if self._timeout_seconds is None:
             with contextlib.suppress(OSError):
                 self._start_writing()
@@ -190,6 +205,7 @@ class Heartbeat:
         while not self._closed.wait(_WRITE_SECONDS):
             depth, is_waiting = self.observe()
             self._cells[_QUEUE], self._cells[_WAITING] = depth, is_waiting
+            self._note_alive()
             with contextlib.suppress(OSError):
                 file.seek(_FIXED_BYTES)
                 file.write(bytes(self._cells))
@@ -221,12 +237,17 @@ class Heartbeat:
         program = child_command("vorox.runtime.watchdog", *words)
         return subprocess.Popen(program, stdin=subprocess.DEVNULL, env={**os.environ, **self._notice[1]})
 
+    def _note_alive(self) -> None:
+        if self._times is not None:
+            self._times.live()
+
     def _attend(self, stacks: IO[bytes]) -> None:
         """Report what the main thread cannot report while it waits; do what the watchdog requests."""
         cells, known_depth = self._cells, 0
         while not self._closed.wait(_ATTEND_SECONDS):
             depth, is_waiting = self.observe()
             cells[_QUEUE], cells[_WAITING] = depth, is_waiting
+            self._note_alive()
             if depth > known_depth:
                 self.progressed()
             known_depth = depth

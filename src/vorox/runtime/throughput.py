@@ -27,7 +27,7 @@ import psutil
 
 from vorox.core.errors import NumericalError
 from vorox.core.schema import RunConfig
-from vorox.runtime.heartbeat import Phase
+from vorox.records.step_times import Phase
 
 MATMUL_PEAK_TOLERANCE = 1.15
 """Accepted ratio of a speed to the measured matmul peak; clocks and load differ between two measurements."""

@@ -335,7 +335,7 @@ def _locked(directory: Path, run_directory: Path, step: int) -> Generator[None]:
     """
     try:
         atomic.make_directory(directory)
-        lock = FileLock(directory / "LOCK").acquire()
+        lock = FileLock(directory / RunLayout.lock.name).acquire()
     except OSError as error:
         run = run_argument(run_directory)
         raise disk_error(error, str(directory)) or CheckpointError(

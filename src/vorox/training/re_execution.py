@@ -1,7 +1,8 @@
-"""Re-execution: compute recorded steps of a run again, from the newest state before them.
+"""Re-execution: compute recorded steps of a run again, from the newest state before them, as they were or changed.
 
 In: a run directory, which is not changed, and the current caches and engine. Out: every step with what it computed, and
 the engine with the state after it. A state is named by its finished steps: from state A to state B are steps A+1 to B.
+A change masks documents in these steps (``document_masks.py``), so that all else is what it was.
 
 Where a resume changed settings, this does what the resume did: it saves the state, in a temporary directory, and loads
 it into an engine of the settings that are in force from there on. So no step depends on a checkpoint at such a change,
@@ -12,6 +13,7 @@ checkpoint there, and a range over both sides is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import tempfile
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vorox.core.batch import Progress
+from vorox.core.batch import Batch, Progress
 from vorox.core.batch_sizes import BatchStage
 from vorox.core.config import config_values
 from vorox.core.errors import CheckpointError, ConfigError, DataError
@@ -30,7 +32,7 @@ from vorox.core.user_code.trusted_code import mark_recorded
 from vorox.data.corpus.corpus import plan_start
 from vorox.data.order.loader import first_cursor
 from vorox.data.order.plan import DataPlan
-from vorox.data.order.plan_events import encode_event
+from vorox.data.order.plan_events import MaskedDocument, MaskEvent, encode_event
 from vorox.records.replay_chain import ChainEntry, RecordedChain, examine_chain, read_states
 from vorox.records.run_lookup import run_argument
 from vorox.records.step_environments import StepEnvironments
@@ -46,7 +48,7 @@ from vorox.training.checkpoints.store import (
 from vorox.training.loop.step_sync import RankRows
 from vorox.training.mirror import mirror_uri
 from vorox.training.resume import resume, resume_settings
-from vorox.training.steps.dataloading import check_engine_of_plan, training_batches
+from vorox.training.steps.dataloading import training_batches
 from vorox.training.steps.evaluate import recorded_losses
 from vorox.training.steps.loss_spikes import LossSpikes, losses_before
 from vorox.training.steps.pending_steps import count_nonfinite
@@ -87,14 +89,17 @@ class ReExecution:
         run_directory: The run; it may be live, and nothing is written into it.
         first_step: State to start from, in finished steps.
         last_step: State to end with; ``None`` is the last recorded one.
+        start: A checkpoint of the run to begin with, such as a materialised one. Default: the newest valid one up to
+            ``first_step``.
 
     Attributes:
         recorded: The replay chain of the run.
-        checkpoint: The newest valid one up to ``first_step``; ``None``: the initial weights.
+        checkpoint: Where it begins; ``None``: the initial weights.
         start_step: The state that it holds, where the re-execution begins.
         last_step: The state that it ends with.
         states: Chain and fingerprint of every state that a checkpoint had, kept or not, by step.
         environment: Differences of engine, machine and user functions that were met so far, as text.
+        masked: Documents that are masked in the steps after ``first_step``, besides those of the plan.
 
     Raises:
         ConfigError: The range is not recorded, or ran with several numbers of processes.
@@ -102,11 +107,13 @@ class ReExecution:
         DataError: The chain is damaged in the range.
     """
 
-    def __init__(self, run_directory: Path, first_step: int = 0, last_step: int | None = None) -> None:
-        self.run_directory = run_directory
+    def __init__(
+        self, run_directory: Path, first_step: int = 0, last_step: int | None = None, *, start: Checkpoint | None = None
+    ) -> None:
+        self.run_directory, self.first_step = run_directory, first_step
         self.recorded = examine_chain(run_directory, max(step_directories(run_directory), default=0))
         self.last_step = _check_range(self.recorded, first_step, last_step, run_directory)
-        self.checkpoint = _checkpoint_before(run_directory, first_step, self.last_step)
+        self.checkpoint = start or _checkpoint_before(run_directory, first_step, self.last_step)
         self.start_step = 0 if self.checkpoint is None else self.checkpoint.step
         _check_processes(run_directory, self.start_step, first_step, self.last_step)
         _check_start(self.recorded, self.start_step, self.last_step, run_directory)
@@ -122,12 +129,22 @@ class ReExecution:
         self._environments = StepEnvironments.of_run(run_directory)
         self.environment = dict[str, None]()
         self._eval_losses = recorded_losses(run_directory)
+        self.masked: tuple[MaskedDocument, ...] = ()
 
-    def steps(self, make_workload: MakeWorkload) -> Generator[ReExecutedStep]:
+    def without(self, documents: Sequence[MaskedDocument]) -> ReExecution:
+        """Return the same range with documents masked in the steps after ``first_step``."""
+        changed = copy.copy(self)
+        changed.masked, changed.environment = tuple(documents), dict[str, None]()
+        return changed
+
+    def steps(
+        self, make_workload: MakeWorkload, before_step: Callable[[Workload, Batch], None] | None = None
+    ) -> Generator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
 
         Args:
             make_workload: Makes what computes them, once for each part of the range with its own settings.
+            before_step: Called before each step, with its batch; the engine holds the state that it starts from.
 
         Raises:
             CheckpointError: The checkpoint is not of this run's plan.
@@ -143,13 +160,15 @@ class ReExecution:
                 end = self.last_step if changed_at is None else min(changed_at, self.last_step)
                 with contextlib.closing(make_workload(config)) as workload:
                     plan = _copy_of_plan(self.run_directory, Path(scratch), workload)
+                    if self.masked:
+                        plan.add([MaskEvent(plan.start.batch_sizes.position_of(self.first_step), self.masked)])
                     if state is None:
                         state = _start(workload, plan, checkpoint, self.run_directory)
                     else:
                         assert checkpoint is not None
                         resume.load_run(workload, checkpoint)
                     self._adopt_environment(workload, start)
-                    for step in self._steps_of(workload, plan, state, end):
+                    for step in self._steps_of(workload, plan, state, end, before_step):
                         state = step.state
                         yield step
                     if end < self.last_step:
@@ -196,20 +215,32 @@ class ReExecution:
             now = resume.environment(workload.engine)
             self.environment |= dict.fromkeys(resume.environment_differences(then, now))
 
-    def _steps_of(self, workload: Workload, plan: DataPlan, state: RunState, end: int) -> Iterator[ReExecutedStep]:
+    def _steps_of(
+        self,
+        workload: Workload,
+        plan: DataPlan,
+        state: RunState,
+        end: int,
+        before_step: Callable[[Workload, Batch], None] | None,
+    ) -> Iterator[ReExecutedStep]:
         """Compute the steps up to ``end``, under one configuration."""
         config, engine, recorded = workload.config, workload.engine, self.recorded.entries
         progress, num_nonfinite = state.progress, state.nonfinite_in_a_row
         start = progress.step
         rows, known = RankRows(workload.distributed, engine.data_shard), losses_before(recorded, start, config.train)
         spikes = LossSpikes(config.train, known, 0, plan.state.rollbacks, plan.start.batch_sizes)
-        if start in recorded and start not in self.recorded.changed and recorded[start].chain != progress.chain:
+        is_as_recorded = start <= self.first_step or not self.masked
+        if (
+            is_as_recorded
+            and start in recorded
+            and start not in self.recorded.changed
+            and (recorded[start].chain != progress.chain)
+        ):
             raise DataError(
                 f"Replay chain has {recorded[start].chain} at step {start:,}, the checkpoint {progress.chain}",
                 where=str(RunLayout(self.run_directory).chain),
                 hint="one of the two was changed; restore it from a copy",
             )
-        check_engine_of_plan(plan, engine)
         with training_batches(config, workload.corpus, plan, engine.data_shard, progress.cursor) as batches:
             for step in range(start + 1, end + 1):
                 batch = next(batches)
@@ -217,6 +248,8 @@ class ReExecution:
                 schedule = Schedule.from_config(config.schedule, config.optimizer, length)
                 lr, weight_decay = schedule.lr(step - 1), schedule.weight_decay(step - 1)
                 max_loss = spikes.max_loss(step)
+                if before_step is not None:
+                    before_step(workload, batch)
                 values = engine.train_step(batch, lr=lr, weight_decay=weight_decay, max_loss=max_loss).fetch()
                 spikes.record(step, values, max_loss)
                 entry = ChainEntry.following(progress.chain, step, rows.digest(batch), values)

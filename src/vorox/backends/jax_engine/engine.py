@@ -28,7 +28,7 @@ from vorox.backends.jax_engine.attention import AttentionMask
 from vorox.backends.jax_engine.checkpoint import OrbaxSnapshot, copy_to_host, require_orbax, restore_trees
 from vorox.backends.jax_engine.device import devices
 from vorox.backends.jax_engine.device.devices import Compute
-from vorox.backends.jax_engine.device.inputs import batch_to_devices
+from vorox.backends.jax_engine.device.inputs import batch_to_devices, loss_scale
 from vorox.backends.jax_engine.device.profiler import JaxRecording
 from vorox.backends.jax_engine.device.results import JaxStepResult, gradient_bits
 from vorox.backends.jax_engine.layers import experts
@@ -40,7 +40,7 @@ from vorox.backends.jax_engine.optimizer import KINDS, Optimizer, State
 from vorox.backends.jax_engine.parameters import ParameterLayout, Tree
 from vorox.backends.jax_engine.ranks import distributed
 from vorox.backends.jax_engine.taps import Taps
-from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataShard, Int32Array
+from vorox.core.batch import AnyImages, Batch, DataShard, Int32Array
 from vorox.core.engine import TIMED_PRODUCTS, Engine, EngineSnapshot, EvalValues, NamedArray, NonfiniteOrigin
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.schema import RunConfig
@@ -87,7 +87,6 @@ class JaxEngine(Engine):
     """
 
     name = "jax"
-    divides_by_recorded_targets = False
 
     def __init__(self, config: RunConfig, spec: DecoderSpec, compute: Compute) -> None:
         self._config, self._spec, self.compute = config, spec, compute
@@ -169,8 +168,7 @@ class JaxEngine(Engine):
         step: Array,
         max_loss: Array,
     ) -> tuple[State, dict[str, Array], Array | None]:
-        num_targets = (arrays["labels"] != IGNORED_LABEL).sum()  # over all processes
-        scale = 1.0 / jnp.maximum(num_targets, 1).astype(jnp.float32)
+        scale = loss_scale(arrays)
         key = self._step_key(step)
         forward_backward = partial(self._forward_backward, state.params, scale)
 
@@ -206,6 +204,20 @@ class JaxEngine(Engine):
             forward_backward = jax.jit(partial(self._forward_backward, measure=True))
             arrays, key = batch_to_devices(batch, self.data_shard, self.compute), self._step_key(batch.step)
             return nonfinite.find_origin(forward_backward, self.state.params, arrays, key, self.layout)
+
+    def gradient_norms(self, batch: Batch) -> dict[str, float]:
+        if jax.process_count() > 1:
+            return super().gradient_norms(batch)
+        with devices.memory_errors("computing gradients", self._memory), self.compute.precision():
+            arrays, key = batch_to_devices(batch, self.data_shard, self.compute), self._step_key(batch.step)
+            forward_backward, scale = jax.jit(self._forward_backward), loss_scale(arrays)
+            parts = (
+                forward_backward(self.state.params, scale, rows, jax.random.fold_in(key, index))[0]
+                for index in range(arrays["tokens"].shape[0])
+                for rows in [{name: array[index] for name, array in arrays.items()}]
+            )
+            gradients = reduce(lambda total, part: jax.tree.map(jnp.add, total, part), parts)
+            return {name: float(np.linalg.norm(array)) for name, array in self.layout.unpack(gradients)}
 
     def _forward_backward(
         self, params: Mapping[str, Array], scale: Array, rows: Mapping[str, Array], key: Array, *, measure: bool = False

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from vorox.backends.jax_engine.device.inputs import loss_scale
 from vorox.backends.jax_engine.parameters import ParameterLayout
 from vorox.backends.jax_engine.taps import statistics
-from vorox.core.batch import IGNORED_LABEL
 from vorox.core.engine import NonfiniteOrigin
 
 
@@ -35,7 +34,7 @@ def find_origin(
         key: Random key of the step.
         layout: Names of the parameters.
     """
-    scale = 1.0 / jnp.maximum((arrays["labels"] != IGNORED_LABEL).sum(), 1).astype(jnp.float32)
+    scale = loss_scale(arrays)
     for index in range(arrays["tokens"].shape[0]):
         rows = {name: array[index] for name, array in arrays.items()}
         gradients, sums, seen = forward_backward(params, scale, rows, jax.random.fold_in(key, index))

@@ -220,6 +220,18 @@ class TorchEngine(Engine):
             self.taps.measure(None)
             self._statistics = kept
 
+    def gradient_norms(self, batch: Batch) -> dict[str, float]:
+        if self._config.parallel.kind == "deepspeed" or self._config.optimizer.in_backward:
+            return super().gradient_norms(batch)  # a backward pass is an update
+        with devices.memory_errors("computing gradients", self._memory):
+            (num_examples,) = self._ranks.sum_counts(self._num_examples(batch))
+            references = self._reference.answer_log_probs(batch) if self._reference is not None else None
+            self._train_micro_batches(batch, max(1, int(num_examples)), references)
+            gradients = self.parameters.whole(self.parameters.gradients)
+            norms = {name: float(torch.linalg.vector_norm(whole.float())) for name, whole in gradients}
+            self.parameters.zero_gradients()
+            return norms
+
     def _train_micro_batch(
         self, batch: Batch, index: int, count: int, references: list[Tensor] | None, *, compiled: bool = True
     ) -> LossSums | PairSums:

@@ -18,13 +18,14 @@ app = typer.Typer(add_completion=False)
 def export(
     run: ModelName,
     to: Annotated[
-        Literal["hf", "gguf", "peft"],
+        Literal["hf", "gguf", "peft"] | None,
         typer.Option(
             "--to",
-            help="hf: a directory that transformers loads; adapters are merged. gguf: one with a file for llama.cpp. "
-            "peft: an adapter by itself.",
+            help="hf (default): a directory that transformers loads; adapters are merged. gguf: one with a file for "
+            "llama.cpp. peft: an adapter by itself.",
+            show_default=False,
         ),
-    ] = "hf",
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="New directory. Default: in the run directory.")
     ] = None,
@@ -34,8 +35,28 @@ def export(
         bool, typer.Option("--check", help="Load the export with transformers; compare logits and greedy tokens.")
     ] = False,
     step: StepOption = None,
+    passport: Annotated[
+        bool,
+        typer.Option(
+            "--passport",
+            help="Write what the checkpoint is and was trained on: model card, CycloneDX, Croissant, SPDX. With --to "
+            "beside the model, else by themselves.",
+        ),
+    ] = False,
+    facts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="For the passport, YAML file with what no run knows: provider, licences, ..."
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Sign the directory for `model_signing verify`: private ECDSA P-256 key (PEM)."
+        ),
+    ] = None,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export a model to Hugging Face format, GGUF or a peft adapter. Existing files are never overwritten."""
+    """Export a model to Hugging Face format, GGUF or a peft adapter, or its passport. Files are never overwritten."""

@@ -28,15 +28,44 @@ def show(run: RunName, root: Root = DEFAULT_ROOT, as_json: AsJson = False, _: Tr
 
 
 @app.command()
+@implemented_in("vorox.cli.runs.run_time")
+def time(
+    run: RunName,
+    save_every: Annotated[
+        list[int] | None,
+        typer.Option("--save-every", min=1, help="Also compute the run with a save every so many steps; repeatable."),
+    ] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: AsJson = False,
+) -> None:
+    """Show where the time of a run went, its goodput, and what another save interval would have gained."""
+
+
+@app.command()
 @implemented_in("vorox.cli.runs.comparison")
 def compare(
     run: RunName,
     other: Annotated[str, typer.Argument(metavar="OTHER", help="The run to compare with.")],
     root: Root = DEFAULT_ROOT,
     every: Annotated[bool, typer.Option("--all", help="All metrics, not only the common ones.")] = False,
+    paired: Annotated[
+        bool,
+        typer.Option(
+            "--paired",
+            help="For a run and its fork: the difference of the loss by step, by source and by document.",
+        ),
+    ] = False,
+    steps: Annotated[
+        str | None,
+        typer.Option("--steps", metavar="A:B", help="With --paired: steps with the documents. Default: the last 10."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs: settings, replay chains and metrics."""
+    """Compare two runs: settings, replay chains and metrics.
+
+    With --paired, the losses of documents are computed under the last
+    checkpoint of the same step of each run.
+    """
 
 
 Smoothing = Annotated[

@@ -18,8 +18,10 @@ from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.processes.process_start import process_started_at
-from vorox.records.run_lookup import find_run
-from vorox.run import with_states, workload_of_run
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.records.run_lookup import find_run, split_step
+from vorox.run import states_of_run, with_states, workload_of_run
+from vorox.training.checkpoints.store import Checkpoint, verify
 from vorox.training.materialize import Materialized, Proof, open_range, steps_every
 from vorox.training.materialize import materialize as write_checkpoints
 from vorox.training.re_execution import ReExecution, cost_of
@@ -68,6 +70,40 @@ def materialize(
         print_json([{**asdict(one), "path": str(one.path)} for one in found])
     else:
         _print(found)
+
+
+def step_of(root: str, run: str, step: int | None) -> tuple[str, int]:
+    """Split ``RUN@STEP``, or a run and ``--step``, into run and step.
+
+    Raises:
+        ConfigError: Neither names a step, or both do.
+    """
+    name, found = split_step(root, run, step)
+    if found is None:
+        raise ConfigError("No step is named", where=run, hint=f"write --step N, or {run}@N")
+    return name, found
+
+
+def state_after(run_directory: Path, step: int, scratch: Path, root: str, nproc: int) -> Checkpoint:
+    """Return the state of a run after a step; if it is not kept, computed again by ``nproc`` ranks.
+
+    Args:
+        run_directory: The run.
+        step: Its finished steps.
+        scratch: Where ranks write it; one process uses the cache of states.
+        root: Parent directory of runs.
+        nproc: Number of ranks.
+
+    Raises:
+        typer.Exit: The ranks have failed, and said why.
+        VoroxError: As ``states_after``.
+    """
+    if nproc == 1 or step in step_directories(run_directory):
+        return states_of_run(run_directory, [step], PrintedNotices())[step]
+    command = ["checkpoints", "materialize", str(run_directory), "--step", str(step), "--to", str(scratch), "--json"]
+    if code := launch_ranks(nproc, [*command, "--root", root], advice=""):
+        raise typer.Exit(code)
+    return verify(scratch / RunLayout(run_directory).checkpoint(step).name)
 
 
 def _chosen(run_directory: Path, steps: Sequence[int], every: int | None) -> list[int]:

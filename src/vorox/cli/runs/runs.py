@@ -18,7 +18,7 @@ from vorox.experiments.artifacts import RunSummary, inspect_run, list_checkpoint
 from vorox.experiments.tracking import read_metrics
 from vorox.experiments.verdicts import read_verdicts
 from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import find_run, run_argument, run_attempts
+from vorox.records.run_lookup import find_run, fork_lines, run_argument, run_attempts
 
 _CURVE_POINTS = 12
 
@@ -93,6 +93,7 @@ def head_lines(run: RunSummary) -> list[str]:
         f"  loss       {humanize.number(run.loss)}, validation {humanize.number(run.eval_loss)}",
         f"  directory  {run.directory}  ({humanize.size(run.size_bytes)})",
     ]
+    lines += [f"  origin     {line}" for line in fork_lines(run.directory)]
     if run.problem:
         lines.append(f"  problem    {run.problem}")
     if run.failure is not None and run.state != "running":

@@ -71,12 +71,15 @@ def _preview(run: ChosenRun, restored_to: Path | None = None) -> RunPreview:
     return RunPreview(run.config, run.resume_from, run.named_keys, run.origin, restored_to)
 
 
-def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str]) -> None:
+def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str], launched_at: float) -> None:
     if minutes is not None and run.resume_from == "auto":
         run, minutes = _unfinished_run(run, minutes)
     config, resume_from, named_keys = run.config, run.resume_from, run.named_keys
     if not is_main_rank():
-        train_run(config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys)
+        train_run(
+            config, resume_from=resume_from, minutes=minutes, argv=command, named_keys=named_keys,
+            launched_at=launched_at,
+        )  # fmt: skip
         return
     build_display = BuildDisplay()
     display = RunScreen(open_display(), build_display)
@@ -96,6 +99,7 @@ def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str]) -> 
             on_progress=build_display,
             argv=command,
             named_keys=named_keys,
+            launched_at=launched_at,
         )
     finally:
         display.close()

@@ -6,6 +6,7 @@ The command is checked before anything that trains is imported (``cli/training/r
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vorox.cli.settings.config import source_and_overrides
 from vorox.cli.terminal.output import has_terminal
 from vorox.cli.training.run_choice import ChosenRun, choose_run, parent_of_runs, parse_command
 from vorox.core.errors import ConfigError
+from vorox.core.processes.process_start import process_started_at
 from vorox.core.ranks.distributed_context import membership
 from vorox.data.storage import scheme_of
 from vorox.planning.time_limit import check_minutes, parse_minutes
@@ -27,7 +29,7 @@ from vorox.training.mirror import preview_from_store
 
 
 @implemented_in("vorox.cli.training.run")
-def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str]) -> None:
+def start_run(run: ChosenRun, minutes: float | None, command: Sequence[str], launched_at: float) -> None:
     """Train the run that a command names, and print its progress and summary."""
 
 
@@ -64,9 +66,11 @@ def train(
         "--from-weights": from_weights, "--minutes": minutes, "--nproc": None if nproc == 1 else nproc,
         "--max-restarts": max_restarts or None,
     }  # fmt: skip
+    launched_at = process_started_at()
     if menu or _opens_menu(bool(arguments or name or dry_run or resume != "auto" or any(given.values()))):
         _check_menu(is_alone=resume == "auto" and not name and not dry_run)
         arguments, resume, name = choose_in_menu(arguments or [], given)
+        launched_at = time.time()
     parsed = parse_command(arguments or [], from_weights)
     if dry_run:
         _check_dry_run(nproc, max_restarts)
@@ -91,7 +95,7 @@ def train(
         restarts = _restarts(max_restarts, resume, command_of, run)
         raise typer.Exit(launch_ranks(nproc, command_of(resume), restarts))
     options[:0] = nproc_option().split()  # the launcher's, which this process is not given
-    start_run(run, limit, ["vorox", *command_of(resume)])
+    start_run(run, limit, ["vorox", *command_of(resume)], launched_at)
 
 
 def _opens_menu(has_arguments: bool) -> bool:

@@ -361,6 +361,12 @@ def read_history(path: Path, *, skip_damaged: bool = False) -> dict[int, dict[st
     return {record["step"]: record for record in sorted(found, key=operator.itemgetter("step"))}
 
 
+def lines_up_to(path: Path, last_step: int) -> bytes:
+    """Return the valid records of the steps up to one, as the lines of a file of their own."""
+    records = valid_records(read_lines(path))
+    return b"".join(canonical_json(record) + b"\n" for record in records if record["step"] <= last_step)
+
+
 class _DamagedLine(dict[str, Any]):
     """Stands for a line that cannot be read: of the step after the one before it, with its ``number`` in the file."""
 

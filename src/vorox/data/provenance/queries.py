@@ -269,7 +269,7 @@ def when(
         ConfigError: No file matches, or several do.
         DataError: A chunk is missing or damaged, or the record of the executed steps is lost.
     """
-    files, found = _files(run_data, uri), list[Occurrence]()
+    files, found = files_named(run_data, uri), list[Occurrence]()
     for reading in _readings(run_data):
         places: list[_Place] = []
         for index, file_index in files:
@@ -517,8 +517,15 @@ def _executions(history: Sequence[StepInterval], step: int, is_skipped: bool) ->
     ]
 
 
-def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
+def files_named(run_data: RunDataIndex, name: str, where: str = "--source") -> list[tuple[int, int]]:
     """Return (source index, file index) of every file that matches a name; all have the same URI.
+
+    A file of the validation set has none.
+
+    Args:
+        run_data: The run.
+        name: The file, or a unique ending of its name.
+        where: The option, for errors.
 
     Raises:
         ConfigError: No file matches, or files with different URIs do.
@@ -531,7 +538,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
         more = f" and {len(uris) - _MAX_NAMES:,} more" if len(uris) > _MAX_NAMES else ""
         raise ConfigError(
             f"{name} matches {len(uris):,} files: {', '.join(uris[:_MAX_NAMES])}{more}",
-            where="--source", hint="give more of the name",
+            where=where, hint="give more of the name",
         )  # fmt: skip
     if is_held_out(run_data, name):
         return []
@@ -539,7 +546,7 @@ def _files(run_data: RunDataIndex, name: str) -> list[tuple[int, int]]:
     near = _nearest(name, sorted(listed))
     hint = f"did you mean {' or '.join(near)}?" if near else "`vorox data peek` shows the names of files"
     what = f"No file matches {name} among the {len(listed):,} files of this run"
-    raise ConfigError(what, where="--source", hint=hint)
+    raise ConfigError(what, where=where, hint=hint)
 
 
 def matching_files(run_data: RunDataIndex, name: str) -> list[tuple[int, int, str]]:

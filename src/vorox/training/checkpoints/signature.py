@@ -68,7 +68,7 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
     state = read_states(run_directory, step).get(step)
     if state is None or state[:2] != (metadata.get("chain"), metadata.get("fingerprint")):
         raise _other_states(run_directory, step)
-    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in _digests(checkpoint).items()]
+    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in file_digests(checkpoint).items()]
     statement = {
         "_type": STATEMENT_TYPE,
         "subject": subjects,
@@ -110,7 +110,8 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
             f"The signature is for step {statement.step} of run {statement.run}", where=str(path),
             hint="a signature belongs to one checkpoint; it cannot be moved or renamed",
         )  # fmt: skip
-    signed, found = statement.files, _digests(checkpoint)
+    read_manifest(checkpoint)
+    signed, found = statement.files, file_digests(checkpoint)
     for name in sorted(signed.keys() | found.keys(), key=lambda name: (name == MANIFEST_NAME, name)):
         if signed.get(name) != found.get(name):
             what = "was added" if name not in signed else "is missing" if name not in found else "has changed"
@@ -140,6 +141,18 @@ def verify_newest_is_present(run_directory: Path) -> None:
         f"The newest signed checkpoint, of step {newest:,}, is missing", where=str(layout.checkpoint(newest)),
         hint=f"restore it from a copy; if you removed it yourself, remove {layout.signature(newest)} too",
     )  # fmt: skip
+
+
+def recorded_key_ids(run_directory: Path, step: int) -> tuple[str, ...]:
+    """Return the ids of the keys that a checkpoint's signature names, unverified; empty if it is not signed.
+
+    Raises:
+        MalformedJson: The signature file is damaged.
+    """
+    path = RunLayout(run_directory).signature(step)
+    if not path.exists():
+        return ()
+    return tuple(entry["keyid"] for entry in read_json(path, {"signatures": [{"keyid": str}]})["signatures"])
 
 
 def load_private_key(path: Path) -> PrivateKey:
@@ -246,21 +259,23 @@ def _other_states(run_directory: Path, step: int) -> CheckpointError:
     )  # fmt: skip
 
 
-def _digests(checkpoint: Path) -> dict[str, str]:
-    """Return the SHA-256 of the manifest and of every file in the directory, by name."""
-    read_manifest(checkpoint)
+def file_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file in a directory, by name.
+
+    Raises:
+        CheckpointError: A file is not a regular file, or cannot be read.
+    """
     found: dict[str, str] = {}
-    for path in sorted(checkpoint.rglob("*")):
+    for path in sorted(directory.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
         try:
             with open_regular(path) as file:
-                found[path.relative_to(checkpoint).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+                found[path.relative_to(directory).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
         except MalformedJson as error:
             raise CheckpointError("A file of the checkpoint is not a regular file", where=str(path)) from error
         except OSError as error:
             raise unreadable_error(error, path) from error
-    assert MANIFEST_NAME in found
     return found
 
 
@@ -289,8 +304,21 @@ def _algorithm(key: Any) -> tuple[Any, ...]:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    is_ecdsa = isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey)
-    return (ec.ECDSA(hashes.SHA256()),) if is_ecdsa else ()
+    return (ec.ECDSA(hashes.SHA256()),) if is_ecdsa(key) else ()
+
+
+def is_ecdsa(key: PrivateKey | PublicKey) -> bool:
+    """Whether a key is of ECDSA, not Ed25519."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey)
+
+
+def public_pem(key: PrivateKey) -> bytes:
+    """Return the public key of a private one, in PEM."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _key_id(key: PublicKey) -> str:

@@ -9,7 +9,7 @@ staged directory is compared with it before the commit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from vorox.core.engine import Engine
 from vorox.core.errors import CheckpointError, ConfigError
 from vorox.core.files import atomic, staged_directory
 from vorox.core.files.atomic import MANIFEST_NAME
-from vorox.core.files.disk_errors import room_text
+from vorox.core.files.disk_errors import disk_error, room_text
 from vorox.core.files.json_reader import read_json
 from vorox.core.files.staged_directory import StagedDirectory
 from vorox.core.schema.runtime import NumberFormat
@@ -45,6 +45,7 @@ from vorox.models.spec import ModelSpec
 from vorox.models.stored.spec import spec_from_json
 from vorox.models.stored.weights import stored_entries
 from vorox.training.checkpoints.origins import CHECKPOINTS, RUN
+from vorox.training.checkpoints.signature import file_digests
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
 from vorox.training.export.adapter import merged, write_peft
 from vorox.training.export.comparison import (
@@ -59,11 +60,27 @@ from vorox.training.origin.model_origin import EXPORT_FORMAT, is_model_directory
 from vorox.training.origin.transformers_ids import TEXTS
 
 Target = Literal["hf", "gguf", "peft"]
+SIGNATURE_NAME = "model.sig"
+"""The signature of a whole directory (``passport/model_signature.py``), which its manifest therefore cannot list."""
+_PASSPORT_FORMAT = "vorox-passport/1"
 _STORED: Mapping[NumberFormat, tuple[Stored, str]] = {
     "fp32": ("F32", "float32"),
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Documents that describe the files of a model.
+
+    Attributes:
+        digest: Of what they are written from, for a repeated export.
+        write: Returns them by name, given size and SHA-256 of each file of the model by its name.
+    """
+
+    digest: str
+    write: Callable[[Mapping[str, tuple[int, str]]], Mapping[str, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,7 @@ def export(
     engine: Engine | None = None,
     texts: Sequence[str] = TEXTS,
     check: bool = True,
+    companions: Companions | None = None,
 ) -> Export:
     """Write a checkpoint in Hugging Face format, as GGUF or as a peft adapter.
 
@@ -110,6 +128,7 @@ def export(
             are replaced. ``None`` skips the comparison. To merge an adapter (``hf``), it is needed.
         texts: Texts that the comparison encodes and scores, besides random tokens.
         check: Whether to compare with the engine.
+        companions: Documents to write beside the model.
 
     Raises:
         ConfigError: The format does not have the architecture, or the target has other content.
@@ -128,6 +147,7 @@ def export(
         import_gguf()
     metadata = _metadata(checkpoint, spec, dtype) | ({"to": to} if to != "hf" else {})
     metadata |= {"weights": weights} if weights != "model" else {}
+    metadata |= {"passport": companions.digest} if companions is not None else {}
     if target.parent.is_dir():
         atomic.sweep_temporary(target.parent)
     existed = _is_exported(target, metadata)
@@ -147,6 +167,8 @@ def export(
                 else:
                     _write(directory, checkpoint.path, spec, _config(checkpoint), dtype, weights)
                 comparison = compare_with(directory.path)
+                if companions is not None:
+                    _write_companions(directory, companions, directory.path)
                 directory.commit(metadata)
         except OSError as error:
             raise _write_failure(target, spec, dtype, error) from error
@@ -157,6 +179,41 @@ def export(
     return Export(
         target, checkpoint.step, dtype, written.num_parameters, size_bytes, existed, has_tokenizer, kind, comparison
     )
+
+
+def export_passport(checkpoint: Checkpoint, target: Path, companions: Companions) -> bool:
+    """Write the documents of a checkpoint without the model, and return whether they existed already.
+
+    Args:
+        checkpoint: A verified checkpoint.
+        target: Directory to create. It may be empty or hold the same documents.
+        companions: The documents.
+
+    Raises:
+        ConfigError: The target has other content.
+        CheckpointError: The documents cannot be written.
+    """
+    metadata = {"format": _PASSPORT_FORMAT, "step": checkpoint.step, "passport": companions.digest}
+    if target.parent.is_dir():
+        atomic.sweep_temporary(target.parent)
+    if _is_exported(target, metadata):
+        return True
+    try:
+        with StagedDirectory(target) as directory:
+            _write_companions(directory, companions, checkpoint.path)
+            directory.commit(metadata)
+    except OSError as error:
+        raise disk_error(error, str(target)) or CheckpointError(
+            f"Passport cannot be written: {error.strerror}", where=str(error.filename or target),
+            hint="export to another directory", saved="the checkpoint is unchanged",
+        ) from error  # fmt: skip
+    return False
+
+
+def _write_companions(directory: StagedDirectory, companions: Companions, model: Path) -> None:
+    files = {name: ((model / name).stat().st_size, digest) for name, digest in file_digests(model).items()}
+    for name, content in companions.write(files).items():
+        directory.write(name, content)
 
 
 def _checkpoint(source: Path) -> Checkpoint:
@@ -244,7 +301,7 @@ def _is_exported(target: Path, metadata: Mapping[str, Any]) -> bool:
         target.rmdir()
         return False
     try:
-        found = staged_directory.verify_directory(target)
+        found = staged_directory.verify_directory(target, extra_files=frozenset({SIGNATURE_NAME}))
     except (CheckpointError, OSError):
         found = None
     if found != metadata:

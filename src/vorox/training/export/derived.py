@@ -30,6 +30,8 @@ PRUNED = "pruned"
 """Key of the manifest's metadata: how the weights were pruned."""
 MATERIALIZED = "materialized"
 """Whether a re-execution wrote the whole state of the step (``training/materialize.py``)."""
+ORIGIN_KEYS = frozenset({MATERIALIZED, RUN})
+"""Keys that a materialised checkpoint has besides those of the run's own."""
 _REPLACED = (MODEL_FILE, WEIGHTS_INDEX_FILE, OPTIMIZER_FILE, ENGINE_FILE, INDEX_FILE, STATE_NAME)
 
 

@@ -34,7 +34,7 @@ def train(session: Session, progress: Progress) -> Progress:
             raise saving.end_without_batch(progress, missing)
         if session.profiler is not None:
             session.profiler.begin(progress.step + 1)
-        session.heartbeat.enter("data", progress.step + 1)
+        session.heartbeat.begin_step(progress.step + 1)
         try:
             with saving.on_failure(progress):
                 batch = next(session.batches)

@@ -23,6 +23,7 @@ from vorox.experiments.tracking import Tracker
 from vorox.models.spec import ModelSpec
 from vorox.planning import flops
 from vorox.planning.memory_estimate import memory_per_device
+from vorox.records.log import SAVED
 from vorox.records.run_lookup import short_path
 from vorox.runtime.device_peaks import peak_of_environment
 from vorox.runtime.heartbeat import Heartbeat
@@ -189,7 +190,7 @@ class Observer:
         if self.notice is not None:
             self.notice.saved(seconds)
         text = f"Saved {path.name} in {seconds:.2f} s"
-        self._log.event("checkpoint_saved", text, step=progress.step, chain=progress.chain, seconds=seconds)
+        self._log.event(SAVED, text, step=progress.step, chain=progress.chain, seconds=seconds)
 
     def validating(self, progress: Progress) -> Callable[[Evaluation, Sequence[tuple[str, str]]], None]:
         """Return a function that reports the result, the completions and the time since this call."""

@@ -107,6 +107,7 @@ class RankStatistics:
 
     Attributes:
         metrics: Metrics of all ranks at the last exchange; empty with one rank.
+        behind_seconds: On the main rank: how much longer than this rank the slowest took for the step before the last.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class RankStatistics:
         self._num_reports = 0
         self._hosts: list[str] = []
         self.metrics: dict[str, float] = {}
+        self.behind_seconds = 0.0
 
     @classmethod
     def of(cls, workload: Workload, heartbeat: Heartbeat, total_steps: int) -> RankStatistics:
@@ -169,6 +171,7 @@ class RankStatistics:
             return
         times = [(float(report["waited_seconds"]), float(report["compute_seconds"])) for report in reports]
         totals = [waited + compute for waited, compute in times]
+        self.behind_seconds = max(totals) - totals[0]
         self.metrics |= {"ranks/slowest_seconds": max(totals), "ranks/median_seconds": statistics.median(totals)}
         found = self._detector.add(times)
         if found is not None:

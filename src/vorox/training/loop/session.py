@@ -28,6 +28,7 @@ from vorox.planning.disk_space import plan_disk
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import ReplayChain, StateChain, examine_chain
 from vorox.records.run_context import RunContext
+from vorox.records.step_times import StepTimes
 from vorox.runtime.heartbeat import Heartbeat
 from vorox.training import user_functions
 from vorox.training.checkpoints.writer import CheckpointWriter
@@ -47,7 +48,6 @@ from vorox.training.loop.step_sync import NextBatch, StepSync
 from vorox.training.loop.validation import Validation
 from vorox.training.resume import resume
 from vorox.training.steps.dataloading import (
-    check_engine_of_plan,
     training_batches,
     validation_set,
     validation_sets_by_source,
@@ -144,7 +144,6 @@ def open_session(
     heartbeat = _heartbeat(setup)
     recomputation = StepRecomputation.open(config.runtime, engine, heartbeat)
     next_batch = NextBatch(workload.distributed, stop, heartbeat)
-    check_engine_of_plan(plan, engine)
     tracker = Tracker.open(
         run.directory, config.log, attempt=run.attempt, resume_step=progress.step, distributed=workload.distributed,
         log=log, settings=redact_value(flat_values(config)),
@@ -198,9 +197,11 @@ def open_session(
 def _heartbeat(setup: TrainingSetup) -> Heartbeat:
     run, dist, limits = setup.run, setup.workload.distributed, setup.workload.config.runtime
     timeout, long_timeout = limits.stall_timeout_seconds, limits.long_stall_timeout_seconds
+    times = StepTimes(run.directory, run.attempt, setup.state.progress.step) if dist.is_main else None
     return Heartbeat(
         run.directory, rank=dist.rank, local_rank=dist.local_rank, attempt=run.attempt, timeout_seconds=timeout,
         long_timeout_seconds=long_timeout and max(long_timeout, timeout or 0.0), notice=end_notice(run),
+        times=times,
     )  # fmt: skip
 
 

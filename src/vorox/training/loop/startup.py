@@ -286,7 +286,7 @@ def _rollback_event(rollback: Rollback, found: Checkpoint | None, config: RunCon
     text = (
         f"Rollback {rollback.number} of {config.train.max_spike_rollbacks}: loss {rollback.loss:.4g} at step "
         f"{rollback.step:,} is above {rollback.max_loss:.4g}; back to the state after step {state:,}, skipping {steps} "
-        f"(`vorox data where --step {rollback.step}` shows documents)"
+        f"(`vorox explain RUN --step {rollback.step}` finds the documents that caused it)"
     )
     log.event(
         "loss_spike_rollback", text, level="warning", step=rollback.step, first_skipped_step=first, state_step=state

@@ -195,6 +195,7 @@ class StepSync:
         self._running = None
         if exchange.statistics:
             self._statistics.receive(exchange.statistics)
+            heartbeat.wait_for_ranks(self._statistics.behind_seconds)
         if decided["stop"] and not self.stop.requested:
             self.stop.requested = decided["stop"]
             self.stop.requested_at = self._local_stop.requested_at or time.monotonic()

@@ -366,15 +366,17 @@ def next_change(run_directory: Path, step: int) -> int | None:
     return None
 
 
-def config_in_force(run_directory: Path, step: int, missing: RunConfig | None = None) -> tuple[RunConfig, int | None]:
+def config_in_force(
+    run_directory: Path, step: int, missing: RunConfig | None = None, *, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, int | None]:
     """Return the configuration of the step after ``step``, and the step from which the next one is in force.
 
     If ``config.yaml`` is missing, ``missing`` takes its place. Model and tokenizer are where the newest configuration
-    has them.
+    has them. ``overrides`` replace settings of the step.
     """
     files = RunLayout(run_directory).configs_by_step()
     before = max((known for known in files if known <= step), default=None)
     newest = RunLayout(run_directory).config
-    current = missing if missing is not None and not newest.exists() else read_config(run_directory)
-    found = current if before is None else with_locations_of(load_config(files[before]), current)
+    current = missing if missing is not None and not newest.exists() else read_config(run_directory, overrides)
+    found = current if before is None else with_locations_of(load_config(files[before], overrides), current)
     return with_absolute_paths(found), min((known for known in files if known > step), default=None)

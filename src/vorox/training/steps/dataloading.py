@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from vorox.core.batch import Batch, DataCursor, DataShard
-from vorox.core.engine import Engine
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
@@ -35,19 +34,6 @@ from vorox.training.steps.teacher_logits import LogitsReader
 
 def _never() -> bool:
     return False
-
-
-def check_engine_of_plan(plan: DataPlan, engine: Engine) -> None:
-    """Refuse masked documents on an engine on which they would change the share of the others in the loss.
-
-    Raises:
-        ConfigError: The engine divides the loss by the labels that are left.
-    """
-    if plan.state.masks and not engine.divides_by_recorded_targets:
-        raise ConfigError(
-            f"The data plan masks documents, which the {engine.name} engine does not support: it divides the loss by "
-            "the labels that are left", where="backend", hint="train with backend=torch",
-        )  # fmt: skip
 
 
 def training_batches(

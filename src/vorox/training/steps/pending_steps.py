@@ -82,7 +82,8 @@ class SettledStep:
             return f"Skipped step {self.number:,}: it led to a loss spike before the rollback"
         if self.is_spike:
             what = f"Loss spike at step {self.number:,}" if self.rolls_back else f"Skipped step {self.number:,}"
-            return f"{what}: loss {self.values.loss:.4g} is above {self.step.max_loss:.4g}"
+            command = "" if self.rolls_back else f" (`vorox explain RUN --step {self.number}` finds its cause)"
+            return f"{what}: loss {self.values.loss:.4g} is above {self.step.max_loss:.4g}{command}"
         return f"Skipped step {self.number:,}: loss {self.values.loss}, gradient norm {self.values.grad_norm}"
 
     def numerical_error(self, record: str) -> NumericalError:
@@ -97,7 +98,7 @@ class SettledStep:
                 where=f"step {self.number:,}",
                 hint="lower optimizer.lr, or let train.spike_policy skip such steps (train.max_spike_steps) or roll "
                 "back (train.max_spike_rollbacks); "
-                f"`vorox data where --step {self.number}` shows its documents",
+                f"`vorox data where RUN --step {self.number}` shows its documents",
             )
         return NumericalError(
             f"Loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "

@@ -1,0 +1,65 @@
+"""Forks on one rank and on two, on both engines: unchanged their parents, masked different from the document on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ranks.processes import Runs
+from ranks.test_processes import MODEL as JAX_MODEL
+from ranks.test_rank_data import ranks
+from ranks.test_torch_ranks import MODEL as TORCH_MODEL
+from vorox.data.provenance.queries import when
+from vorox.data.provenance.run_data_index import RunDataIndex
+from vorox.records.replay_chain import read_chain
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"torch": TORCH_MODEL, "jax": JAX_MODEL}
+STEPS = 50
+SETTINGS = [f"train.num_steps={STEPS}", "checkpoint.every_steps=10"]
+
+
+def chain(run: Path) -> dict[int, str]:
+    return {step: entry.chain for step, entry in read_chain(run).items()}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=pytest.mark.jax)]
+)
+def test_a_fork_is_its_parent_but_for_its_change(tmp_path: Path, engine: str, count: int) -> None:
+    runs, nproc = Runs(tmp_path, MODELS[engine]), ["--nproc", str(count)] if count > 1 else []
+    parent, _ = runs.train("parent", [*SETTINGS, *(ranks(runs, count) if count > 1 else [])])
+    runs.run_fresh(["fork", parent.name, "--step", "17", "--name", "same", "--no-train", *nproc])
+    runs.vorox(["train", "--resume", "same", *nproc])
+    assert chain(runs.find("same")) == chain(parent)
+    assert len(chain(parent)) == STEPS
+    with RunDataIndex.open(parent) as run_data:
+        found = {
+            ordinal: sorted(
+                {one.step for one in when(run_data, "text.jsonl", ordinal=ordinal) if 40 < one.step <= STEPS}
+            )
+            for ordinal in range(30)
+        }
+    ordinal = max(found, key=lambda ordinal: found[ordinal][:1])
+    first = found[ordinal][0]
+    without = ["--without-document", f"text.jsonl:{ordinal}", "--name", "masked", "--no-train"]
+    runs.run_fresh(["fork", parent.name, "--step", "40", *without, *nproc])
+    runs.vorox(["train", "--resume", "masked", *nproc])
+    masked = chain(runs.find("masked"))
+    assert [step for step in masked if masked[step] != chain(parent)[step]] == list(range(first, STEPS + 1))
+    assert "bit-exact" in runs.vorox(["replay", "masked", "--from", "40", *nproc])
+
+
+@pytest.mark.torch
+def test_a_step_of_two_ranks_is_explained_by_two(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, TORCH_MODEL)
+    parent, _ = runs.train("parent", ranks(runs, 2))
+    before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
+    said = runs.run_fresh(["explain", f"{parent.name}@7", "--next", "1", "--nproc", "2"])
+    assert "What each document added" in said
+    assert "Where the gradient norm arises" in said
+    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    assert "num_processes" in runs.run_fresh(["explain", f"{parent.name}@9", "--next", "0"], code=7)
