@@ -160,7 +160,7 @@ def train(
             tasks,
         )
         notices = _LoggedNotices(display.message)
-        ended = with_states(lambda: process.run_attempt(resume_from, launched_at), notices)
+        ended = with_states(functools.partial(process.run_attempt, resume_from, launched_at), notices)
         while isinstance(ended, _Returned):
             launched_at = time.time()
             gc.collect()  # frees the engine of the attempt before the next one is created

@@ -88,6 +88,7 @@ def test_the_length_of_a_run() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_the_command_prints_it_at_the_speed_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

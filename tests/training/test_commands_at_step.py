@@ -18,10 +18,11 @@ from training.test_materialize import EVERY_STATE
 from vorox.cli import main
 from vorox.core.errors import ConfigError
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.schema import RunConfig
 from vorox.records.run_lookup import notes_of_attempts
 from vorox.training.checkpoints.materialized_cache import folder
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 STEP = 7
 
 
@@ -43,7 +44,7 @@ def _inside(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree("cache/materialized", ignore_errors=True)
 
 
-def configured(directory: Path, name: str, *settings: str) -> vorox.RunConfig:
+def configured(directory: Path, name: str, *settings: str) -> RunConfig:
     return tiny_runs.configuration(directory, ["model.family=llama", f"run.name={name}", *settings])
 
 
@@ -123,7 +124,6 @@ def test_the_base_of_an_adapter_must_be_kept(house: Path) -> None:
 
 
 @pytest.mark.jax
-@pytest.mark.slow
 def test_parity_starts_from_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("--steps", "2", "precision.dtype=fp32", "runtime.num_threads=null", "--json")
     kept, made = (
