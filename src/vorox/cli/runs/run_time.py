@@ -110,6 +110,7 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
     if intervals.reason:
         typer.echo(f"\nOther save intervals are not computed for this run: {intervals.reason}")
         return
+    has_lost = any(attempt.num_lost_steps for attempt in found.attempts)
     best = max(outcomes, key=lambda outcome: outcome.goodput_fraction)
     rows = [
         [
@@ -122,7 +123,7 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
                 word
                 for word, applies in (
                     ("as recorded", outcome.every_steps == intervals.recorded),
-                    ("best", outcome.every_steps == best.every_steps),
+                    ("best", has_lost and outcome.every_steps == best.every_steps),
                 )
                 if applies
             ),
@@ -132,9 +133,8 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
     typer.echo("\nThe recorded attempts, computed again with a save every so many steps:\n")
     titles = ["EVERY", "GOODPUT", "WALL", "REDONE", "SAVE", ""]
     print_table(titles, rows, right="EVERY GOODPUT WALL REDONE SAVE")
-    lost = any(attempt.outcome in {"killed", "rolled_back", "failed"} for attempt in found.attempts[:-1])
-    if not lost:
-        typer.echo("No attempt lost steps, so fewer saves always gain; they protect against failures to come.")
+    if not has_lost:
+        typer.echo("No steps were lost, so fewer saves always gain here; saves protect against failures to come.")
 
 
 def _known(attempt: AttemptTime, name: TimeClass) -> str:
