@@ -54,7 +54,7 @@ def _as_json(name: str, found: RunTime, intervals: SaveIntervals, outcomes: list
         "run": name,
         "is_running": found.is_running,
         "wall_seconds": found.wall_seconds,
-        "seconds": found.seconds,
+        "seconds": found.stated_seconds,
         "goodput_fraction": found.goodput_fraction,
         "unsaved_steps": found.num_unsaved_steps,
         "attempts": [
@@ -75,11 +75,11 @@ def _print_classes(name: str, found: RunTime) -> None:
     first, last = found.attempts[0].started_at, found.attempts[-1].ended_at
     until = "now" if found.is_running else _moment(last)
     typer.echo(f"{name}: {pluralize(len(found.attempts), 'attempt')}, {_moment(first)} to {until}\n")
-    seconds, wall = found.seconds, found.wall_seconds
+    seconds, wall = found.stated_seconds, found.wall_seconds
     rows = [
         [name, humanize.duration(seconds[name]), _share(seconds[name], wall), _MEANINGS[name]]
         for name in CLASSES
-        if seconds[name] or name not in {"unknown"}
+        if name != "unknown" or seconds[name]
     ]
     rows.append(["wall", humanize.duration(wall), _share(wall, wall), "from the first start to the last end"])
     print_table(["CLASS", "TIME", "SHARE", "WHAT"], rows, right="TIME SHARE", optional="WHAT")
@@ -147,8 +147,8 @@ def _steps(attempt: AttemptTime) -> str:
     return f"{attempt.first_step:,}-{attempt.last_step:,}"
 
 
-def _share(seconds: float, wall: float) -> str:
-    return f"{seconds / wall:.1%}" if wall > 0 else humanize.UNKNOWN
+def _share(seconds: float | None, wall: float) -> str:
+    return humanize.percent(seconds / wall, 1) if seconds is not None and wall > 0 else humanize.UNKNOWN
 
 
 def _moment(at: float) -> str:
