@@ -195,6 +195,8 @@ def test_a_run_of_an_earlier_version_has_unknown_time_and_none_that_is_zero(copi
     assert found.seconds["unknown"] == pytest.approx(found.wall_seconds - found.seconds["absent"])
     assert found.goodput_fraction is None
     assert len(found.notes) == 2
+    stated = json.loads(vorox(str(copied), "--json").output)["seconds"]
+    assert all((seconds is None) == (name not in {"absent", "unknown"}) for name, seconds in stated.items())
     text = vorox(str(copied)).output
     assert "Goodput: unknown" in text
     assert "an earlier version wrote it, or times.bin is lost" in text

@@ -54,7 +54,7 @@ def _as_json(name: str, found: RunTime, intervals: SaveIntervals, outcomes: list
         "run": name,
         "is_running": found.is_running,
         "wall_seconds": found.wall_seconds,
-        "seconds": found.seconds,
+        "seconds": found.stated_seconds,
         "goodput_fraction": found.goodput_fraction,
         "unsaved_steps": found.num_unsaved_steps,
         "attempts": [
@@ -75,11 +75,11 @@ def _print_classes(name: str, found: RunTime) -> None:
     first, last = found.attempts[0].started_at, found.attempts[-1].ended_at
     until = "now" if found.is_running else _moment(last)
     typer.echo(f"{name}: {pluralize(len(found.attempts), 'attempt')}, {_moment(first)} to {until}\n")
-    seconds, wall = found.seconds, found.wall_seconds
+    seconds, wall = found.stated_seconds, found.wall_seconds
     rows = [
         [name, humanize.duration(seconds[name]), _share(seconds[name], wall), _MEANINGS[name]]
         for name in CLASSES
-        if seconds[name] or name not in {"unknown"}
+        if name != "unknown" or seconds[name]
     ]
     rows.append(["wall", humanize.duration(wall), _share(wall, wall), "from the first start to the last end"])
     print_table(["CLASS", "TIME", "SHARE", "WHAT"], rows, right="TIME SHARE", optional="WHAT")
@@ -110,6 +110,7 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
     if intervals.reason:
         typer.echo(f"\nOther save intervals are not computed for this run: {intervals.reason}")
         return
+    has_lost = any(attempt.num_lost_steps for attempt in found.attempts)
     best = max(outcomes, key=lambda outcome: outcome.goodput_fraction)
     rows = [
         [
@@ -122,7 +123,7 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
                 word
                 for word, applies in (
                     ("as recorded", outcome.every_steps == intervals.recorded),
-                    ("best", outcome.every_steps == best.every_steps),
+                    ("best", has_lost and outcome.every_steps == best.every_steps),
                 )
                 if applies
             ),
@@ -132,9 +133,8 @@ def _print_intervals(found: RunTime, intervals: SaveIntervals, outcomes: list[In
     typer.echo("\nThe recorded attempts, computed again with a save every so many steps:\n")
     titles = ["EVERY", "GOODPUT", "WALL", "REDONE", "SAVE", ""]
     print_table(titles, rows, right="EVERY GOODPUT WALL REDONE SAVE")
-    lost = any(attempt.outcome in {"killed", "rolled_back", "failed"} for attempt in found.attempts[:-1])
-    if not lost:
-        typer.echo("No attempt lost steps, so fewer saves always gain; they protect against failures to come.")
+    if not has_lost:
+        typer.echo("No steps were lost, so fewer saves always gain here; saves protect against failures to come.")
 
 
 def _known(attempt: AttemptTime, name: TimeClass) -> str:
@@ -147,8 +147,8 @@ def _steps(attempt: AttemptTime) -> str:
     return f"{attempt.first_step:,}-{attempt.last_step:,}"
 
 
-def _share(seconds: float, wall: float) -> str:
-    return f"{seconds / wall:.1%}" if wall > 0 else humanize.UNKNOWN
+def _share(seconds: float | None, wall: float) -> str:
+    return humanize.percent(seconds / wall, 1) if seconds is not None and wall > 0 else humanize.UNKNOWN
 
 
 def _moment(at: float) -> str:

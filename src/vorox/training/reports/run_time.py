@@ -142,6 +142,13 @@ class RunTime:
         return found
 
     @property
+    def stated_seconds(self) -> dict[TimeClass, float | None]:
+        """Return ``seconds`` with ``None`` for a class without any, if unknown time may belong to it."""
+        seconds, is_known = self.seconds, self.goodput_fraction is not None
+        always = {"absent", "unknown"}
+        return {name: spent if is_known or spent or name in always else None for name, spent in seconds.items()}
+
+    @property
     def wall_seconds(self) -> float:
         return sum(self.seconds.values())
 
