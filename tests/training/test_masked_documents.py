@@ -187,7 +187,7 @@ def with_other_text(patch: pytest.MonkeyPatch, ordinal: int) -> None:
     patch.setattr(CacheReader, "read_rows", read_rows)
 
 
-@pytest.mark.parametrize("engine", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.jax)])
+@pytest.mark.parametrize("engine", ["numpy", "torch", pytest.param("jax", marks=[pytest.mark.jax, pytest.mark.slow])])
 def test_two_texts_of_equal_length_under_the_mask_give_equal_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
