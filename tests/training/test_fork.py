@@ -196,8 +196,10 @@ def test_a_fork_without_a_source_reads_the_others(tmp_path: Path, capsys: pytest
         (["--step", "4", "--without-document", "other.jsonl:1"], 2, "No file matches other.jsonl"),
         (["--step", "4", "--without-source", "other"], 2, "has no source other"),
         (["--step", "4", "--without-source", "text"], 2, "No source would be left"),
-        (["--step", "4", "model.hidden_size=32"], 2, "cannot be resumed with another configuration"),
+        (["--step", "4", "model.hidden_size=32"], 2, "cannot be forked with another configuration"),
         (["--step", "4", "optimizer.lr=fast"], 2, "optimizer.lr"),
+        (["--step", "8", "train.num_steps=6"], 2, "would end before it begins"),
+        (["--step", "4", "run.name=other"], 2, "--name names it"),
         (["--step", "4", "--json"], 2, "A training prints no JSON"),
     ],
 )
@@ -216,3 +218,34 @@ def test_documents_that_cannot_be_masked_are_refused_first(tmp_path: Path, capsy
     assert main(["fork", str(parent), "--step", "4", "--without-document", "text.jsonl:3"]) == 2
     assert "data.document_mask=false" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in parent.parent.iterdir()] == [parent.name]
+
+
+def test_a_document_that_is_masked_already_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
+    with RunDataIndex.open(parent) as run_data:
+        late = {ordinal: [one.step for one in when(run_data, "text.jsonl", ordinal=ordinal)] for ordinal in range(60)}
+        name = next(f"text.jsonl:{ordinal}" for ordinal, steps in late.items() if any(8 < step <= 12 for step in steps))
+        change = ForkChange(named_documents(run_data, [name], "here"))
+    masked = train_on(fork(parent, 4, state(parent, 4, tmp_path), change))
+    assert main(["fork", f"{masked}@8", "--without-document", name, "--plan"]) == 0
+    assert "masked already, so nothing will differ" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_time_of_a_fork_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path)).run_directory
+    forked = fork(parent, 8, state(parent, 8, tmp_path), ForkChange())
+    assert main(["runs", "time", str(forked)]) == 4
+    assert "vorox train --resume" in capsys.readouterr().err
+    train_on(forked)
+    assert main(["runs", "time", str(forked), "--json"]) == 0
+    told = json.loads("{" + capsys.readouterr().out.partition("{")[2])
+    assert [one["number"] for one in told["attempts"]] == [2]
+
+
+def test_runs_that_read_other_tokens_are_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (
+        tiny_runs.run(tiny_runs.configuration(tmp_path, [f"data.sequence_length_tokens={length}"])).run_directory
+        for length in (16, 24)
+    )
+    assert main(["runs", "compare", "--paired", str(one), str(two)]) == 2
+    assert "other tokenizers or rows" in " ".join(capsys.readouterr().err.split())

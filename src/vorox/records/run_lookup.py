@@ -41,6 +41,8 @@ def same_run_directories(root: Path, run_id: str) -> list[Path]:
 
 FORKED_FROM = "forked_from"
 """Entry of ``run.json`` of a fork: run, step and chain of the state that it began with, and its change."""
+INHERITED = "inherited"
+"""Entry of an attempt that a fork has from its parent."""
 _TEXT, _FACTS = (str, None), (dict, None)
 _RECORD_TYPES = {
     "config_digest": str,
@@ -162,8 +164,9 @@ def fork_lines(directory: Path) -> list[str]:
     if not origin:
         return []
     change = mapping(origin.get("change"))
-    left_out = [*change.get("without_documents", []), *change.get("without_sources", [])]
-    changes = [*(f"without {name}" for name in left_out), *change.get("overrides", [])]
+    changes = [f"without {name}" for name in change.get("without_documents", [])]
+    changes += [f"without source {name}" for name in change.get("without_sources", [])]
+    changes += change.get("overrides", [])
     where = f"{origin.get('run_id', '')} at step {origin.get('step', 0):,}"
     return [f"fork of {where}: {', '.join(changes) or 'nothing is changed'}"]
 

@@ -20,12 +20,14 @@ from typing import Literal
 
 from vorox.core.batch import Batch
 from vorox.core.errors import ConfigError
+from vorox.core.pluralize import pluralize
 from vorox.core.schema import RunConfig
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.queries import where
 from vorox.data.provenance.run_data_index import RunDataIndex
-from vorox.records.replay_chain import ChainEntry, number
+from vorox.records.replay_chain import ChainEntry, examine_chain, number
 from vorox.training.checkpoints.store import Checkpoint
+from vorox.training.fork import ForkChange, check_change
 from vorox.training.re_execution import MakeWorkload, ReExecution
 from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.steps.workload import Workload
@@ -140,7 +142,30 @@ def most_trials(num_documents: int) -> int:
     halvings = 0
     while num_documents > _MOST_ALONE or (halvings and num_documents > _LEAST_HALF):
         num_documents, halvings = math.ceil(num_documents / 2), halvings + 1
-    return 2 * halvings + num_documents + 2
+    return 2 * halvings + num_documents + 3
+
+
+def last_step(run_data: RunDataIndex, step: int, quantity: Quantity, num_next_steps: int) -> int:
+    """Return the last step that an explanation computes.
+
+    Raises:
+        ConfigError: The step is not recorded, none after it is and is needed, or documents cannot be masked.
+    """
+    entries = examine_chain(run_data.directory).entries
+    if step not in entries:
+        known = pluralize(max(entries, default=0), "step")
+        raise ConfigError(
+            f"The run has no step {step:,}; it recorded {known}", where="--step", hint="name a recorded step"
+        )
+    last = max(at for at in range(step, step + num_next_steps + 1) if at in entries)
+    if quantity == "next_loss" and last == step:
+        raise ConfigError(
+            f"No step after {step:,} is recorded or compared, so there is no damage to explain", where="--by",
+            hint="use --by grad_norm or --by loss" if step + 1 not in entries else "write --next 1 or more",
+        )  # fmt: skip
+    if documents := [one.document for one in documents_of_step(run_data, step)]:
+        check_change(run_data, step - 1, ForkChange({"": tuple(documents)}))
+    return last
 
 
 def explain(
@@ -168,15 +193,9 @@ def explain(
         ConfigError: The step is not recorded, or documents of the run cannot be masked.
         VoroxError: The unchanged steps differ from the record.
     """
-    directory = run_data.directory
-    recorded = ReExecution(directory, step - 1, step).recorded
-    last = max(at for at in range(step, step + num_next_steps + 1) if at in recorded.entries)
-    if quantity == "next_loss" and last == step:
-        raise ConfigError(
-            f"No step after {step:,} is recorded, so there is no damage to explain", where="--by",
-            hint="use --by grad_norm or --by loss, and --next 1 or more",
-        )  # fmt: skip
-    execution = ReExecution(directory, step - 1, last, start=start)
+    execution = ReExecution(
+        run_data.directory, step - 1, last_step(run_data, step, quantity, num_next_steps), start=start
+    )
     documents = documents_of_step(run_data, step)
     with _Trials(execution, make_workload, lambda done: on_trial(done, most_trials(len(documents)))) as trials:
         return _explained(trials, documents, quantity)

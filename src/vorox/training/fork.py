@@ -41,11 +41,12 @@ from vorox.records.executed_steps import PLAN_NOTE, STEPS_NOTE, end_note, execut
 from vorox.records.log import time_stamp
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_context import fresh_directory
-from vorox.records.run_lookup import CONFIG_NOTE, FORKED_FROM, read_run_record
+from vorox.records.run_lookup import CONFIG_NOTE, FORKED_FROM, INHERITED, read_run_record
 from vorox.training.checkpoints.store import Checkpoint, read_state
 from vorox.training.export.derived import ORIGIN_KEYS
 from vorox.training.resume.resume_settings import check_config, config_in_force, record_config_change
 
+_NOTHING = "nothing was written"
 _DECIDED_LATER = {"skip", "rollback", "mask"}
 """Kinds of events that a step or a resume decided, and that no state before them knows."""
 
@@ -158,12 +159,33 @@ def check_change(run_data: RunDataIndex, step: int, change: ForkChange) -> None:
         ConfigError: A resume refuses one of the settings, or documents cannot be masked.
     """
     plan, (before, config) = run_data.plan, _configs(run_data.directory, step, change, None)
-    check_config(before, config, run_data.directory)
+    named = [text for text in change.overrides if text.partition("=")[0].lstrip("-") in ("run.name", "run.directory")]
+    if named:
+        raise ConfigError(
+            "A fork lies beside its parent, and --name names it", where=named[0],
+            hint="leave it out, or write --name NAME", saved=_NOTHING,
+        )  # fmt: skip
+    try:
+        check_config(before, config, run_data.directory)
+    except ConfigError as error:
+        raise ConfigError(
+            error.what.replace("Run cannot be resumed", "A run cannot be forked"), where=error.where,
+            hint="a fork may change what a resume may: leave the others out, or train a run of its own", saved=_NOTHING,
+        ) from error  # fmt: skip
+    length = config.train.num_steps
+    if length is not None and length != before.train.num_steps and length < step:
+        raise ConfigError(
+            f"The fork would end before it begins: it has {pluralize(step, 'step')} of its parent",
+            where=f"train.num_steps={length}", hint=f"write {step + 1:,} or more", saved=_NOTHING,
+        )  # fmt: skip
     if change.documents:
         event = MaskEvent(plan.start.batch_sizes.position_of(step), change.masked)
         has_teacher = config.train.distillation.logits is not None
         document_mask = config.data.document_mask
-        check_masks(plan.state.apply(event), run_data.readers, document_mask=document_mask, has_teacher=has_teacher)
+        check_masks(
+            plan.state.apply(event), run_data.readers, document_mask=document_mask, has_teacher=has_teacher,
+            is_planned=False,
+        )  # fmt: skip
 
 
 def _configs(parent: Path, step: int, change: ForkChange, name: str | None) -> tuple[RunConfig, RunConfig]:
@@ -287,7 +309,7 @@ def _record(
             **copy.deepcopy(entry["notes"]), STEPS_NOTE: end_note(attempt),
             PLAN_NOTE: {"events": number, "digest": plan.digest_at(number)},
         }  # fmt: skip
-        kept.append({**entry, "outcome": "stopped", "failure": None, "notes": notes})
+        kept.append({**entry, "outcome": "stopped", "failure": None, "notes": notes, INHERITED: True})
     chain = "" if state.checkpoint is None else str(state.checkpoint.metadata["chain"])
     origin = {
         "run_id": before.get("run_id", state.parent.directory.name), "run": str(state.parent.directory.absolute()),

@@ -25,6 +25,7 @@ from vorox.training.reports.paired_runs import (
     PairedLoss,
     PairedSpan,
     by_source,
+    check_pair,
     last_shared_checkpoint,
     paired_documents,
     paired_spans,
@@ -72,7 +73,8 @@ def compare(run: str, other: str, root: str, every: bool, paired: bool, steps: s
 
 
 def _compare_paired(first: Path, second: Path, root: str, chosen: tuple[int, int] | None, *, as_json: bool) -> None:
-    verdict, spans = compare_chains(first, second), paired_spans(first, second, _SPANS)
+    check_pair(first, second)
+    verdict, (spans, same_rows) = compare_chains(first, second), paired_spans(first, second, _SPANS)
     step = last_shared_checkpoint(first, second)
     documents, (start, end) = _paired_documents(first, second, step, root, chosen)
     sources = by_source(documents)
@@ -82,10 +84,10 @@ def _compare_paired(first: Path, second: Path, root: str, chosen: tuple[int, int
         print_json({"runs": [first.name, second.name], "chain": verdict, "step": step, "steps": [start, end], **found})
         return
     typer.echo(f"A  {first.name}\nB  {second.name}")
-    print_wrapped(f"   {line}" for line in fork_lines(second))
+    print_wrapped(f"   {name}: {line}" for name, run in (("A", first), ("B", second)) for line in fork_lines(run))
     print_wrapped(["", verdict["verdict"]])
     if spans:
-        _print_spans(spans)
+        _print_spans(spans, same_rows=same_rows)
     typer.echo(f"\nDocuments of steps {start:,} to {end:,}, under the weights of step {step:,}")
     _print_losses("SOURCE", sources)
     typer.echo("")
@@ -105,7 +107,7 @@ def _paired_documents(
     return paired_documents(*losses), (start, end)
 
 
-def _print_spans(spans: Sequence[PairedSpan]) -> None:
+def _print_spans(spans: Sequence[PairedSpan], *, same_rows: bool) -> None:
     rows = [
         [
             f"{one.first_step:,}" if one.first_step == one.last_step else f"{one.first_step:,} to {one.last_step:,}",
@@ -115,7 +117,8 @@ def _print_spans(spans: Sequence[PairedSpan]) -> None:
         ]
         for one in spans
     ]
-    typer.echo("\nLoss of training from the first difference on, over the steps that read the same rows")
+    which = "over the steps that read the same rows" if same_rows else "on other rows, whose noise is in the difference"
+    typer.echo(f"\nLoss of training from the first difference on, {which}")
     titles = ["STEPS", "LOSS-A", "LOSS-B", "B-A", "DEVIATION", "COMPARED"]
     print_table(titles, rows, right="LOSS-A LOSS-B B-A DEVIATION COMPARED")
 

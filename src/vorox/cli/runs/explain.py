@@ -21,7 +21,7 @@ from vorox.records.replay_chain import number
 from vorox.records.run_lookup import find_run
 from vorox.run import workload_of_run
 from vorox.training.checkpoints.store import verify
-from vorox.training.explain import Explanation, Quantity, documents_of_step, most_trials
+from vorox.training.explain import Explanation, Quantity, documents_of_step, last_step, most_trials
 from vorox.training.explain import explain as explain_step
 from vorox.training.materialize import open_range
 from vorox.training.re_execution import ReExecution, cost_of
@@ -47,9 +47,10 @@ def explain(
     run, step = step_of(root, run, step)
     directory = find_run(root, run)
     with RunDataIndex.open(directory) as run_data, tempfile.TemporaryDirectory(prefix="vorox-explain-") as scratch:
-        num_documents = len(documents_of_step(run_data, step))
+        last = last_step(run_data, step, by, next_steps)
         if plan:
-            _print_plan(directory, step, next_steps, num_documents, as_json=as_json)
+            num_documents = len(documents_of_step(run_data, step))
+            _print_plan(directory, step, last - step, num_documents, as_json=as_json)
             return
         start = None if state is None else verify(state)
         if start is None and step > 1:
@@ -81,9 +82,9 @@ def _print(found: Explanation, limit: int) -> None:
     what = _NAMES[found.quantity]
     typer.echo(f"Step {found.step:,}: loss {loss:.4f}, gradient norm {norm:.4g}")
     if found.quantity == "next_loss":
-        usual = f"its update changed the loss of the next steps by {found.excess:+.4f}"
+        usual = f"Its update changed the loss of the next steps by {found.excess:+.4f}"
     else:
-        usual = f"{what} {found.usual + found.excess:.4g}, usually {found.usual:.4g} in the steps before"
+        usual = f"In the steps before, the {what} was usually {found.usual:.4g}"
     print_wrapped([f"{usual}{'' if found.is_unusual else ': not unusual'}"])
     if found.culprit is not None:
         effect = found.culprit.effect
@@ -123,9 +124,13 @@ def _print_plan(directory: Path, step: int, next_steps: int, num_documents: int,
     cost = cost_of(ReExecution(directory, step - 1, step) if is_kept else open_range(directory, [step - 1]))
     before = 0 if is_kept else cost.num_steps
     num_steps = before + trials * (1 + next_steps)
-    seconds = None if cost.seconds is None else cost.seconds / cost.num_steps * num_steps
+    seconds = None
+    if cost.seconds is not None:
+        start_seconds = cost.start_seconds or 0.0
+        num_starts = trials if step == 1 else 1 if is_kept else 2  # the initial weights are those of a new engine
+        seconds = num_starts * start_seconds + (cost.seconds - start_seconds) / cost.num_steps * num_steps
     if as_json:
         print_json({"num_documents": num_documents, "num_steps": num_steps, "seconds": seconds})
         return
-    took = "" if seconds is None else f", {humanize.duration(seconds)} as the run took for them"
+    took = "" if seconds is None else f", about {humanize.duration(seconds)}"
     typer.echo(f"{pluralize(num_documents, 'document')}: at most {pluralize(num_steps, 'step')} to compute{took}")

@@ -73,7 +73,10 @@ def fork(
 def _reading(run_data: RunDataIndex, document: str, step: int) -> str:
     """Say which later steps of the parent read a document."""
     file, _, record = document.rpartition(":")
-    steps = sorted({one.step for one in when(run_data, file, ordinal=int(record)) if one.step > step})
+    found = [one for one in when(run_data, file, ordinal=int(record)) if one.step > step and one.state != "beyond"]
+    steps = sorted({one.step for one in found if not one.is_masked})
+    if found and not steps:
+        return f"without {document}: it is masked already, so nothing will differ"
     if not steps:
         return f"without {document}: no step after {step:,} reads it, so nothing will differ"
     more = "" if len(steps) == 1 else f", {pluralize(len(steps), 'step')} in all"
@@ -84,10 +87,12 @@ def _print_plan(parent: Path, step: int, lines: Sequence[str], *, as_json: bool)
     is_kept = step == 0 or step in step_directories(parent)
     cost = None if is_kept else cost_of(open_range(parent, [step]))
     if as_json:
-        num_steps = 0 if cost is None else cost.num_steps
-        print_json({"step": step, "is_kept": is_kept, "num_steps": num_steps, "changes": list(lines)})
+        num_steps, seconds = (0, 0.0) if cost is None else (cost.num_steps, cost.seconds)
+        print_json(
+            {"step": step, "is_kept": is_kept, "num_steps": num_steps, "seconds": seconds, "changes": list(lines)}
+        )
         return
-    seconds = "" if cost is None or cost.seconds is None else f", {humanize.duration(cost.seconds)} as the run took"
+    seconds = "" if cost is None or cost.seconds is None else f", about {humanize.duration(cost.seconds)}"
     first = "its state is kept" if cost is None else f"{pluralize(cost.num_steps, 'step')} to compute first{seconds}"
     typer.echo(f"Fork of {parent.name} at step {step:,}: {first}; then the steps from {step + 1:,} on")
     print_wrapped(f"  {line}" for line in lines or ["nothing is changed"])

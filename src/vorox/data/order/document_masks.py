@@ -118,9 +118,21 @@ class DocumentMasks:
 
 
 def check_masks(
-    state: PlanState, readers: Sequence[RowReader | None], *, document_mask: bool, has_teacher: bool
+    state: PlanState,
+    readers: Sequence[RowReader | None],
+    *,
+    document_mask: bool,
+    has_teacher: bool,
+    is_planned: bool = True,
 ) -> None:
     """Refuse masked documents where they would leak into others, or where rows hold more than their tokens.
+
+    Args:
+        state: The plan, with the masks.
+        readers: The caches of its sources.
+        document_mask: Whether attention is confined to a document.
+        has_teacher: Whether rows have stored logits.
+        is_planned: Whether the run has masked them already; otherwise it is asked whether it could.
 
     Raises:
         ConfigError: A row of the run is not separated into documents, or has images, preference pairs or stored logits.
@@ -137,10 +149,15 @@ def check_masks(
         "model.vision": (any(recipe.images is not None for recipe in recipes), "images (images_field)"),
     }  # fmt: skip
     for key, (is_refused, what) in refused.items():
-        if is_refused:
+        if is_refused and is_planned:
             raise ConfigError(
                 f"The data plan masks documents, which is not possible with {what}", where=key,
                 hint="continue from a checkpoint before the documents were masked, or start a new run without them",
+            )  # fmt: skip
+        if is_refused:
+            raise ConfigError(
+                f"Documents of this run cannot be masked, because of {what}", where=key,
+                hint="fork it without a source, or with other settings, instead",
             )  # fmt: skip
 
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vorox.core.errors import ConfigError
-from vorox.core.run_layout import step_directories
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.tokenizers.store import load_run_tokenizer
 from vorox.records.replay_chain import number, read_chain
+from vorox.records.run_context import recorded_config
 from vorox.training.steps.document_losses import DocumentLoss
 
 
@@ -38,10 +40,30 @@ class PairedSpan:
     deviation: float
 
 
-def paired_spans(first: Path, second: Path, num_spans: int) -> list[PairedSpan]:
+def check_pair(first: Path, second: Path) -> None:
+    """Check that two runs read the same tokens in rows of one length, so that their losses can be compared.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    configs = [recorded_config(run) for run in (first, second)]
+    kept = [
+        load_run_tokenizer(RunLayout(run).tokenizer, one.tokenizer)
+        for run, one in zip((first, second), configs, strict=True)
+    ]
+    tokenizers = {None if one is None else one.fingerprint for one in kept}
+    if len(tokenizers) > 1 or len({one.data.sequence_length_tokens for one in configs}) > 1:
+        raise ConfigError(
+            "The runs have other tokenizers or rows, so no loss of the one can be compared with one of the other",
+            where=str(second), hint="compare a run with its fork, or leave out --paired",
+        )  # fmt: skip
+
+
+def paired_spans(first: Path, second: Path, num_spans: int) -> tuple[list[PairedSpan], bool]:
     """Return the shared steps from the first difference on, in at most ``num_spans`` parts; empty without any.
 
-    If no step has the same rows in both, as after a change of the mixture, all are compared.
+    If no step has the same rows in both, as after a change of the mixture, all are compared, and the second value is
+    false.
 
     Raises:
         DataError: A chain is missing or damaged.
@@ -50,7 +72,8 @@ def paired_spans(first: Path, second: Path, num_spans: int) -> list[PairedSpan]:
     shared = sorted(set(chains[0]) & set(chains[1]))
     start = next((at for at, step in enumerate(shared) if chains[0][step].chain != chains[1][step].chain), len(shared))
     steps = shared[start:]
-    compared = {step for step in steps if chains[0][step].batch == chains[1][step].batch} or set(steps)
+    same = {step for step in steps if chains[0][step].batch == chains[1][step].batch}
+    compared = same or set(steps)
     size = max(1, math.ceil(len(steps) / num_spans))
     spans: list[PairedSpan] = []
     for part in (steps[at : at + size] for at in range(0, len(steps), size)):
@@ -60,20 +83,21 @@ def paired_spans(first: Path, second: Path, num_spans: int) -> list[PairedSpan]:
         )
         deviation = statistics.stdev(after - before for before, after in losses) if len(losses) > 1 else 0.0
         spans.append(PairedSpan(part[0], part[-1], len(losses), means, deviation))
-    return spans
+    return spans, bool(same)
 
 
 def last_shared_checkpoint(first: Path, second: Path) -> int:
-    """Return the last step that both runs have a checkpoint of.
+    """Return the last step that both runs have a checkpoint of, else that one has and the other has recorded.
 
     Raises:
         ConfigError: There is none.
     """
-    shared = set(step_directories(first)) & set(step_directories(second))
+    kept, chains = [set(step_directories(run)) for run in (first, second)], (read_chain(first), read_chain(second))
+    shared = kept[0] & kept[1] or kept[0] & set(chains[1]) | kept[1] & set(chains[0])  # the other one is computed again
     if not shared:
         raise ConfigError(
-            "The runs have no checkpoint of the same step", where=str(second),
-            hint="materialise one: vorox checkpoints materialize RUN --step N",
+            "The runs have no state in common: neither recorded a step that the other one keeps", where=str(second),
+            hint="leave out --paired to compare settings and metrics",
         )  # fmt: skip
     return max(shared)
 

@@ -29,7 +29,7 @@ from vorox.core.run_layout import RunLayout
 from vorox.records.attempts import Lineage, lineage
 from vorox.records.executed_steps import STEPS_NOTE, executed_attempts
 from vorox.records.log import DATA_READY, SAVED
-from vorox.records.run_lookup import read_run_record
+from vorox.records.run_lookup import INHERITED, read_run_record, run_argument
 from vorox.records.run_record import LAUNCH_NOTE
 from vorox.records.step_times import PHASES, Phase, read_step_times
 
@@ -180,14 +180,19 @@ def account(run_directory: Path, now: float | None = None) -> RunTime:
         recorded: list[dict[str, Any]] = read_run_record(run_directory)["attempts"]
     except FileNotFoundError:
         recorded = []
-    if not recorded:
+    own = [(index, record) for index, record in enumerate(recorded) if not record.get(INHERITED)]
+    if not own:
+        is_fork = bool(recorded)
         raise DataError(
             "No attempt of this run is on record, so its time is not known", where=str(layout.record),
-            hint="restore run.json from a copy of the run", saved="nothing was written",
+            hint=f"train it: vorox train --resume {run_argument(run_directory)}" if is_fork else
+            "restore run.json from a copy of the run", saved="nothing was written",
         )  # fmt: skip
     is_running = lock_holder(layout.lock) is not None
     reader = _Reader(run_directory, time.time() if now is None else now, is_running)
-    attempts = [reader.attempt(index, record, is_last=record is recorded[-1]) for index, record in enumerate(recorded)]
+    if len(own) < len(recorded):
+        reader.notes.append("The run is a fork: the time of its parent's steps is not counted")
+    attempts = [reader.attempt(index, record, is_last=record is recorded[-1]) for index, record in own]
     absent = [reader.absence(one, following) for one, following in itertools.pairwise(attempts)]
     return RunTime(
         tuple(attempts), tuple(absent), is_running, reader.durations(), reader.events.save_steps,
