@@ -135,7 +135,7 @@ def test_help_has_many_names(words: list[str], capsys: pytest.CaptureFixture[str
         ("frobnicate", "No such command 'frobnicate'", "`vorox --help`"),
         ("runs shw", "No such command 'shw'", "`vorox runs show`"),
         ("help trainn", "No such command 'trainn'", "`vorox train`"),
-        ("generate", "Missing argument 'RUN|MODEL'", "`vorox generate --help`"),
+        ("generate", "Missing argument 'RUN[@STEP]|MODEL'", "`vorox generate --help`"),
         ("dash --expot x.html", "No such option: --expot", "`vorox dash --export`"),
         ("data where RUN --by loss", "No such option: --by", "`vorox data losses RUN`"),
         ("train --minutes", "Option '--minutes' requires an argument", "`vorox train --help`"),
