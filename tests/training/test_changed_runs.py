@@ -177,7 +177,7 @@ def test_caches_that_grew_do_not_bend_the_length_of_steps_that_were_done(tmp_pat
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    observations = {"run.json", "failure.json", "LOCK", "log.txt", "events.jsonl", "attempts.bin"}
+    observations = {"run.json", "failure.json", "LOCK", "log.txt", "events.jsonl", "attempts.bin", "times.bin"}
     found = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in observations)
     return {str(path.relative_to(directory)): path.read_bytes() for path in found if "metadata" not in path.name}
 
