@@ -163,7 +163,7 @@ def test_what_a_rank_records_and_prints_starts_as_many(monkeypatch: pytest.Monke
     for name, value in rank_launcher.environments_of(2, HERE, {})[0].items():
         monkeypatch.setenv(name, value)
     recorded: list[list[str]] = []
-    monkeypatch.setattr(training_run, "start_run", lambda run, minutes, command: recorded.append(command))
+    monkeypatch.setattr(training_run, "start_run", lambda run, minutes, command, launched_at: recorded.append(command))
     assert main(["train", "tiny.yaml", "--minutes", "5", "--resume", "never"]) == 0
     assert recorded == [["vorox", "train", "tiny.yaml", "--resume", "never", "--nproc", "2", "--minutes", "5"]]
     stop = VoroxError("Stopped")
