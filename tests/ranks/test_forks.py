@@ -62,4 +62,4 @@ def test_a_step_of_two_ranks_is_explained_by_two(tmp_path: Path) -> None:
     assert "What each document added" in said
     assert "Where the gradient norm arises" in said
     assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
-    assert "num_processes" in runs.run_fresh(["explain", f"{parent.name}@9", "--next", "0"], code=7)
+    assert "--nproc 2" in runs.run_fresh(["explain", f"{parent.name}@9", "--next", "0"], code=2)
