@@ -84,19 +84,15 @@ class _State:
         parent: The run.
         step: Its finished steps.
         checkpoint: It; ``None`` before the first step.
-        cursor: Its position in the data; ``None`` before the first step.
         plan: The parent's plan.
+        cursor: The state's position in the data; ``None`` before the first step.
     """
 
     parent: RunLayout
     step: int
     checkpoint: Checkpoint | None
     plan: DataPlan
-    cursor: DataCursor | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        cursor = None if self.checkpoint is None else read_state(self.checkpoint.path).progress.cursor
-        object.__setattr__(self, "cursor", cursor)
+    cursor: DataCursor | None
 
     @property
     def position(self) -> int:
@@ -122,7 +118,7 @@ def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkCha
         Its directory, beside that of the parent.
 
     Raises:
-        ConfigError: The run has not recorded the step, or is a fork's directory that cannot be written.
+        ConfigError: The run has not recorded the step, or the directory of the fork cannot be written.
         DataError: A record of the run is damaged.
         CheckpointError: The disk is full or failed.
     """
@@ -132,7 +128,8 @@ def fork(parent: Path, step: int, checkpoint: Checkpoint | None, change: ForkCha
             f"The run has no step {step:,}; it recorded {pluralize(known, 'step')}", where=str(parent),
             hint=f"choose a step from 0 to {known}",
         )  # fmt: skip
-    state = _State(RunLayout(parent), step, checkpoint, DataPlan.open(RunLayout(parent).plan))
+    cursor = None if checkpoint is None else read_state(checkpoint.path).progress.cursor
+    state = _State(RunLayout(parent), step, checkpoint, DataPlan.open(RunLayout(parent).plan), cursor)
     before, config = _configs(parent, step, change, name)
     target = parent.parent / fresh_directory(_in(config, parent.parent)).name
     staged = atomic.temporary_name(target)

@@ -132,7 +132,7 @@ def check_masks(
         readers: The caches of its sources.
         document_mask: Whether attention is confined to a document.
         has_teacher: Whether rows have stored logits.
-        is_planned: Whether the run has masked them already; otherwise it is asked whether it could.
+        is_planned: Whether the plan masks them already; ``False`` to check a mask before it is added.
 
     Raises:
         ConfigError: A row of the run is not separated into documents, or has images, preference pairs or stored logits.

@@ -1,8 +1,8 @@
 """The state after a step of a run, on disk: a kept checkpoint, or a materialised one from the cache.
 
 In: a run and a step. Out: the directory of the state. ``training/materialize.py`` computes what is not there. The cache
-is a folder for each run below the root of the caches of its data, so it needs no permission in the run, and whoever
-cleans caches cleans it. What lies there is used only if the run still records this step as it was computed.
+has one folder per run, below the root of the run's data caches: it needs no write permission in the run, and may be
+deleted together with them. What lies there is used only if the run still records this step as it was computed.
 """
 
 from __future__ import annotations
