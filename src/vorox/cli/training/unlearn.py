@@ -18,6 +18,7 @@ from vorox.cli.training.train import train
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain

@@ -220,6 +220,7 @@ def traces_of(
         _teacher(config, findings),
         _tokenizer(run_data, config),
         Trace("borders of rows", "yes", f"its {tokens} keep their places, as filler: other text lies where it lay"),
+        Trace("order of rows", "yes", "the keys that shuffle rows hash their text, its own among it"),
         Trace("divisor of the loss", "yes", "steps divide by the recorded number of targets, its own among them"),
         _deduplication(run_data, config, sources),
         _buckets(sources),
