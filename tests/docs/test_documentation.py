@@ -51,6 +51,7 @@ SHOWN_BY = {
     r"vorox data build \S+ --executor ray": "tests/data/cache/test_workers.py::test_ray",
     r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
     r"vorox tune": "tests/sweeps/test_ray.py::test_a_killed_sweep_continues",
+    r"vorox eval .*--exposure": "tests/training/test_exposure.py",
     r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
     r"vorox train \S+ precision.dtype=bf16 precision.float8": "tests/backends/torch_engine/test_float8.py",
     r"vorox train .*log.mlflow": "tests/experiments/test_mlflow_sink.py",

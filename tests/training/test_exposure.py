@@ -200,7 +200,7 @@ def test_scores_of_groups_equal_a_recount_of_the_records(
         assert (one["first_step"], one["last_step"]) == (min(steps, default=None), max(steps, default=None))
 
 
-def own_loss(engine: NumpyEngine, run: Path, text: str) -> float:
+def own_loss(engine: Any, run: Path, text: str) -> float:
     """Mean cross entropy of a text after the prefix token, with nothing of ours but the engine's logits."""
     tokenizer = load_tokenizer(RunLayout(run).tokenizer)
     ids = [tokenizer.prefix_id, *text.encode()]
@@ -249,10 +249,12 @@ def test_the_command_prints_costs_and_tables_and_a_plan_computes_nothing(
     assert {path: path.stat().st_mtime_ns for path in planted.run.rglob("*.json*")} == before
     expected = read_steps(planted, 11)
     assert f"exam: training saw {len(expected)} of the {NUM_RECORDS} records" in out
-    assert re.search(r"Loss before and after \d exposures?: \d+ states", out)
+    assert re.search(r"Loss before and after \d exposures?; \d+ of \d+ states to compute again: \d+ steps", out)
     plan = json.loads(line)
     assert plan["records"]["exam"]["seen"] == len(expected)
     assert set(plan["states"]) <= {step - offset for steps in expected.values() for step in steps for offset in (0, 1)}
+    found = studied(evaluate("--json", run=f"{planted.run}@11"))["losses"]
+    assert {one[name] for one in found for name in ("before_step", "after_step")} == set(plan["states"])
     code, out, error = evaluate()
     assert code == 0, error
     text = " ".join(out.split())
@@ -260,6 +262,47 @@ def test_the_command_prints_costs_and_tables_and_a_plan_computes_nothing(
     for words in ("80% of its tokens in sequences of 13 or more", "not seen", "BEFORE AFTER END DROP CONTROL BEYOND"):
         assert words in text, out
     assert folder(planted.run).exists(), "the states of RUN@STEP are cached"
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_with_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of("torch", tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+def test_with_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of("jax", tmp_path, monkeypatch, capsys)
+
+
+def engine_of(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps as a search of the batches has them; losses as ``vorox.load_model`` has them, one state at a time."""
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    found = plant(
+        tmp_path,
+        f"backend={backend}",
+        "runtime.num_threads=null",
+        "model.max_positions_tokens=64",
+        "optimizer.lr=0.001",
+    )
+    capsys.readouterr()
+    words = ["eval", str(found.run), "--tasks", "exam", "--task-path", str(found.tasks), "--exposure", "--json"]
+    assert main([*words, "--exposures", "2"]) == 0
+    exposure, expected = json.loads(capsys.readouterr().out)["exposure"], read_steps(found)
+    assert {one["id"]: one["steps"] for one in exposure["tasks"]["exam"]["records"] if one["steps"]} == {
+        number: sorted({*steps}) for number, steps in expected.items()
+    }
+    assert len(exposure["losses"]) == 2
+    for one in exposure["losses"]:
+        for name, step in (("before", one["before_step"]), ("after", one["after_step"]), ("end", NUM_STEPS)):
+            model: Any = vorox.load_model(found.run, step=step)
+            loss = own_loss(model, found.run, found.texts[one["id"]])
+            assert one["losses"][name] == pytest.approx(loss, rel=1e-5)
 
 
 def test_masked_documents_and_records_that_nothing_read_are_not_seen(
@@ -275,7 +318,7 @@ def test_masked_documents_and_records_that_nothing_read_are_not_seen(
     code, out, error = evaluate(run=f"{planted.run}@0")
     assert code == 0, error
     assert f"exam: training saw none of the {NUM_RECORDS} records" in out
-    assert "no exposure to measure" in out
+    assert "Loss before and after exposures: none" in out
 
 
 def test_several_tasks_and_a_limit(planted: Planted, evaluate: Run) -> None:

@@ -29,7 +29,6 @@ from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.evaluation.exposure import (
     ExposureLoss,
     GroupScore,
-    Losses,
     LossPlan,
     by_task,
     count_groups,
@@ -37,6 +36,7 @@ from vorox.training.evaluation.exposure import (
     group_of,
     group_scores,
     loss_plan,
+    mean_beyond,
     measure_losses,
     sample_scores,
 )
@@ -45,6 +45,7 @@ from vorox.training.re_execution import ReExecutionCost, cost_of
 
 MEASURED_EXPOSURES = 5
 """Seen records of a task whose loss is measured, by default."""
+_IN_REPORT = ("ngram_tokens", "seen_fraction", "num_steps", "num_rows", "states")
 _MOST_LINES = 20
 _MOST_STEPS = 4
 _NOTHING = "nothing was computed or written"
@@ -93,6 +94,7 @@ class ExposureStudy:
 
     @property
     def steps(self) -> set[int]:
+        """The states of the losses."""
         return {step for plan in self.plans.values() for step in plan.steps}
 
 
@@ -137,41 +139,51 @@ def _run_and_step(run: str, step: int | None, root: str) -> tuple[Path, int]:
 
 
 def print_plan(study: ExposureStudy) -> None:
+    """Print what was found, and what the losses take."""
     for line in [_title(study), *_counts(study), cost(study)[0]]:
         typer.echo(line)
 
 
-def cost(study: ExposureStudy) -> tuple[str, ReExecutionCost | None]:
-    """Return the line that says what the losses take, and the cost of the states that are not on disk."""
-    on_disk = states_on_disk(study.directory, study.steps, StateNotices())
+def cost(study: ExposureStudy) -> tuple[str, ReExecutionCost | None, int]:
+    """Return what the evaluation takes as a line, the cost of the states that are not on disk, and their number."""
+    needed = {*study.steps, study.step}
+    on_disk = states_on_disk(study.directory, needed, StateNotices())
     missing = [step for step, state in on_disk.items() if state is None]
     num_exposures = sum(len(plan.intervals) for plan in study.plans.values())
-    if not num_exposures:
-        return "Loss before and after: no exposure to measure", None
-    what = f"Loss before and after {pluralize(num_exposures, 'exposure')}: {pluralize(len(study.steps), 'state')}"
+    what = f"Loss before and after {pluralize(num_exposures, 'exposure') if num_exposures else 'exposures: none'}"
     if not missing:
-        return f"{what}, all on disk", None
+        return f"{what}; the {pluralize(len(needed), 'state')} that it takes: on disk", None, 0
     execution = open_range(study.directory, missing)
     found = cost_of(execution)
     seconds = "" if found.seconds is None else f", about {humanize.duration(found.seconds)}"
-    steps = f"{pluralize(found.num_steps, 'step')} from step {execution.start_step:,}"
-    return f"{what}, {len(missing)} of them to compute again: {steps}{seconds}", found
+    room = (
+        "" if found.checkpoint_bytes is None else f", {humanize.size(len(missing) * found.checkpoint_bytes)} of cache"
+    )
+    line = (
+        f"{what}; {len(missing)} of {pluralize(len(needed), 'state')} to compute again: "
+        f"{pluralize(found.num_steps, 'step')} from step {execution.start_step:,}{seconds}{room}"
+    )
+    return line, found, len(missing)
 
 
 def plan_json(study: ExposureStudy) -> dict[str, Any]:
     """Return what ``--plan --json`` prints."""
-    _, found = cost(study)
+    _, found, num_missing = cost(study)
     return {
         "run": study.directory.name, "step": study.step, "ngram_tokens": study.ngram_tokens,
         "seen_fraction": MOSTLY_FRACTION, "num_steps": study.found.num_steps, "num_rows": study.found.num_rows,
         "records": {task: dict(count_groups(own)) for task, own in by_task(study.found.records).items()},
-        "states": sorted(study.steps), "cost": None if found is None else asdict(found),
+        "states": sorted(study.steps), "num_missing_states": num_missing,
+        "cost": None if found is None else asdict(found),
     }  # fmt: skip
 
 
 def find_states(study: ExposureStudy) -> dict[int, Checkpoint]:
     """Return the states that the losses need, computed again where they are not on disk."""
-    return states_of_run(study.directory, study.steps, PrintedNotices()) if study.steps else {}
+    if not study.steps:
+        return {}
+    # With the evaluated state in one call: a second one might remove states of the first from the cache.
+    return states_of_run(study.directory, {*study.steps, study.step}, PrintedNotices())
 
 
 def report_exposure(
@@ -202,7 +214,7 @@ def report_exposure(
     if is_shown:
         _print(study, records, scores, losses)
     return {
-        **{key: value for key, value in plan_json(study).items() if key not in ("run", "step", "cost", "records")},
+        **{key: value for key, value in plan_json(study).items() if key in _IN_REPORT},
         "tasks": {
             task: {
                 "groups": [asdict(score) for score in scores[task]],
@@ -237,7 +249,7 @@ def _loss_json(one: ExposureLoss) -> dict[str, Any]:
     return {
         "task": interval.record.uri, "id": interval.record.ordinal, "before_step": interval.before_step,
         "after_step": interval.after_step, "losses": asdict(one.losses),
-        "control": None if one.control is None else asdict(one.control),
+        "control": None if one.control is None else asdict(one.control), "beyond_control": one.beyond_control,
     }  # fmt: skip
 
 
@@ -268,8 +280,6 @@ def _print(
     losses: Sequence[ExposureLoss],
 ) -> None:
     typer.echo()
-    for line in [_title(study), *_counts(study)]:
-        typer.echo(line)
     rows = [
         [
             task, score.group, f"{score.num_records:,}", _step(score.first_step), _step(score.last_step), name,
@@ -307,25 +317,25 @@ def _print_losses(study: ExposureStudy, losses: Sequence[ExposureLoss]) -> None:
             f"{one.interval.record.uri}:{one.interval.record.ordinal}",
             f"{one.interval.before_step:,} to {one.interval.after_step:,}",
             f"{one.losses.before:.4f}", f"{one.losses.after:.4f}", f"{one.losses.end:.4f}",
-            f"{one.losses.before - one.losses.after:+.4f}",
-            "" if one.control is None else f"{one.control.before - one.control.after:+.4f}",
-            "" if one.control is None else _beyond(one.losses, one.control),
+            *("" if value is None else f"{value:+.4f}" for value in (one.drop, one.control_drop, one.beyond_control)),
         ]
         for one in losses
     ]  # fmt: skip
     titles = ["RECORD", "STATES", "BEFORE", "AFTER", "END", "DROP", "CONTROL", "BEYOND"]
     print_table(titles, rows, right="BEFORE AFTER END DROP CONTROL BEYOND")
-    num_controls = [len(plan.controls) for plan in study.plans.values() if plan.controls]
+    found = mean_beyond(losses)
+    if found is None:
+        typer.echo(
+            "No record of these tasks is unseen, so there is no control: a part of the drop is ordinary progress"
+        )
+        return
+    mean, error = found
+    num_controls = max(len(plan.controls) for plan in study.plans.values())
     typer.echo(
-        f"CONTROL is the mean drop of up to {pluralize(max(num_controls), 'record')} of the same task that training "
-        "did not see; BEYOND is the rest of the drop"
-        if num_controls
-        else "No record of these tasks is unseen, so there is no control: a part of the drop is ordinary progress"
+        f"CONTROL is the mean drop of up to {pluralize(num_controls, 'record')} of the same task that training did not "
+        f"see. BEYOND is the rest of the drop; its mean is {mean:+.4f}"
+        + ("" if error is None else f", with a standard error of {error:.4f}")
     )
-
-
-def _beyond(losses: Losses, control: Losses) -> str:
-    return f"{(losses.before - losses.after) - (control.before - control.after):+.4f}"
 
 
 def _with_errors(metrics: Mapping[str, float]) -> list[tuple[str, float | None, float | None]]:

@@ -91,7 +91,6 @@ class Exposures:
 class _Piece:
     """The n-grams that one row has of a document, and the positions at which training read it."""
 
-    row: int
     numbers: Int64Array
     positions: Int64Array
 
@@ -199,12 +198,13 @@ class _Documents:
         """Return the pieces of each document, without those that were masked whenever they were read."""
         found: dict[_Document, list[_Piece]] = defaultdict(list)
         for index, row_M, token_M, number_M in matches_in_rows(self._run_data, trained, ngrams):
-            for row in np.unique(row_M).tolist():
-                here = row_M == row
-                for document, numbers in self._segments(index, row, token_M[here], number_M[here]):
+            borders = [0, *(np.flatnonzero(np.diff(row_M)) + 1).tolist(), len(row_M)]  # rows ascend
+            for first, end in itertools.pairwise(borders if len(row_M) else ()):
+                row = int(row_M[first])
+                for document, numbers in self._segments(index, row, token_M[first:end], number_M[first:end]):
                     positions = self._read_at(document, row)
                     if len(positions):
-                        found[document].append(_Piece(row, numbers, positions))
+                        found[document].append(_Piece(numbers, positions))
         return found
 
     def _segments(

@@ -92,13 +92,29 @@ class ExposureLoss:
     losses: Losses
     control: Losses | None
 
+    @property
+    def drop(self) -> float:
+        """By how much the exposure lowered the loss of the record."""
+        return self.losses.before - self.losses.after
+
+    @property
+    def control_drop(self) -> float | None:
+        """By how much the loss of the control fell meanwhile."""
+        return None if self.control is None else self.control.before - self.control.after
+
+    @property
+    def beyond_control(self) -> float | None:
+        """The rest of the drop, which is the effect of reading the record."""
+        return None if self.control_drop is None else self.drop - self.control_drop
+
 
 @dataclass(frozen=True, slots=True)
 class LossPlan:
     """What is measured of a task.
 
     Attributes:
-        intervals: The seen records, spread evenly over those of the task by first step.
+        intervals: Seen records, spread evenly over those of the task by first step. Those that the first exposure read
+            within one step are preferred.
         controls: As many records that were not seen, if there are, spread evenly over those of the task.
     """
 
@@ -221,7 +237,8 @@ def _plain(value: Any) -> Any:
 def loss_plan(records: Sequence[RecordExposure], num_exposures: int) -> LossPlan:
     """Choose the records of a task whose loss is measured, and their controls."""
     seen = sorted((one for one in records if one.exposures), key=lambda one: (one.exposures[0].steps, one.ordinal))
-    chosen = _spread(seen, num_exposures)
+    at_once = [one for one in seen if len(one.exposures[0].steps) == 1]  # between others, much else was read
+    chosen = _spread(at_once or seen, num_exposures)
     unseen = [one for one in records if group_of(one) == "not seen"]
     return LossPlan(
         tuple(Interval(one, one.exposures[0].steps[0] - 1, one.exposures[0].steps[-1]) for one in chosen),
@@ -302,6 +319,15 @@ def measure_losses(
         )
         for plan in plans for one in plan.intervals
     ]  # fmt: skip
+
+
+def mean_beyond(losses: Sequence[ExposureLoss]) -> tuple[float, float | None] | None:
+    """Return the mean of what is beyond the control, and its standard error, which two or more have."""
+    values = [one.beyond_control for one in losses if one.beyond_control is not None]
+    if not values:
+        return None
+    error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+    return float(np.mean(values)), error
 
 
 def count_groups(records: Sequence[RecordExposure]) -> Counter[Group]:
