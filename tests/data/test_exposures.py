@@ -16,6 +16,7 @@ from vorox.data.provenance.exposures import find_exposures
 from vorox.data.provenance.queries import where
 from vorox.data.provenance.run_data_index import RunDataIndex
 
+pytestmark = pytest.mark.slow
 LENGTH, NUM_STEPS, SPIKE, KILLED_IN = 9, 24, 12, 17
 CASES: dict[str, list[str]] = {
     "across rows": ["data.packing=concat"],
