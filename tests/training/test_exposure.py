@@ -29,6 +29,7 @@ from vorox.training.checkpoints.materialized_cache import folder
 from vorox.training.evaluation import task_evaluation
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
 NUM_STEPS, NUM_RECORDS = 18, 14
 PLANTED = {0: 1, 2: 1, 3: 2, 5: 3, 8: 1, 9: 2, 12: 1}
 """Record of the task, and how many documents have it."""
@@ -264,13 +265,11 @@ def test_the_command_prints_costs_and_tables_and_a_plan_computes_nothing(
     assert folder(planted.run).exists(), "the states of RUN@STEP are cached"
 
 
-@pytest.mark.slow
 @pytest.mark.torch
 def test_with_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine_of("torch", tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.slow
 @pytest.mark.jax
 def test_with_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     engine_of("jax", tmp_path, monkeypatch, capsys)
