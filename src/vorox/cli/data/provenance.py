@@ -82,6 +82,7 @@ def _document_line(document: DocumentOrigin) -> str:
         f"{document.uri}, record {document.ordinal:,}, bytes {document.byte_offset:,} to "
         f"{document.byte_offset + document.byte_length:,}: {whole} {pluralize(document.document_tokens, 'token')}"
         + (", masked: the run trained on a filler" if document.is_masked else "")
+        + (", erased from the cache" if document.is_erased else "")
     )
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -139,11 +140,11 @@ def check_erased(
     left_NC = block.erased_NC if block.masked_NC is None else block.erased_NC & ~block.masked_NC
     if not left_NC.any():
         return
-    at, token = np.argwhere(left_NC)[0].tolist()
+    at, token = (int(index) for index in np.argwhere(left_NC)[0])
     reader = cast("SourceReader", readers[int(source_index[at])])
     spans = reader.documents_of(int(rows[at]))
-    ends = np.cumsum([span.length for span in spans])
-    document = spans[int(np.searchsorted(ends, token, side="right"))]
+    ends = accumulate(span.length for span in spans)
+    document = next(span for span, end in zip(spans, ends, strict=True) if token < end)
     name = f"{document.uri}:{document.ordinal}"
     raise DataError(
         f"A row needs document {name}, which was erased from the cache", where=str(cache_of(reader).directory),

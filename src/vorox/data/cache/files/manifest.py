@@ -423,7 +423,17 @@ def _read_snapshot(directory: Path) -> Manifest:
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
     entries, line_start, line_end = place
     rest = body[_SNAPSHOT.size + chunks.nbytes + units.nbytes :]
-    erased = frozenset(_ERASED.iter_unpack(rest)) if magic == _ERASED_SNAPSHOT_MAGIC else frozenset()
+    erased: list[tuple[Any, ...]] = list(_ERASED.iter_unpack(rest)) if magic == _ERASED_SNAPSHOT_MAGIC else []
     position = LogPosition(entries, line_start, line_end, head.hex())
     digest = recipe.hex() if any(recipe) else ""
-    return Manifest(planned, chunks, units, position, digest, files, not partial, estimate, erased)
+    return Manifest(
+        planned,
+        chunks,
+        units,
+        position,
+        digest,
+        files,
+        not partial,
+        estimate,
+        frozenset((unit, file, ordinal) for unit, file, ordinal in erased),
+    )

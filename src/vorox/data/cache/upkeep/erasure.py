@@ -140,7 +140,8 @@ def _record_erasures(directory: Path, manifest: Manifest, places: _Places) -> Ma
 def _places(records: Collection[Record], files: Sequence[SourceFile], units: Sequence[Unit]) -> _Places:
     found: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for record in records:
-        for unit in units_with([record], files, units).tolist():
+        holding: list[int] = units_with([record], files, units).tolist()
+        for unit in holding:
             for number, index in enumerate(units[unit].file_indexes):
                 if files[index].version == record[0]:
                     found[unit].add((number, record[1]))
