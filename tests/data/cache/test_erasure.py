@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +19,22 @@ import numpy.typing as npt
 import pytest
 import zstandard
 
-from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for
+from cache_corpus import ByteTokenizer, Corpus, build_corpus, corpus_of, recipe_for, work_of
 from crash_enumeration import crash_states, record
 from vorox.core.errors import ConfigError, DataError
-from vorox.core.schema.data import BuildPipelineConfig
+from vorox.core.files.atomic import temporary_name
+from vorox.core.files.file_holder import this_process
+from vorox.core.schema.data import BuildPipelineConfig, TransformConfig
+from vorox.data.cache.build import BuildOptions
+from vorox.data.cache.build import build as cache_build
+from vorox.data.cache.building.commit import commit_unit
 from vorox.data.cache.files.chunk import Chunk
-from vorox.data.cache.files.manifest import Manifest, chunk_path
+from vorox.data.cache.files.leases import Leases
+from vorox.data.cache.files.manifest import LOG_NAME, SNAPSHOT_NAME, Manifest, chunk_path
 from vorox.data.cache.reader import CacheReader
 from vorox.data.cache.upkeep.erasure import Erased, erase_documents
 from vorox.data.cache.upkeep.replacement import replacing
+from vorox.data.transforms.registry import recipe_of, resolve_transforms
 
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
 SERIAL = BuildPipelineConfig(staged=False)
@@ -293,3 +303,107 @@ def test_a_reader_that_was_open_before_sees_the_hole_when_it_opens_the_file(tmp_
     block = late.read_rows(every)
     assert block.erased_NC is not None
     assert not (block.tokens_NC == kept).all()
+
+
+def doubled(text: str) -> list[str]:
+    return [text, text[::-1]]
+
+
+sys.modules["erasure_transforms"] = sys.modules[__name__]
+
+
+def test_all_texts_of_a_record_are_erased_and_signatures_of_duplicates_are_named(tmp_path: Path) -> None:
+    made, cache, place = corpus(files=1), tmp_path / "cache", (0, 11)
+    transforms = resolve_transforms(
+        [TransformConfig(name="exact_duplicates"), TransformConfig(name="erasure_transforms:doubled")],
+        "train", "data.transforms",
+    )  # fmt: skip
+    recipe = recipe_for(ByteTokenizer(), transforms=recipe_of(transforms, 0))
+    work = replace(work_of(made, recipe=recipe, pipeline=SERIAL), transforms=transforms)
+    cache_build(cache, work, made.units)
+    before, text = rows(cache), text_of(made, place)
+    assert holds(cache, text)
+    assert holds(cache, text[::-1])
+    done = erase(cache, made, place)
+    assert not holds(cache, text)
+    assert not holds(cache, text[::-1])
+    unit = next(iter(Manifest.open(cache).erased))[0]
+    assert done.remaining == (cache / "duplicates" / "0" / f"u{unit:09d}.bin",)
+    tokens, spans = rows(cache)
+    for row, parts in enumerate(spans):
+        ends = np.cumsum([part.length for part in parts])
+        for part, end in zip(parts, ends.tolist(), strict=True):
+            here = tokens[row, end - part.length : end]
+            assert part.is_erased == (part.ordinal == 11)
+            assert (here == (256 if part.is_erased else before[0][row, end - part.length : end])).all()
+    chunk_path(cache, unit, 0).unlink()
+    cache_build(cache, work, made.units, BuildOptions(verify="quick"))
+    assert (rows(cache)[0] == tokens).all()
+
+
+def test_left_files_of_dead_builders_are_erased_too(tmp_path: Path) -> None:
+    made, cache, place = corpus(files=1), tmp_path / "cache", (0, 11)
+    build(cache, made)
+    unit = 0
+    for one in Manifest.open(cache).unit_chunks(unit):
+        path = chunk_path(cache, unit, one.part)
+        shutil.copyfile(path, chunk_path(cache, unit, 70 + one.part))
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        writer = replace(this_process(), process_id=process.pid, start="")
+        shutil.copyfile(path, temporary_name(path, writer))
+    erase(cache, made, place)
+    assert not holds(cache, text_of(made, place))
+    assert not list(cache.rglob(".tmp-*"))
+
+
+def test_a_cache_that_is_being_built_is_refused(tmp_path: Path) -> None:
+    made, cache = corpus(files=1), tmp_path / "cache"
+    build(cache, made)
+    with Leases(cache) as leases:
+        assert leases.acquire(1)
+        with pytest.raises(ConfigError, match="is being built by") as caught:
+            erase(cache, made, (0, 3))
+    assert "then erase the documents" in caught.value.hint
+    assert Manifest.open(cache).erased == frozenset()
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_a_unit_that_was_built_before_the_erasure_is_erased_as_it_is_committed(
+    tmp_path: Path, is_rebuilt: bool
+) -> None:
+    """A builder's state may be older than the log."""
+    made, cache, whole, place = corpus(files=1), tmp_path / "cache", tmp_path / "whole", (0, 20)
+    build(whole, made)
+    build(cache, made, last_unit=None if is_rebuilt else 1)
+    work = work_of(made, recipe=RECIPE, pipeline=SERIAL)
+    (built,) = work.run([made.units[1]])
+    stale = Manifest.open(cache)
+    erase(cache, made, place)
+    commit_unit(stale, cache, built, work, replace=is_rebuilt)
+    check_erased(cache, rows(whole), {place})
+    assert not holds(cache, text_of(made, place))
+
+
+def test_versions_that_do_not_know_erasure_refuse_the_cache(tmp_path: Path) -> None:
+    """They refuse flags, kinds of entries and snapshots that they do not know; caches without erasure have none."""
+    made, cache = corpus(files=1), tmp_path / "cache"
+    build(cache, made)
+
+    def facts() -> tuple[set[int], bool, bytes]:
+        Manifest.open(cache).write_snapshot(cache)
+        flags = {path.read_bytes()[12] for path in cache.rglob("*.psc")}
+        return flags, b"erased" in (cache / LOG_NAME).read_bytes(), (cache / SNAPSHOT_NAME).read_bytes()[:8]
+
+    assert facts() == ({0}, False, b"VXSNAP5\n")
+    erase(cache, made, (0, 3))
+    assert facts() == ({0, 2}, True, b"VXSNAP6\n")
+    for entry in (
+        '{"unit": 9, "file": 0, "ordinal": 0}',
+        '{"unit": 0, "file": 0}',
+        '{"unit": 0, "file": 0, "ordinal": -1}',
+    ):
+        with pytest.raises(DataError, match="manifest is inconsistent"):
+            Manifest.open(cache).commit(cache, [{"erased": [json.loads(entry)]}])
+        log = cache / LOG_NAME
+        log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))

@@ -249,16 +249,15 @@ def _forget_copies(directory: Path, manifest: Manifest, places: _Places) -> None
     """Remove what else of the cache holds the documents: temporary files, uncommitted chunks, shared units."""
     for folder in (directory, *sorted((directory / "chunks").glob("*"))):
         sweep_temporary(folder)
-    contents: set[str] = set()
+    records = [record for unit in places for record in manifest.unit_chunks(unit)]
+    paths = {chunk_path(directory, record.unit, record.part) for record in records}
     for unit in places:
-        contents |= {record.content for record in manifest.unit_chunks(unit)}
-        if not manifest.has_unit(unit):  # of a builder that died before the log entry
-            for path in sorted(chunk_path(directory, unit, 0).parent.glob(f"u{unit:09d}-*.psc")):
+        for path in sorted(chunk_path(directory, unit, 0).parent.glob(f"u{unit:09d}-*.psc")):
+            if path not in paths:  # of a builder that died before the log entry
                 remove_file(path)
     store = UnitStore.of_cache(directory)
     if store is not None:
-        paths = [chunk_path(directory, record.unit, record.part) for u in places for record in manifest.unit_chunks(u)]
-        store.forget(contents, [path for path in paths if path.exists()])
+        store.forget({record.content for record in records}, [path for path in paths if path.exists()])
 
 
 def _remaining(directory: Path, records: Collection[Record], places: _Places) -> Iterator[Path]:
