@@ -214,9 +214,13 @@ def test_no_repair_and_no_rebuild_brings_a_document_back(tmp_path: Path) -> None
         build(cache, made, verify="full")
         check_erased(cache, before, {place})
         assert {path: path.read_bytes() for path in files} == files, "built again, the same bytes are erased"
-    with replacing(cache, wanted=True) as rebuilt:
-        build(rebuilt, made)
-    check_erased(cache, before, {place})
+    for is_damaged in (False, True):
+        if is_damaged:  # --force-rebuild is what its error advises
+            (cache / LOG_NAME).write_bytes(b"nothing\n")
+            (cache / SNAPSHOT_NAME).unlink(missing_ok=True)
+        with replacing(cache, wanted=True) as rebuilt:
+            build(rebuilt, made)
+        check_erased(cache, before, {place})
     assert not holds(cache.parent, text_of(made, place))
 
 
@@ -253,6 +257,19 @@ def test_a_document_of_a_unit_that_is_not_built_is_erased_as_it_is_built(tmp_pat
     build(cache, made)
     check_erased(cache, rows(whole), {place})
     assert not holds(cache, text_of(made, place))
+
+
+def test_a_shared_unit_is_not_linked_where_a_document_of_it_was_erased(tmp_path: Path) -> None:
+    made, root, place = corpus(), tmp_path / "caches", (1, 20)
+    (root / "units").mkdir(parents=True)
+    build(root / "one", made, last_unit=2)
+    build(root / "whole", made)
+    done = erase(root / "one", made, place)
+    assert done.awaited == ((made.files[1].version, 20),)
+    assert {path.relative_to(root).parts[0] for path in done.remaining} == {"whole", "units"}
+    build(root / "one", made)
+    check_erased(root / "one", rows(root / "whole"), {place})
+    assert not holds(root / "one", text_of(made, place))
 
 
 def test_unknown_documents_and_damaged_chunks_change_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ duplicates. A process that has a chunk open reads the old file until it closes i
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -119,16 +120,38 @@ def erased_unit(built: BuiltUnit, documents: Collection[tuple[int, int]], filler
 
 
 def inherit_erasures(directory: Path, rebuilt: Path, manifest: Manifest) -> Manifest:
-    """Record the erased documents of a cache in the one that is built to replace it; the caller holds its lock."""
-    before = Manifest.open(directory)
-    if not before.erased:
+    """Record the erased documents of a cache in the one that is built to replace it; the caller holds its lock.
+
+    Raises:
+        DataError: The lists of the cache are damaged, so that its erased documents are not known.
+    """
+    before = _erased_so_far(directory)
+    if not before:
         return manifest
-    old_files, old_units = read_files(directory), read_units(directory)
+    files, units = read_files(directory), read_units(directory)
     records = {
-        (old_files[old_units[unit].file_indexes[number]].version, ordinal) for unit, number, ordinal in before.erased
+        (files[units[unit].file_indexes[number]].version, ordinal)
+        for unit, number, ordinal in before
+        if unit < len(units) and number < len(units[unit].file_indexes)
     }
     places = _places(records, read_files(rebuilt), read_units(rebuilt)[: manifest.planned_units])
     return _record_erasures(rebuilt, manifest, places)
+
+
+def _erased_so_far(directory: Path) -> set[tuple[int, int, int]]:
+    """Return the erased documents of a cache: unit, number of the file in the unit, and index of the record of each.
+
+    The chunks say it as well as the manifest, which may be damaged or lost: then the cache is rebuilt because of it.
+    """
+    found = set[tuple[int, int, int]]()
+    with contextlib.suppress(DataError):
+        found |= Manifest.open(directory).erased
+    for path in sorted((directory / "chunks").glob("*/u*.psc")):
+        with contextlib.suppress(DataError, ValueError):
+            chunk, unit = Chunk.open(path), int(path.name[1:].partition("-")[0])
+            documents: list[tuple[int, int]] = chunk.documents()[["file", "ordinal"]][chunk.erased()].tolist()
+            found |= {(unit, *document) for document in documents}
+    return found
 
 
 def _record_erasures(directory: Path, manifest: Manifest, places: _Places) -> Manifest:
