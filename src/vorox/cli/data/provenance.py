@@ -90,7 +90,9 @@ def _print_text(found: FoundText | None) -> None:
     if found is None:
         return
     if found.origin == "cache":
-        typer.echo(f"    (decoded from the cache: {found.why})")
+        typer.echo(f"    (decoded from the cache: {found.why})" if found.text else f"    ({found.why})")
+        if not found.text:
+            return
     print_text(found.marked_text or found.text)
 
 

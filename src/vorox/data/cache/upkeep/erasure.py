@@ -76,7 +76,7 @@ def erase_documents(directory: Path, records: Collection[Record]) -> Erased:
     if recipe.images is not None:
         raise ConfigError(
             "Documents cannot be erased from a cache with images", where=str(directory), saved="the cache is unchanged",
-            hint="remove the cache with `vorox data gc --older-than 0d`, and build it from a source without them",
+            hint="remove them from the source, and set data.cache.directory to another directory",
         )  # fmt: skip
     refuse_builders(directory, "erase the documents")
     with Manifest.open(directory).exclusive(directory) as manifest:
