@@ -62,6 +62,7 @@ SHOWN_BY = {
     r"vorox serve": "tests/serving/test_server.py",
     r"vorox export \S+ (--to hf )?--passport": "tests/training/test_passport.py::test_the_commands_of_the_page",
     r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
+    r"vorox unlearn \S+ --list \S+ --key": "tests/training/test_unlearn.py::test_the_statement_is_signed",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_model_origin.py",
     r"vorox .*--nproc \d": "tests/ranks",

@@ -88,6 +88,7 @@ class RunLayout:
     profile = RunFile("profile")
     record = RunFile("run.json", mirrored="run.json")
     signatures = RunFile("signatures", mirrored="signatures/*.json")
+    statements = RunFile("statements", mirrored="statements/*.json")
     states = RunFile("states.jsonl", mirrored="states.jsonl")
     tasks = RunFile("tasks", mirrored="tasks/*.json")
     tensorboard = RunFile("tensorboard")
@@ -145,6 +146,10 @@ class RunLayout:
 
     def signature(self, step: int) -> Path:
         return self.signatures / f"step-{step:08d}.json"
+
+    def statement(self, kind: str, step: int) -> Path:
+        """Return a statement about the checkpoint of a step."""
+        return self.statements / f"{kind}-step-{step:08d}.json"
 
     def view(self, name: str) -> Path:
         """Return the record of a view of the run's data."""

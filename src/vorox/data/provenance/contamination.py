@@ -29,7 +29,6 @@ MOSTLY_FRACTION = 0.8
 
 _ROWS_AT_ONCE = 1024
 _PLACES_PER_NGRAM = 16
-_DOCUMENTS_PER_RECORD = 3
 _FILTER_BITS = 22
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -65,7 +64,7 @@ class SharedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ContaminatedRecord:
-    """A record with contaminated tokens, and up to three documents that share most n-grams with it."""
+    """A record with contaminated tokens, and some documents that share most n-grams with it."""
 
     uri: str
     ordinal: int
@@ -160,6 +159,7 @@ def find_contamination(
     *,
     ngram_tokens: int = NGRAM_TOKENS,
     steps: Int64Array | None = None,
+    num_documents: int = 3,
 ) -> Contamination:
     """Search the rows that the weights were trained on for n-grams of an evaluation set.
 
@@ -168,6 +168,7 @@ def find_contamination(
         records: The evaluation set, encoded with the run's tokenizer, without special tokens.
         ngram_tokens: Length of an n-gram.
         steps: Search only these steps, ascending. ``None``: all whose updates the weights hold.
+        num_documents: Documents to name for each record: those that share most n-grams with it.
 
     Raises:
         ConfigError: No step of the run is on record, or a row is shorter than an n-gram.
@@ -178,7 +179,7 @@ def find_contamination(
     ngrams = Ngrams([record for record in records if len(record.ids) >= ngram_tokens], ngram_tokens)
     trained = [uses > 0 for uses in run_data.row_uses(steps)]
     places = _search(run_data, trained, ngrams)
-    found = _Report(run_data, set(steps.tolist()), ngrams, places).contaminated(
+    found = _Report(run_data, set(steps.tolist()), ngrams, places, num_documents).contaminated(
         [record for record in records if len(record.ids) >= ngram_tokens]
     )
     return Contamination(
@@ -254,8 +255,10 @@ def _below_limit(number: Int64Array, num_places: Int64Array) -> Int64Array:
 class _Report:
     """Describes the places of n-grams as documents and steps."""
 
-    def __init__(self, run_data: RunDataIndex, steps: set[int], ngrams: Ngrams, places: _Places) -> None:
-        self._run_data, self._steps, self._ngrams = run_data, steps, ngrams
+    def __init__(
+        self, run_data: RunDataIndex, steps: set[int], ngrams: Ngrams, places: _Places, num_documents: int
+    ) -> None:
+        self._run_data, self._steps, self._ngrams, self._num_documents = run_data, steps, ngrams, num_documents
         order = np.argsort(places.number, kind="stable")
         self._places = _Places(*(column[order] for column in places))
         self._starts = np.searchsorted(self._places.number, np.arange(len(ngrams) + 1))
@@ -282,7 +285,7 @@ class _Report:
                 document = _document_at(self._run_data.readers[index], row, int(self._places.token[place]))
                 ngrams_of.setdefault(document, set()).add(number)
                 rows_of.setdefault(document, set()).add((index, row))
-        most = sorted(ngrams_of, key=lambda document: (-len(ngrams_of[document]), document))[:_DOCUMENTS_PER_RECORD]
+        most = sorted(ngrams_of, key=lambda document: (-len(ngrams_of[document]), document))[: self._num_documents]
         return tuple(
             SharedDocument(*document, len(ngrams_of[document]), self._steps_of(rows_of[document])) for document in most
         )

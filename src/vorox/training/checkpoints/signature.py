@@ -75,14 +75,18 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         "predicateType": PREDICATE_TYPE,
         "predicate": {"run": run_directory.resolve().name, "step": step, "chain": state.chain, "states": state.states},
     }
-    payload = canonical_json(statement)
-    key_id = _key_id(key.public_key())
-    signature = {"keyid": key_id, "sig": _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))}
-    envelope = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
     path = RunLayout(run_directory).signature(step)
     atomic.make_directory(path.parent)
-    atomic.write_file(path, atomic.pretty_json(envelope))
-    return Signature(step, path, key_id)
+    atomic.write_file(path, atomic.pretty_json(signed_envelope(statement, key)))
+    return Signature(step, path, _key_id(key.public_key()))
+
+
+def signed_envelope(statement: Mapping[str, Any], key: PrivateKey) -> dict[str, Any]:
+    """Return the DSSE envelope of an in-toto statement."""
+    payload = canonical_json(statement)
+    signature = _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))
+    signatures = [{"keyid": _key_id(key.public_key()), "sig": signature}]
+    return {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:

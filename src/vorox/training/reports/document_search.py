@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from vorox.core.errors import VoroxError
-from vorox.core.run_layout import checkpoint_directories, parse_checkpoint_name
+from vorox.core.files.atomic import MANIFEST_NAME
+from vorox.core.run_layout import checkpoint_directories, parse_checkpoint_name, run_of_checkpoint
 from vorox.data.cache.reader import CacheReader
 from vorox.data.provenance import queries as provenance_queries
 from vorox.data.provenance.queries import Occurrence
@@ -21,7 +22,7 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.attempts import intervals, lineage
 from vorox.records.executed_steps import executed_attempts
 from vorox.records.run_lookup import notes_of_attempts, run_id_of
-from vorox.training.checkpoints.origins import WEIGHTS_NOTE, CheckpointOrigin, contents_of
+from vorox.training.checkpoints.origins import WEIGHTS_NOTE, CheckpointOrigin, contents_of, origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,22 @@ def search_runs(
             on_progress(number, len(runs))
     family = _Family(list(findings.values()))
     return [family.with_inherited(finding) for finding in findings.values()]
+
+
+def derived_directories(findings: Sequence[Finding], folders: Iterable[Path]) -> list[Path]:
+    """Return the exports, averages and materialised states in folders that are of checkpoints that saw the document.
+
+    An export of a checkpoint that is gone is found only if it names its run.
+
+    Args:
+        findings: Of ``search_runs``.
+        folders: Folders, searched to the bottom.
+    """
+    family, found = _Family(findings), dict[Path, None]()
+    for path in (path.parent for folder in folders for path in sorted(folder.rglob(MANIFEST_NAME))):
+        if run_of_checkpoint(path) is None and any(family.has_seen(origin) for origin in origins(path)):
+            found[path] = None
+    return list(found)
 
 
 def search_run(directory: Path, query: DocumentQuery, opened: dict[Path, CacheReader] | None = None) -> Finding:
@@ -214,6 +231,13 @@ class _Family:
         runs = sorted(self._findings, key=lambda finding: not finding.problem)  # of copies, one that was searched
         checkpoints = [(finding, path) for finding in runs for _, path in checkpoint_directories(finding.directory)]
         return {content: (finding, path.name) for finding, path in checkpoints for content in contents_of(path)}
+
+    def has_seen(self, origin: CheckpointOrigin) -> bool:
+        """Whether a checkpoint that weights are of saw the document."""
+        return any(
+            bool(run.inherited_from) or _Saved(run.directory, _applied(run.occurrences)).has_seen(origin.step, name)
+            for run, name in self._parents(origin)
+        )
 
     def with_inherited(self, finding: Finding) -> Finding:
         """Add what the initial weights of a run saw, through any number of runs."""

@@ -366,6 +366,19 @@ def next_change(run_directory: Path, step: int) -> int | None:
     return None
 
 
+def changes_after(run_directory: Path, step: int) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the states from which a resume changed settings that affect bits, each with them as overrides."""
+    config, changed_at = config_in_force(run_directory, step)
+    found: list[tuple[int, tuple[str, ...]]] = []
+    while changed_at is not None:
+        following, next_at = config_in_force(run_directory, changed_at)
+        entries = [entry for entry in differences(config, following) if _decides_bits(entry.key)]
+        if entries:
+            found.append((changed_at, tuple(f"{entry.key}={json.dumps(entry.after)}" for entry in entries)))
+        config, changed_at = following, next_at
+    return found
+
+
 def config_in_force(
     run_directory: Path, step: int, missing: RunConfig | None = None, *, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, int | None]:

@@ -1,0 +1,269 @@
+"""``vorox unlearn``: a run again, from the last state before it read some documents, with these masked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vorox.cli.runs.materialize import state_after
+from vorox.cli.terminal import humanize
+from vorox.cli.terminal.build_display import BuildDisplay
+from vorox.cli.terminal.output import print_json, print_table, print_wrapped
+from vorox.cli.training.train import train
+from vorox.core.errors import ConfigError
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.order.plan_events import MaskedDocument
+from vorox.data.provenance.named_documents import named_documents
+from vorox.data.provenance.run_data_index import RunDataIndex
+from vorox.records.replay_chain import examine_chain
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import INHERITED, find_run, run_argument, run_attempts, run_directories
+from vorox.training.checkpoints.materialized_cache import folder
+from vorox.training.checkpoints.signature import load_private_key
+from vorox.training.fork import ForkChange, check_change, fork
+from vorox.training.materialize import open_range
+from vorox.training.re_execution import ReExecution, cost_of
+from vorox.training.reports.document_search import DocumentQuery, Finding, derived_directories, search_runs
+from vorox.training.reports.document_traces import Copy, Trace, copies_of, texts_of, traces_of
+from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, unlearned_fork, write_statement
+
+if TYPE_CHECKING:
+    from vorox.training.checkpoints.signature import PrivateKey
+
+_MOST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What is known of documents and a run before anything is computed.
+
+    Attributes:
+        run: The run.
+        documents: The documents, by name.
+        stages: The forks to make, each of the one before; empty if there is nothing to unlearn.
+        reads: What its updates read of them.
+        copies: Documents that share text with them.
+        traces: Where they act although they are masked.
+        findings: What every known run saw of their texts.
+        directories: Exports, averages and states that hold an update from them.
+    """
+
+    run: Path
+    documents: Mapping[str, tuple[MaskedDocument, ...]]
+    stages: Sequence[tuple[int, ForkChange]]
+    reads: Reads
+    copies: Sequence[Copy]
+    traces: Sequence[Trace]
+    findings: Sequence[Finding]
+    directories: Sequence[Path]
+
+    @property
+    def own(self) -> Finding:
+        return next(one for one in self.findings if one.directory.resolve() == self.run.resolve())
+
+
+def unlearn(
+    run: str,
+    document: list[str] | None,
+    listed: Path | None,
+    name: str | None,
+    key: Path | None,
+    search: list[Path] | None,
+    nproc: int,
+    plan: bool,
+    root: str,
+    as_json: bool,
+) -> None:
+    if as_json and not plan:
+        raise ConfigError(
+            "A training prints no JSON",
+            where="--json",
+            hint="leave it out; the statement is a JSON file of the new run",
+        )
+    private_key = None if key is None else load_private_key(key)
+    names = _names(document or [], listed)
+    case = _examine(find_run(root, run), names, Path(root), search or [])
+    step = case.reads.clean_step
+    if plan:
+        _print_plan(case, as_json=as_json)
+        return
+    if step is None:
+        _print_case(case)
+        typer.echo("Nothing is to be unlearned, and nothing was written")
+        return
+    config = recorded_config(case.run)
+    directory, own = case.run, name or f"{config.run.name or case.run.name}-unlearned"
+    for number, (at, change) in enumerate(case.stages, 1):
+        called = own if number == len(case.stages) else f"{own}-{number}"
+        directory = _forked(directory, at, change, called, root, nproc)
+    _state(directory, case, private_key)
+
+
+def _forked(parent: Path, step: int, change: ForkChange, name: str, root: str, nproc: int) -> Path:
+    """Return the trained fork of a run at a step: a new one, or the one that an earlier command began."""
+    directory = unlearned_fork(parent, step, change)
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="vorox-unlearn-") as scratch:
+            state = None if step == 0 else state_after(parent, step, Path(scratch), root, nproc)
+            directory = fork(parent, step, state, change, name)
+        typer.echo(f"Forked {parent.name} at step {step:,}: {directory}")
+    if not _is_finished(directory):
+        train(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
+    return directory
+
+
+def _names(documents: Sequence[str], listed: Path | None) -> list[str]:
+    """Return the documents that the options name, each once."""
+    lines: list[str] = []
+    if listed is not None:
+        try:
+            lines = listed.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The list cannot be read: {error}", where=str(listed)) from error
+    named = (line.partition("#")[0].strip() for line in lines)
+    found = list(dict.fromkeys([*documents, *(name for name in named if name)]))
+    if not found:
+        raise ConfigError(
+            "No document is named", where="--document" if listed is None else str(listed),
+            hint="write FILE:RECORD, as text.jsonl:17; `vorox data where RUN --step N` shows both",
+        )  # fmt: skip
+    return found
+
+
+def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path]) -> _Case:
+    """Find out what a run read of documents, what is like them, and what else has learned from them."""
+    missing = [one for one in folders if not one.is_dir()]
+    if missing:
+        raise ConfigError("There is no such folder", where=f"--search {missing[0]}")
+    display = BuildDisplay()
+    try:
+        with RunDataIndex.open(run) as run_data:
+            documents = named_documents(run_data, names, "--document")
+            reads = reads_of(run_data, names)
+            check_change(run_data, reads.clean_step or 0, ForkChange(documents))
+            stages = [] if reads.clean_step is None else stages_of(run_data, reads.clean_step, documents)
+            texts = texts_of(run_data, documents)
+            copies = copies_of(run_data, texts)
+            hashes = tuple(sorted({found for text in texts for found in text.hashes if found}))
+            runs = {one.resolve(): one for one in [*run_directories(root), *run_directories(run.parent), run]}
+            findings = search_runs(
+                runs.values(), DocumentQuery(text_hashes=hashes),
+                lambda done, total: display.step("searching runs", done, total),
+            )  # fmt: skip
+            traces = traces_of(run_data, recorded_config(run), texts, findings)
+    finally:
+        display.close()
+    places = [*folders, RunLayout(run).exports, folder(run)]
+    derived = derived_directories(findings, (place for place in places if place.is_dir()))
+    return _Case(run, documents, stages, reads, copies, traces, findings, derived)
+
+
+def _is_finished(directory: Path) -> bool:
+    last = run_attempts(directory)[-1:]
+    return bool(last) and last[0]["outcome"] == "finished" and not last[0].get(INHERITED)
+
+
+def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
+    """Check a trained fork, write its statement, and print what it says."""
+    reads = check_unlearned(directory, case.documents)
+    path = write_statement(directory, [*case.documents], reads, case.traces, case.copies, key)
+    step = max(step_directories(directory))
+    typer.echo(
+        f"\nNo update of {directory.name} up to step {step:,} read the content of "
+        f"{pluralize(len(case.documents), 'document')}; {pluralize(len(reads.masked_steps), 'step')} read filler"
+    )
+    typer.echo(f"{'Statement' if key is None else 'Signed statement'}: {path}")
+    _print_rest(case)
+    typer.echo(f"\nCompare: vorox runs compare --paired {run_argument(case.run)} {run_argument(directory)}")
+
+
+def _print_plan(case: _Case, *, as_json: bool) -> None:
+    """Print what unlearning takes, and what is known already."""
+    step = case.reads.clean_step
+    num_steps, seconds, size_bytes = (0, 0.0, 0) if step is None else _cost(case.run, step)
+    if as_json:
+        others = {one.directory.name: one.first_step for one in _others(case)}
+        print_json(
+            {
+                "run": case.run.name, "documents": list(case.documents), "steps": list(case.reads.steps),
+                "clean_step": step, "num_steps": num_steps, "seconds": seconds, "size_bytes": size_bytes,
+                "acts": [asdict(trace) for trace in case.traces], "copies": [asdict(copy) for copy in case.copies],
+                "checkpoints": list(case.own.checkpoints), "runs": others,
+                "directories": [str(path) for path in case.directories],
+            }
+        )  # fmt: skip
+        return
+    _print_case(case)
+    if step is not None:
+        took = "" if seconds is None else f", about {humanize.duration(seconds)}"
+        typer.echo(
+            f"It takes {pluralize(num_steps, 'step')} from state {step:,} on{took}, and {humanize.size(size_bytes)} "
+            "per checkpoint"
+        )
+    _print_rest(case)
+
+
+def _cost(run: Path, step: int) -> tuple[int, float | None, int]:
+    """Return the steps to compute, their seconds if a speed is known, and the bytes of a checkpoint."""
+    is_kept = step == 0 or step in step_directories(run)
+    last = examine_chain(run, step).last_known_step
+    cost = cost_of(ReExecution(run, step, last) if last > step else open_range(run, [step]))
+    num_steps = last - step if is_kept else cost.num_steps
+    return num_steps, cost.seconds, cost.checkpoint_bytes or 0
+
+
+def _print_case(case: _Case) -> None:
+    steps, documents = case.reads.steps, pluralize(len(case.documents), "document")
+    if steps:
+        num_steps = pluralize(len(steps), "step")
+        shown = f"{num_steps} of {case.run.name} read the content of {documents}, first step {steps[0]:,}"
+    elif case.reads.planned_step is not None:
+        shown = f"No step of {case.run.name} has read {documents} yet; step {case.reads.planned_step:,} will"
+    else:
+        shown = f"No step of {case.run.name} reads the content of {documents}"
+    typer.echo(shown)
+
+
+def _others(case: _Case) -> list[Finding]:
+    """Return the other runs that saw the texts, or could not be searched."""
+    return [
+        one for one in case.findings
+        if one is not case.own and (one.first_step is not None or one.inherited_from or one.problem)
+    ]  # fmt: skip
+
+
+def _print_rest(case: _Case) -> None:
+    """Print where the documents still act, what is like them, and what else has learned from them."""
+    typer.echo("\nWhere they still act")
+    print_table(["ACTS", "THROUGH", "EVIDENCE"], [[one.answer, one.place, one.evidence] for one in case.traces])
+    if case.copies:
+        typer.echo("\nThese share text with them, and stay; name them too if they are to go")
+        rows = [
+            [f"{one.fraction:.0%}", f"{len(one.steps):,}", _short(one.name), _short(one.of)]
+            for one in case.copies[:_MOST_LINES]
+        ]
+        print_table(["SHARE", "STEPS", "DOCUMENT", "OF"], rows, right="SHARE STEPS")
+        if len(case.copies) > _MOST_LINES:
+            typer.echo(f"... and {len(case.copies) - _MOST_LINES:,} more; use --plan --json for all")
+    lines = [f"{case.run.name}: {pluralize(len(case.own.checkpoints), 'checkpoint')}"] if case.own.checkpoints else []
+    for one in _others(case):
+        if one.problem:
+            lines.append(f"{one.directory.name}: unknown, it could not be searched: {one.problem}")
+        elif one.inherited_from:
+            lines.append(f"{one.directory.name}: all, through {one.inherited_from}")
+        else:
+            lines.append(f"{one.directory.name}: from step {one.first_step:,} on")
+    lines += [str(path) for path in case.directories]
+    if lines:
+        typer.echo("\nThese hold updates from their text, and stay")
+        print_wrapped(f"  {line}" for line in lines)
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2]
