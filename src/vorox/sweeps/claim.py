@@ -22,6 +22,7 @@ from vorox.core.config.yaml.reader import Json
 from vorox.core.errors import ConfigError, DataError, NumericalError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.files.json_lines import read_history
+from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.version import __version__
@@ -30,7 +31,7 @@ from vorox.data.corpus.corpus import Corpus, plan_start, prepare, prepare_record
 from vorox.data.order.plan_events import encode_event
 from vorox.experiments.paired_test import PairedTest, paired_test, smallest_effect
 from vorox.records.log import time_stamp
-from vorox.records.replay_chain import read_chain, read_states
+from vorox.records.replay_chain import examine_chain, read_chain, read_states
 from vorox.records.run_context import expected_directory, recorded_config
 from vorox.run import train
 from vorox.sweeps.claim_register import (
@@ -143,30 +144,37 @@ class ClaimedPair:
         is_same = bool(claims) and all(claims[-1].content.get(key) == value for key, value in stated.items())
         return claims[-1] if is_same else None
 
-    def register(self, register: Register, *, again: bool, on_progress: PrepareProgress | None = None) -> Claim:
-        """Build the caches, and register the claim unless it is in the register.
-
-        Args:
-            register: The register, locked.
-            again: Register it anew if it is decided.
-            on_progress: Receives the progress of preparing the data.
+    def prepare(self, on_progress: PrepareProgress | None = None) -> list[dict[str, Any]]:
+        """Build the caches; return what identifies the data of both arms.
 
         Raises:
             ConfigError: The arms cannot be compared.
+        """
+        data = [_prepared(config, on_progress) for config in self.configs]
+        _check_comparable(data)
+        return data
+
+    def register(self, register: Register, data: Sequence[dict[str, Any]], *, again: bool) -> Claim:
+        """Register the claim, unless it is in the register.
+
+        Args:
+            register: The register, locked.
+            data: Of ``prepare``.
+            again: Register it anew if it is decided.
+
+        Raises:
             DataError: The data has changed since the claim was registered.
         """
         claim = self.known(register)
         if claim is not None and claim.is_decided and not again:
             return claim
-        data = [_prepared(config, on_progress) for config in self.configs]
-        _check_comparable(data)
         if claim is not None and not claim.is_decided:
             for name, now, then in zip("AB", data, claim.content["data"], strict=True):
                 if difference := data_difference(then, now):
                     raise DataError(
                         f"{difference} of {name} has changed since the claim was registered", where=claim.id[:12],
-                        hint="restore the text, or register another claim on it by another configuration",
-                        saved=f"{len(claim.pairs)} pairs are in the register",
+                        hint="restore the text from a copy, and run the same command again",
+                        saved=f"the claim, with {pluralize(len(claim.pairs), 'pair')}",
                     )  # fmt: skip
             return claim
         number = len(register.on_question(self.question)) + 1
@@ -190,7 +198,7 @@ class ClaimedPair:
         found: dict[int, ArmRun] = {}
         for side in (0, 1) if number % 2 else (1, 0):
             found[side] = self._run_arm(claim, number, side, argv)
-        chains = [read_chain(self.root / found[side].run) for side in (0, 1)]
+        chains = [examine_chain(self.root / found[side].run).entries for side in (0, 1)]
         shared = chains[0].keys() & chains[1].keys()
         return Pair(
             number, claim.seed(number), (found[0], found[1]),
@@ -219,10 +227,12 @@ def arm_run(directory: Path, metric: str, *, has_diverged: bool) -> ArmRun:
     Raises:
         DataError: They are damaged, or there is no validation after the last step.
     """
+    if has_diverged:
+        entries = examine_chain(directory).entries  # none if step 1 was not finite
+        step = max(entries, default=0)
+        return ArmRun(directory.name, step, entries[step].chain if step else "", "", None)
     chain = read_chain(directory)
     step = max(chain)
-    if has_diverged:
-        return ArmRun(directory.name, step, chain[step].chain, "", None)
     state, value = read_states(directory).get(step), recorded_value(directory, step, metric)
     if value is None or state is None:
         raise DataError(

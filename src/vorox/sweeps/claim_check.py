@@ -182,7 +182,7 @@ def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Itera
     chain = examine_chain(directory, run.step)
     if damage := chain.damage(run.step):
         yield f"the replay chain is not intact: {damage}"
-    elif chain.last_step != run.step or chain.entries[run.step].chain != run.chain:
+    elif chain.last_step != run.step or (run.step and chain.entries[run.step].chain != run.chain):
         yield "the replay chain does not end in the registered head: the run was trained again or changed"
     if run.value is None:
         if not _has_diverged(directory):

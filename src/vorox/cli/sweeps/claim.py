@@ -58,8 +58,10 @@ def claim(
     private_key = None if key is None else load_private_key(key)
     for config in arms.configs:
         check_installed(config.backend)
+    known = _known(arms, Register(arms.root), again=again)
+    data = [] if known is not None and known.is_decided and not again else _prepare(arms)
     with Register(arms.root).locked() as register:
-        registered = _register(arms, register, again=again)
+        registered = arms.register(register, data, again=again)
         _print_claim(arms, register, registered, parsed.positional, err=as_json)
         if not registered.is_decided:
             _run(arms, register, registered, limit, err=as_json)
@@ -68,6 +70,8 @@ def claim(
         print_json(claim_json(registered, register) | {"signature": None if envelope is None else str(envelope)})
         return
     print_wrapped(["", *verdict_lines(registered)])
+    if known is not None and known.is_decided and not again:
+        typer.echo("  again     it is decided; --again registers it anew, with other seeds and a stricter level")
     if envelope is not None:
         typer.echo(f"  signed    {envelope}")
     print_wrapped([f"  verify    vorox claims verify {registered.id[:12]}{_root_option(arms.root)}"])
@@ -89,8 +93,8 @@ def _loader(parsed: ParsedArguments, side: int) -> ConfigLoader:
 
 def _level(arms: ClaimedPair, register: Register, *, again: bool) -> tuple[Claim | None, float]:
     """Return the claim that the command continues, and the level of it or of the claim that it would register."""
-    known = arms.known(register)
-    if known is not None and not (known.is_decided and again):
+    known = _known(arms, register, again=again)
+    if known is not None and not again:
         return known, known.level
     return None, level_of(len(register.on_question(arms.question)) + 1, arms.level)
 
@@ -105,10 +109,25 @@ def _check_length(arms: ClaimedPair, register: Register, budget: Budget, *, agai
         )  # fmt: skip
 
 
-def _register(arms: ClaimedPair, register: Register, *, again: bool) -> Claim:
+def _known(arms: ClaimedPair, register: Register, *, again: bool) -> Claim | None:
+    """Return the claim if it is in the register.
+
+    Raises:
+        ConfigError: It is to be registered anew, and is not decided.
+    """
+    known = arms.known(register)
+    if again and (known is None or not known.is_decided):
+        raise ConfigError(
+            "There is no decided claim to register again" if known is None else "The claim is not decided yet",
+            where="--again", hint="leave it out", saved="nothing was registered",
+        )  # fmt: skip
+    return known
+
+
+def _prepare(arms: ClaimedPair) -> list[dict[str, Any]]:
     display = BuildDisplay()
     try:
-        return arms.register(register, again=again, on_progress=display)
+        return arms.prepare(display)
     finally:
         display.close()
 
