@@ -273,7 +273,8 @@ class Register:
             what = (
                 f"Several claims begin with {name}: {several}" if found else f"There is no claim {name or ''}".strip()
             )
-            raise ConfigError(what, where=str(self.path), hint="list them with `vorox claims list`")
+            hint = "list them with `vorox claims list`" if self.claims else "register one with `vorox claim`"
+            raise ConfigError(what, where=str(self.path), hint=hint)
         return found[-1]
 
     def on_question(self, question: str) -> list[Claim]:

@@ -208,7 +208,7 @@ def verdict_lines(claim: Claim) -> list[str]:
     if effect.interval is not None:
         low, high = effect.interval
         lines.append(
-            f"  interval  {low:+.5f} to {high:+.5f}, at {1 - claim.level:.4g} confidence, whenever the claim stops"
+            f"  interval  {low:+.5f} to {high:+.5f}, at {100 * (1 - claim.level):.4g}% confidence, whenever the claim stops"
         )
     if verdict["verdict"] == "undecided" and verdict["smallest_effect"] is not None:
         seen = _effect(verdict["smallest_effect"], verdict["other_mean"]).lstrip("+")
