@@ -207,9 +207,8 @@ def verdict_lines(claim: Claim) -> list[str]:
         lines.append(f"  effect    {winner} is better by {_effect(effect.mean, verdict['other_mean'])}")
     if effect.interval is not None:
         low, high = effect.interval
-        lines.append(
-            f"  interval  {low:+.5f} to {high:+.5f}, at {100 * (1 - claim.level):.4g}% confidence, whenever the claim stops"
-        )
+        confidence = f"{100 * (1 - claim.level):.4g}% confidence"
+        lines.append(f"  interval  {low:+.5f} to {high:+.5f}, at {confidence}, whenever the claim stops")
     if verdict["verdict"] == "undecided" and verdict["smallest_effect"] is not None:
         seen = _effect(verdict["smallest_effect"], verdict["other_mean"]).lstrip("+")
         lines.append(f"  visible   this budget would most likely have seen an effect of {seen} or more")
