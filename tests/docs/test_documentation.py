@@ -51,6 +51,7 @@ SHOWN_BY = {
     r"vorox data build \S+ --executor ray": "tests/data/cache/test_workers.py::test_ray",
     r"vorox data build quickstart tokenizer.kind=(huggingface|tiktoken)": "tests/data/tokenizers",
     r"vorox tune": "tests/sweeps/test_ray.py::test_a_killed_sweep_continues",
+    r"vorox eval .*--exposure": "tests/training/test_exposure.py",
     r"vorox eval": "tests/training/test_task_evaluation.py::test_scores_equal_those_of_the_harness",
     r"vorox train \S+ precision.dtype=bf16 precision.float8": "tests/backends/torch_engine/test_float8.py",
     r"vorox train .*log.mlflow": "tests/experiments/test_mlflow_sink.py",
@@ -62,6 +63,7 @@ SHOWN_BY = {
     r"vorox export \S+ (--to hf )?--passport": "tests/training/test_passport.py::test_the_commands_of_the_page",
     r"vorox checkpoints (sign|verify) \S+ --(key|public-key)": "tests/training/test_checkpoint_signature.py",
     r"vorox unlearn \S+ --list \S+ --key": "tests/training/test_unlearn.py::test_the_statement_is_signed",
+    r"vorox claim .*--key|vorox claims .*--public-key": "tests/sweeps/test_claim.py::test_a_signed_verdict",
     r"vorox data download": "tests/data/transfer/test_download.py",
     r"vorox train \S+ --from-weights hf://": "tests/training/test_model_origin.py",
     r"vorox .*--nproc \d": "tests/ranks",
@@ -174,6 +176,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "runtime": {"device": "cpu"},
         }
         Path("my.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        for name, rate in (("A", 0.01), ("B", 0.001)):
+            short = settings | {"optimizer": {"lr": rate}, "train": settings["train"] | {"num_steps": 10}}
+            Path(f"{name}.yaml").write_text(yaml.safe_dump(short), encoding="utf-8")
         streamed = settings | {
             "data": settings["data"] | {"mode": "streaming"},
             "train": settings["train"] | {"num_steps": 20},

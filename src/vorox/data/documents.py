@@ -7,7 +7,8 @@ read from, for provenance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -248,6 +249,7 @@ class DocumentSpan(NamedTuple):
         document_tokens: Tokens of the whole document, including its end-of-text token.
         text_xxh3: xxh3-64 of the record's text, to detect changes of the source.
         copy: Index of the document among those that transforms made of the record.
+        is_erased: Whether its tokens were erased from the cache.
     """
 
     uri: str
@@ -260,3 +262,29 @@ class DocumentSpan(NamedTuple):
     document_tokens: int
     text_xxh3: int
     copy: int = 0
+    is_erased: bool = False
+
+
+def units_with(
+    records: Collection[tuple[str, int]], files: Sequence[SourceFile], units: Sequence[Unit]
+) -> npt.NDArray[np.int64]:
+    """Return the units with a span in which one of some records is: the last that starts at or before it.
+
+    Args:
+        records: Version of the file, and index of the record in it.
+        files: The files of the source.
+        units: Its units.
+    """
+    versions = {version for version, _ in records}
+    wanted = {index: file.version for index, file in enumerate(files) if file.version in versions}
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for unit in units:
+        for span in unit.spans:
+            if span.file_index in wanted:
+                spans[span.file_index].append((span.first_ordinal, unit.unit_id))
+    found: set[int] = set()
+    for index, version in wanted.items():
+        for ordinal in (ordinal for name, ordinal in records if name == version):
+            first = max((start for start, _ in spans[index] if start <= ordinal), default=None)
+            found |= {unit for start, unit in spans[index] if start == first}
+    return np.array(sorted(found), np.int64)

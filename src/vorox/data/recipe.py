@@ -83,6 +83,11 @@ class Recipe:
         """The tokens after every document."""
         return (self.end_of_text_id,) if self.end_ids is None else self.end_ids
 
+    @property
+    def filler_id(self) -> int:
+        """The token in place of those of masked and of erased documents."""
+        return self.end_of_text_id
+
     @cached_property
     def num_ids(self) -> int:
         """All ids are below: the vocabulary, and those of images (``data/images/tokens.py``)."""

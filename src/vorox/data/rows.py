@@ -47,6 +47,8 @@ class RowBlock:
         images: The encoded bytes of the images in the rows, by their hash.
         masked_NC: Whether each token is of a masked document, ``[N, row_tokens]``: a filler and no target, although the
             number of targets is that of the stored row; ``None``: none are.
+        erased_NC: Whether each token is of a document that was erased from its cache, ``[N, row_tokens]``; ``None``:
+            none are.
         segment_start_tokens: Leading tokens of each segment that are no targets although the mask may say so, int32:
             those that a tokenizer adds before a document; ``None``: none are.
     """
@@ -59,6 +61,7 @@ class RowBlock:
     images: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
     segment_start_tokens: npt.NDArray[np.int32] | None = None
     masked_NC: npt.NDArray[np.bool_] | None = None
+    erased_NC: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -340,6 +343,13 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
             for block in blocks
         ]
         loss_mask_NC = np.concatenate(masks)[inverse]
+    erased_NC = None
+    if any(block.erased_NC is not None for block in blocks):
+        parts = [
+            np.zeros(block.tokens_NC.shape, np.bool_) if block.erased_NC is None else block.erased_NC
+            for block in blocks
+        ]
+        erased_NC = np.concatenate(parts)[inverse]
     start_tokens = None
     if any(block.segment_start_tokens is not None for block in blocks):
         counts = [
@@ -357,6 +367,7 @@ def interleave(blocks: Sequence[RowBlock], slots: Sequence[Int64Array]) -> RowBl
         loss_mask_NC=loss_mask_NC,
         images={digest: content for block in blocks for digest, content in block.images.items()},
         segment_start_tokens=start_tokens,
+        erased_NC=erased_NC,
     )
 
 

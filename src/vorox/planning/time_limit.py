@@ -7,7 +7,7 @@ import re
 from vorox.core.errors import ConfigError
 
 
-def parse_minutes(text: str) -> float:
+def parse_minutes(text: str, option: str = "--minutes") -> float:
     """Parse a duration in minutes, or with units: 2, 0.5, 90s, 2m, 1h30m.
 
     Raises:
@@ -19,19 +19,17 @@ def parse_minutes(text: str) -> float:
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(h|m|s)[a-z]*\s*", bare)
     if not parts or "".join(re.findall(r"\d+(?:\.\d+)?\s*[hms][a-z]*\s*", bare)) != bare:
         raise ConfigError(
-            f"--minutes {text} is not a duration", where="--minutes", hint="write --minutes=2, 0.5, 90s or 1h30m"
+            f"{option} {text} is not a duration", where=option, hint=f"write {option}=2, 0.5, 90s or 1h30m"
         )
     return sum(float(number) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[unit] for number, unit in parts)
 
 
-def check_minutes(minutes: float) -> float:
+def check_minutes(minutes: float, option: str = "--minutes") -> float:
     """Check a time budget; return it in seconds.
 
     Raises:
         ConfigError: It is not a positive number.
     """
     if not 0 < minutes < 1e6:
-        raise ConfigError(
-            f"{minutes} minutes is not a valid training time", where="--minutes", hint="give 0.5, 3, 60, ..."
-        )
+        raise ConfigError(f"{minutes} minutes is not a valid training time", where=option, hint="give 0.5, 3, 60, ...")
     return minutes * 60.0

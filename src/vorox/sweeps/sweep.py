@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vorox.core.config import digest_values, dump_yaml, flat_values, model_label, slug
+from vorox.core.config.yaml.reader import Json
 from vorox.core.config.yaml.writer import write_scalar
 from vorox.core.errors import ConfigError, DoesNotFitError, NumericalError
 from vorox.core.files import atomic
@@ -196,10 +197,14 @@ class Sweep:
         return sorted((trial for trial in self.trials if trial.outcome is not None), key=rank)
 
 
-def _digest(config: RunConfig) -> str:
-    """Return the digest of the settings that decide the results of a sweep: those of a run, and of its validation."""
+def compared_settings(config: RunConfig) -> dict[str, Json]:
+    """Return the settings that decide the results of runs that are compared: those of a run, and of its validation."""
     validation = {key: value for key, value in flat_values(config).items() if key.startswith("eval.")}
-    return hashlib.sha256(atomic.canonical_json({**digest_values(config), **validation})).hexdigest()
+    return {**digest_values(config), **validation}
+
+
+def _digest(config: RunConfig) -> str:
+    return hashlib.sha256(atomic.canonical_json(compared_settings(config))).hexdigest()
 
 
 def check_space(config: RunConfig, space: Sequence[Parameter], load: ConfigLoader, asha: Asha | None) -> None:

@@ -272,8 +272,7 @@ def states_after(
         StateNotOnDiskError: This process cannot compute one, because several ranks have to.
         VoroxError: As ``materialize``; or the cache cannot be written.
     """
-    steps = sorted({*steps})
-    found = {step: _kept(run_directory, step, notices) or _cached(run_directory, step, notices) for step in steps}
+    found = states_on_disk(run_directory, steps, notices)
     missing = [step for step, state in found.items() if state is None]
     if missing:
         directory = folder(run_directory)
@@ -291,6 +290,13 @@ def states_after(
             found |= {step: verified_state(run_directory, step) for step in missing}
             remove_old_states(directory, max(len(steps), read_config(run_directory).checkpoint.keep_last))
     return {step: state for step, state in found.items() if state is not None}
+
+
+def states_on_disk(run_directory: Path, steps: Collection[int], notices: StateNotices) -> dict[int, Checkpoint | None]:
+    """Return the states after steps, by step: verified kept checkpoints and those of the cache; ``None`` for others."""
+    return {
+        step: _kept(run_directory, step, notices) or _cached(run_directory, step, notices) for step in sorted({*steps})
+    }
 
 
 def _kept(run_directory: Path, step: int, notices: StateNotices) -> Checkpoint | None:

@@ -22,7 +22,7 @@ from vorox.data.provenance.queries import Occurrence, when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain, read_states
 from vorox.records.run_lookup import FORKED_FROM, read_run_record, run_argument, run_directories, run_id_of
-from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, signed_envelope
+from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, write_envelope
 from vorox.training.checkpoints.store import verify
 from vorox.training.fork import ForkChange
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source
@@ -186,6 +186,9 @@ def write_statement(
         "_type": STATEMENT_TYPE, "subject": subjects, "predicateType": PREDICATE_TYPE, "predicate": predicate,
     }  # fmt: skip
     path = RunLayout(run_directory).statement("unlearned", step)
-    atomic.make_directory(path.parent)
-    atomic.write_file(path, atomic.pretty_json(statement if key is None else signed_envelope(statement, key)))
+    if key is None:
+        atomic.make_directory(path.parent)
+        atomic.write_file(path, atomic.pretty_json(statement))
+    else:
+        write_envelope(path, statement, key)
     return path

@@ -38,6 +38,25 @@ def evaluate(
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences per batch.")] = 16,
     step: StepOption = None,
     device: DeviceOption = None,
+    exposure: Annotated[
+        bool, typer.Option("--exposure", help="Scores on records that training read and did not read, and when.")
+    ] = False,
+    exposures: Annotated[
+        int | None,
+        typer.Option(
+            "--exposures",
+            min=0,
+            show_default=False,
+            help="Seen records of a task whose loss is measured before and after training read them. Default: 5.",
+        ),
+    ] = None,
+    ngram_tokens: Annotated[
+        int | None,
+        typer.Option("--ngram-tokens", min=1, show_default=False, help="Length of a shared sequence. Default: 13."),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="With --exposure: only print what training read, and what the losses take.")
+    ] = False,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
     as_json: AsJson = False,
@@ -46,4 +65,7 @@ def evaluate(
 
     A base against its fine-tuned model: the same command for the directory or
     hf://OWNER/NAME that a run started from, and for the run.
+
+    --exposure compares the records that the run was trained on with the others,
+    and measures the loss of some just before and after training read them.
     """

@@ -82,6 +82,7 @@ def _document_line(document: DocumentOrigin) -> str:
         f"{document.uri}, record {document.ordinal:,}, bytes {document.byte_offset:,} to "
         f"{document.byte_offset + document.byte_length:,}: {whole} {pluralize(document.document_tokens, 'token')}"
         + (", masked: the run trained on a filler" if document.is_masked else "")
+        + (", erased from the cache" if document.is_erased else "")
     )
 
 
@@ -89,7 +90,9 @@ def _print_text(found: FoundText | None) -> None:
     if found is None:
         return
     if found.origin == "cache":
-        typer.echo(f"    (decoded from the cache: {found.why})")
+        typer.echo(f"    (decoded from the cache: {found.why})" if found.text else f"    ({found.why})")
+        if not found.text:
+            return
     print_text(found.marked_text or found.text)
 
 

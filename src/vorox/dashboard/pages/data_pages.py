@@ -104,7 +104,7 @@ class DataPages:
                     "row": row.row,
                     **{key: value for key, value in asdict(document).items() if key not in {"text_xxh3", "version"}},
                     "excerpt": ""
-                    if document.is_masked
+                    if document.is_masked or document.is_erased
                     else _excerpt(tokenizer, index.readers[row.source_index], row, document),
                 }
                 for row, document in _first_documents(rows)

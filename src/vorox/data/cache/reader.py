@@ -227,13 +227,20 @@ class CacheReader:
         stored: list[memoryview | bytes] = []
         segments: list[memoryview] = []
         open_chunks, layout, now, header = self._open_chunks, self.recipe.images, next(self._clock), None
-        for index, row in zip(chunk_N.tolist(), row_N.tolist(), strict=True):
+        erased: dict[int, npt.NDArray[np.bool_]] = {}
+        for at, (index, row) in enumerate(zip(chunk_N.tolist(), row_N.tolist(), strict=True)):
             chunk = open_chunks.get(index) or self._open(index)
             chunk.last_used = now
             stored.append(chunk.row(row))
             segments.append(chunk.segments(row))
+            if chunk.is_erased:
+                erased[at] = chunk.erased_tokens(row)
             header = chunk.header  # the chunks of a cache are alike
         assert header is not None
+        erased_NC = None
+        if any(is_erased_C.any() for is_erased_C in erased.values()):
+            erased_NC = np.zeros((len(stored), self.row_tokens), np.bool_)
+            erased_NC[list(erased)] = list(erased.values())
         num_start = len(self.recipe.start_ids)
         tokens_NC, loss_mask_NC = split_rows(b"".join(stored), header)
         segments_3S = np.ascontiguousarray(np.frombuffer(b"".join(segments), "<i4").reshape(-1, 3).T)
@@ -247,6 +254,7 @@ class CacheReader:
             loss_mask_NC=loss_mask_NC,
             images={} if layout is None else ImageStore(self.directory, layout).read_all(tokens_NC),
             segment_start_tokens=np.maximum(num_start - segments_3S[1], 0) if num_start else None,
+            erased_NC=erased_NC,
         )
 
     def documents_of(self, row: int) -> list[DocumentSpan]:
@@ -257,7 +265,7 @@ class CacheReader:
         """
         (chunk_index,), (row_in_chunk,) = self.addresses(np.array([row]))
         chunk = self.chunk(int(chunk_index))
-        documents_D = chunk.documents()
+        documents_D, is_erased_D = chunk.documents(), chunk.erased()
         indexes = self._files_of(int(self.manifest.chunks["unit"][chunk_index]))
         segments_S3 = np.frombuffer(chunk.segments(int(row_in_chunk)), "<u4").reshape(-1, 3)
         copies = self._copies_of(int(chunk_index), int(row_in_chunk), len(segments_S3))
@@ -266,7 +274,9 @@ class CacheReader:
             number, ordinal, offset, size, num_tokens, _, text_xxh3 = documents_D[document_index].item()
             file = int(indexes[number])
             place = (self.files[file].uri, offset, size, token_offset, length)
-            spans.append(DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3, copy))
+            spans.append(
+                DocumentSpan(*place, file, ordinal, num_tokens, text_xxh3, copy, bool(is_erased_D[document_index]))
+            )
         return spans
 
     def _copies_of(self, chunk_index: int, row: int, num_segments: int) -> list[int]:

@@ -15,14 +15,15 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from vorox.core.errors import ConfigError
-from vorox.data.documents import SourceFile, Unit
-from vorox.data.order.difficulty_buckets import SourceReader
+from vorox.core.errors import ConfigError, DataError
+from vorox.data.documents import units_with
+from vorox.data.order.difficulty_buckets import SourceReader, cache_of
 from vorox.data.order.plan_events import MaskEvent
 from vorox.data.order.plan_state import PlanState, Positions
 from vorox.data.rows import RowBlock, RowReader
@@ -98,7 +99,7 @@ class DocumentMasks:
                     start, end = end, end + span.length
                     version = reader.files[span.file_index].version
                     masked_NC[at, start:end] = self.is_masked(index, version, span.ordinal, int(positions[at]))
-                tokens_NC[at, masked_NC[at]] = reader.recipe.end_of_text_id
+                tokens_NC[at, masked_NC[at]] = reader.recipe.filler_id
         if not masked_NC.any():
             return block
         return replace(block, tokens_NC=tokens_NC, masked_NC=masked_NC)
@@ -112,9 +113,44 @@ class DocumentMasks:
         with self._lock:
             known = self._units.get(reader)
             if known is None or known[0] != num_units:
-                known = num_units, _units_with(self._of(source_index), reader.files, reader.units)
+                known = num_units, units_with(self._of(source_index), reader.files, reader.units)
                 self._units[reader] = known
             return known[1]
+
+
+def check_erased(
+    block: RowBlock,
+    source_index: npt.NDArray[np.integer],
+    rows: npt.NDArray[np.int64],
+    readers: Sequence[RowReader | None],
+) -> None:
+    """Refuse rows with an erased document that is not masked, before anything is computed from them.
+
+    Args:
+        block: Rows with their masked documents, in any order.
+        source_index: Source of each row.
+        rows: Row number of each row in the cache of its source.
+        readers: The caches of the sources.
+
+    Raises:
+        DataError: A row has such a document.
+    """
+    if block.erased_NC is None:
+        return
+    left_NC = block.erased_NC if block.masked_NC is None else block.erased_NC & ~block.masked_NC
+    if not left_NC.any():
+        return
+    at, token = (int(index) for index in np.argwhere(left_NC)[0])
+    reader = cast("SourceReader", readers[int(source_index[at])])
+    spans = reader.documents_of(int(rows[at]))
+    ends = accumulate(span.length for span in spans)
+    document = next(span for span, end in zip(spans, ends, strict=True) if token < end)
+    name = f"{document.uri}:{document.ordinal}"
+    raise DataError(
+        f"A row needs document {name}, which was erased from the cache", where=str(cache_of(reader).directory),
+        hint=f"leave the document out, with `vorox fork RUN --step N --without-document {name}` at a step before its "
+        "first row; or set data.cache.directory to another directory to build a cache from a source that has it",
+    )  # fmt: skip
 
 
 def check_masks(
@@ -159,22 +195,3 @@ def check_masks(
                 f"Documents of this run cannot be masked, because of {what}", where=key,
                 hint="fork it without a source, or with other settings, instead",
             )  # fmt: skip
-
-
-def _units_with(
-    records: Mapping[Record, int], files: Sequence[SourceFile], units: Sequence[Unit]
-) -> npt.NDArray[np.int64]:
-    """Return the units with a span in which one of some records is: the last that starts at or before it."""
-    versions = {version for version, _ in records}
-    wanted = {index: file.version for index, file in enumerate(files) if file.version in versions}
-    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for unit in units:
-        for span in unit.spans:
-            if span.file_index in wanted:
-                spans[span.file_index].append((span.first_ordinal, unit.unit_id))
-    found: set[int] = set()
-    for index, version in wanted.items():
-        for ordinal in (ordinal for name, ordinal in records if name == version):
-            first = max((start for start, _ in spans[index] if start <= ordinal), default=None)
-            found |= {unit for start, unit in spans[index] if start == first}
-    return np.array(sorted(found), np.int64)

@@ -21,7 +21,7 @@ from vorox.core.batch import Batch, DataCursor, DataShard, TeacherLogits
 from vorox.core.config.checks.batch import fewer_rows
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.images.decoding import ImageInput, PatchInput
-from vorox.data.order.document_masks import DocumentMasks, check_masks
+from vorox.data.order.document_masks import DocumentMasks, check_erased, check_masks
 from vorox.data.order.growth import PlanGrower
 from vorox.data.order.plan import DataPlan, Positions, Readers
 from vorox.data.prefetch import Prefetcher
@@ -187,7 +187,9 @@ def validation_batches(
         rows = slots[slots < count] * num_rows // count
         source_index = np.searchsorted(starts, rows, side="right") - 1
         cursor = DataCursor(plan_digest="", plan_events=0, step=step + 1, position=(step + 1) * step_rows, seed=0)
-        block = read_rows(readers, source_index, rows - starts[source_index])
+        local = rows - starts[source_index]
+        block = read_rows(readers, source_index, local)
+        check_erased(block, source_index, local, readers)
         yield assemble(
             block, document_mask=document_mask, step=step, cursor_after=cursor,
             padding_rows=micro_batch_sequences - block.num_rows, image_input=image_input,
@@ -251,12 +253,14 @@ class LocatedRows:
         """Read the rows in this order as they are trained on, and verify them.
 
         Raises:
-            DataError: A row is damaged, or its source has been removed from the configuration.
+            DataError: A row is damaged or has an erased document that the plan does not mask, or its source has been
+                removed from the configuration.
         """
         block = read_rows(self.readers, self.source_index, self.rows)
-        if self.masks is None:
-            return block
-        return self.masks.apply(block, self.positions, self.source_index, self.rows, self.readers)
+        if self.masks is not None:
+            block = self.masks.apply(block, self.positions, self.source_index, self.rows, self.readers)
+        check_erased(block, self.source_index, self.rows, self.readers)
+        return block
 
 
 class RowSource:

@@ -96,7 +96,7 @@ class Contamination:
     records: tuple[ContaminatedRecord, ...]
 
 
-class _Ngrams:
+class Ngrams:
     """The distinct n-grams of an evaluation set, by 64-bit hash; a match is compared token by token."""
 
     def __init__(self, records: Sequence[EvaluationRecord], length: int) -> None:
@@ -175,17 +175,8 @@ def find_contamination(
         DataError: A chunk is missing or damaged.
     """
     steps = run_data.applied_steps() if steps is None else steps
-    if not len(steps):
-        raise ConfigError(
-            "No step of this run is on record", where=str(run_data.directory), hint="train at least one step first"
-        )
-    row_tokens = min(reader.row_tokens for reader in run_data.readers)
-    if not 1 <= ngram_tokens <= row_tokens:
-        raise ConfigError(
-            f"An n-gram of {ngram_tokens:,} tokens does not fit into a row of {row_tokens:,}", where="--ngram-tokens",
-            hint=f"give 1 to {row_tokens:,}",
-        )  # fmt: skip
-    ngrams = _Ngrams([record for record in records if len(record.ids) >= ngram_tokens], ngram_tokens)
+    check_search(run_data, steps, ngram_tokens)
+    ngrams = Ngrams([record for record in records if len(record.ids) >= ngram_tokens], ngram_tokens)
     trained = [uses > 0 for uses in run_data.row_uses(steps)]
     places = _search(run_data, trained, ngrams)
     found = _Report(run_data, set(steps.tolist()), ngrams, places, num_documents).contaminated(
@@ -200,17 +191,49 @@ def find_contamination(
     )
 
 
-def _search(run_data: RunDataIndex, trained: Sequence[BoolArray], ngrams: _Ngrams) -> _Places:
-    parts: list[_Places] = []
-    num_places = np.zeros(len(ngrams), np.int64)
+def check_search(run_data: RunDataIndex, steps: Int64Array, ngram_tokens: int) -> None:
+    """Check that there are steps to search, and that n-grams fit into their rows.
+
+    Raises:
+        ConfigError: No step is on record, or a row is shorter than an n-gram.
+    """
+    if not len(steps):
+        raise ConfigError(
+            "No step of this run is on record", where=str(run_data.directory), hint="train at least one step first"
+        )
+    row_tokens = min(reader.row_tokens for reader in run_data.readers)
+    if not 1 <= ngram_tokens <= row_tokens:
+        raise ConfigError(
+            f"An n-gram of {ngram_tokens:,} tokens does not fit into a row of {row_tokens:,}", where="--ngram-tokens",
+            hint=f"give 1 to {row_tokens:,}",
+        )  # fmt: skip
+
+
+def matches_in_rows(
+    run_data: RunDataIndex, trained: Sequence[BoolArray], ngrams: Ngrams
+) -> Iterator[tuple[int, Int64Array, Int64Array, Int64Array]]:
+    """Yield every occurrence of n-grams in the rows that are ``True`` in ``trained``, a block of rows at a time.
+
+    Yields:
+        Index of the source; then row, first token and n-gram, each ``[M]``. Padding has no occurrences.
+
+    Raises:
+        DataError: A chunk is missing or damaged.
+    """
     for index, (reader, is_trained) in enumerate(zip(run_data.readers, trained, strict=True)):
         for rows in _blocks(np.flatnonzero(is_trained)):
             block = reader.read_rows(rows)
             row, token, number = ngrams.matches(block.tokens_NC)
             is_text = token + ngrams.length <= real_tokens(block)[row]
-            row, token, number = row[is_text], token[is_text], number[is_text]
-            kept = _below_limit(number, num_places)
-            parts.append(_Places(number[kept], np.full(len(kept), index), rows[row[kept]], token[kept]))
+            yield index, rows[row[is_text]], token[is_text], number[is_text]
+
+
+def _search(run_data: RunDataIndex, trained: Sequence[BoolArray], ngrams: Ngrams) -> _Places:
+    parts: list[_Places] = []
+    num_places = np.zeros(len(ngrams), np.int64)
+    for index, row, token, number in matches_in_rows(run_data, trained, ngrams):
+        kept = _below_limit(number, num_places)
+        parts.append(_Places(number[kept], np.full(len(kept), index), row[kept], token[kept]))
     return _Places(*(np.concatenate(column) if parts else np.zeros(0, np.int64) for column in zip(*parts, strict=True)))
 
 
@@ -233,7 +256,7 @@ class _Report:
     """Describes the places of n-grams as documents and steps."""
 
     def __init__(
-        self, run_data: RunDataIndex, steps: set[int], ngrams: _Ngrams, places: _Places, num_documents: int
+        self, run_data: RunDataIndex, steps: set[int], ngrams: Ngrams, places: _Places, num_documents: int
     ) -> None:
         self._run_data, self._steps, self._ngrams, self._num_documents = run_data, steps, ngrams, num_documents
         order = np.argsort(places.number, kind="stable")

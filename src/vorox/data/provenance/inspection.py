@@ -149,9 +149,9 @@ def _sample_segment(block: RowBlock, document: DocumentSpan, part: slice, tokeni
         document.byte_length,
         document.document_token_offset,
         document.length,
-        tokenizer.decode(tokens),
+        "(erased from the cache)" if document.is_erased else tokenizer.decode(tokens),
     )
-    if block.loss_mask_NC is None:
+    if block.loss_mask_NC is None or document.is_erased:
         return sample
     targets = target_ranges(block.loss_mask_NC[0, part])
     return replace(sample, targets=targets, marked_text=marked_text(tokens, targets, tokenizer.decode))
@@ -315,6 +315,8 @@ def _verify_rows(corpus: Corpus, cache: CorpusCache) -> None:
         block, places = _segments(reader, row)
         tokens = block.tokens_NC[0]
         for document, (start, end) in zip(reader.documents_of(row), places, strict=True):
+            if document.is_erased:
+                continue
             at = (document.file_index, document.ordinal, document.byte_offset, document.byte_length)
             folder = ImageFolder.of(by_uri[document.uri].uri, paths[document.uri])
             record = placed(

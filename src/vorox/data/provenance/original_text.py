@@ -82,6 +82,8 @@ class TextFinder:
         """
         if document.is_masked:
             return FoundText("", "cache", "the document is masked: the run trained on a filler in its place")
+        if document.is_erased:
+            return FoundText("", "cache", "the document was erased from the cache")
         block = cache_of(self._run_data.readers[row.source_index]).read_rows(np.array([row.row], np.int64))
         part = slice(document.row_token, document.row_token + document.num_tokens)
         found = self._find(row, document, block.tokens_NC[0, part].tolist())

@@ -80,6 +80,7 @@ class DocumentOrigin:
         text_xxh3: xxh3-64 of the record's whole text.
         copy: Index of the document among those that transforms made of the record.
         is_masked: Whether the run trained on a filler in its place (an event ``mask`` of the plan).
+        is_erased: Whether its tokens were erased from the cache.
     """
 
     uri: str
@@ -94,6 +95,7 @@ class DocumentOrigin:
     text_xxh3: int
     copy: int = 0
     is_masked: bool = False
+    is_erased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ def _documents(reader: SourceReader, row: int, is_masked: Callable[[str, int], b
                 text_xxh3=span.text_xxh3,
                 copy=span.copy,
                 is_masked=is_masked(reader.files[span.file_index].version, span.ordinal),
+                is_erased=span.is_erased,
             )
         )
         row_token += span.length

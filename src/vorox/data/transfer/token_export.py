@@ -226,7 +226,7 @@ def whole_documents(reader: CacheReader) -> Iterator[WholeDocument]:
     """Yield every document of a complete cache once, in the order of the source; one unit is in memory at a time.
 
     Raises:
-        DataError: A chunk is missing or damaged, or a document lacks tokens.
+        DataError: A chunk is missing or damaged, or a document lacks tokens or was erased.
     """
     starts = reader.unit_row_starts
     for unit in range(len(starts) - 1):
@@ -242,6 +242,12 @@ def _documents_of_unit(reader: CacheReader, first_row: int, end_row: int) -> lis
             begin = 0
             for span in reader.documents_of(row):
                 key = (span.file_index, span.ordinal, span.copy)
+                if span.is_erased:
+                    raise DataError(
+                        f"Document {span.uri}:{span.ordinal} was erased from the cache, so it cannot be exported",
+                        where=str(reader.directory),
+                        hint="remove it from the source, and set data.cache.directory to another directory",
+                    )
                 if key not in documents:
                     tokens = cast(TokenArray, np.empty(span.document_tokens, block.tokens_NC.dtype))
                     documents[key] = WholeDocument(span.uri, span.ordinal, tokens)

@@ -76,17 +76,17 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         "predicate": {"run": run_directory.resolve().name, "step": step, "chain": state.chain, "states": state.states},
     }
     path = RunLayout(run_directory).signature(step)
+    return Signature(step, path, write_envelope(path, statement, key))
+
+
+def write_envelope(path: Path, statement: Mapping[str, Any], key: PrivateKey) -> str:
+    """Write a signed in-toto statement as a DSSE envelope; return the id of the key."""
+    payload, key_id = canonical_json(statement), _key_id(key.public_key())
+    signature = {"keyid": key_id, "sig": _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))}
+    envelope = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
     atomic.make_directory(path.parent)
-    atomic.write_file(path, atomic.pretty_json(signed_envelope(statement, key)))
-    return Signature(step, path, _key_id(key.public_key()))
-
-
-def signed_envelope(statement: Mapping[str, Any], key: PrivateKey) -> dict[str, Any]:
-    """Return the DSSE envelope of an in-toto statement."""
-    payload = canonical_json(statement)
-    signature = _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))
-    signatures = [{"keyid": _key_id(key.public_key()), "sig": signature}]
-    return {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
+    atomic.write_file(path, atomic.pretty_json(envelope))
+    return key_id
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
@@ -99,7 +99,7 @@ def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signatur
     layout = RunLayout(run_directory)
     path, checkpoint = layout.signature(step), layout.checkpoint(step)
     key_id = _key_id(key)
-    statement = _signed_statement(path, key, key_id)
+    statement = _signed_statement(path, key)
     name = run_directory.resolve().name
     if statement.step == step and statement.run != name:
         raise CheckpointError(
@@ -203,31 +203,45 @@ class _Statement(NamedTuple):
     """SHA-256 of every file, by name."""
 
 
-def _signed_statement(path: Path, key: PublicKey, key_id: str) -> _Statement:
-    """Return the statement of an envelope if the key has signed it."""
+def read_envelope(path: Path, key: PublicKey, predicate_type: str, *, what: str, hint: str) -> dict[str, Any]:
+    """Return the statement of an envelope if the key has signed it.
+
+    Args:
+        path: The envelope.
+        key: The public key of the signer.
+        predicate_type: What the statement must be.
+        what: The word for what is signed, for messages.
+        hint: How it is signed.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or the key has not signed it.
+    """
     try:
         envelope = read_json(path, dict)
         payload_type, payload = envelope["payloadType"], base64.b64decode(envelope["payload"], validate=True)
         signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
         message = _encoded_for_signature(payload_type, payload)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            "The checkpoint is not signed", where=str(path), hint="sign it with `vorox checkpoints sign`"
-        ) from error
+        raise CheckpointError(f"The {what} is not signed", where=str(path), hint=hint) from error
     except OSError as error:
         raise unreadable_error(error, path) from error
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-        raise CheckpointError("The signature file is damaged", where=str(path), hint="sign the checkpoint") from error
+        raise CheckpointError("The signature file is damaged", where=str(path), hint=hint) from error
     if not any(_is_valid(key, one, message) for one in signatures):
         raise CheckpointError(
-            f"The signature is not by this key, or was changed (key {key_id[:16]})", where=str(path),
-            hint="use the public key of the signer; if it is the right one, do not use the checkpoint",
+            f"The signature is not by this key, or was changed (key {_key_id(key)[:16]})", where=str(path),
+            hint=f"use the public key of the signer; if it is the right one, do not use the {what}",
         )  # fmt: skip
     body: dict[str, Any] = parse_json(payload, path, dict) if payload_type == PAYLOAD_TYPE else {}
-    if body.get("predicateType") != PREDICATE_TYPE:
-        raise CheckpointError(
-            "The signature is not for a checkpoint of this format", where=str(path), hint="sign the checkpoint"
-        )
+    if body.get("predicateType") != predicate_type:
+        raise CheckpointError(f"The signature is not for a {what} of this format", where=str(path), hint=hint)
+    return body
+
+
+def _signed_statement(path: Path, key: PublicKey) -> _Statement:
+    """Return the statement on a checkpoint if the key has signed it."""
+    hint = "sign it with `vorox checkpoints sign`"
+    body = read_envelope(path, key, PREDICATE_TYPE, what="checkpoint", hint=hint)
     try:
         files = {str(entry["name"]): str(entry["digest"]["sha256"]) for entry in body["subject"]}
         facts = body["predicate"]

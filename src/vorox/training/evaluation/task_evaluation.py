@@ -29,6 +29,8 @@ MAX_LOGIT_BYTES = 256 << 20
 """Logits of a batch in host memory."""
 BATCH_SEQUENCES = 16
 """Largest number of sequences in a batch, by default."""
+BOOTSTRAP_SAMPLES = 1000
+"""Resamples for the standard error of a metric without a formula."""
 MAX_NEW_TOKENS = 256
 """Length of a completion if the task names none, as in the harness."""
 
@@ -108,6 +110,20 @@ class RequestScorer:
                     start = len(tokens) - len(continuation)
                     found[number] = _score(logits_TV[start : len(tokens)], continuation)
         return [found[number] for number in range(len(pairs))]
+
+    def rolling_log_likelihood(self, ids: list[int]) -> float:
+        """Return the log-likelihood of a whole text, in windows that do not overlap if it is longer than the model's.
+
+        The windows are the harness's.
+        """
+        windows_of: Any = import_module("lm_eval.utils")
+        windows = windows_of.get_rolling_token_windows(
+            token_list=ids, prefix_token=self.model.tokenizer.prefix_id, max_seq_len=self.max_tokens, context_len=1
+        )
+        disjoint = map(windows_of.make_disjoint_window, windows)
+        return sum(
+            value for value, _ in self.log_likelihoods([(list(before), list(target)) for before, target in disjoint])
+        )
 
     def complete(self, prompts: Sequence[str], options: Mapping[str, Any]) -> list[str]:
         """Continue texts until a stop sequence, the end of the text, or the maximum length.
@@ -218,6 +234,7 @@ def evaluate_tasks(
     limit: int | None = None,
     batch_size: int = BATCH_SEQUENCES,
     on_result: Callable[[TaskResult], None] | None = None,
+    on_samples: Callable[[str, Sequence[Mapping[str, Any]]], None] | None = None,
 ) -> tuple[list[TaskResult], list[str]]:
     """Evaluate a model on tasks in order.
 
@@ -228,6 +245,8 @@ def evaluate_tasks(
         limit: Documents per task. ``None``: all.
         batch_size: Largest number of sequences in a batch.
         on_result: Called with each finished task.
+        on_samples: Called with the name of each finished task, and the results of its documents as the harness logs
+            them: one for each document and filter.
 
     Returns:
         The results, and the names of the tasks that the time budget did not cover.
@@ -241,11 +260,13 @@ def evaluate_tasks(
             check()
             found: Any = run_harness(
                 lm=harness_model, task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit,
-                bootstrap_iters=1000, log_samples=False,
+                bootstrap_iters=BOOTSTRAP_SAMPLES, log_samples=on_samples is not None,
             )  # fmt: skip
         except OutOfTime:
             return results, list(tasks)[position:]
         results.append(_result(name, found))
+        if on_samples is not None:
+            on_samples(name, found["samples"][name])
         if on_result is not None:
             on_result(results[-1])
     return results, []
@@ -256,13 +277,17 @@ def records_of(results: Sequence[TaskResult], limit: int | None, weights: Weight
     return {result.task: {**asdict(result), "limit": limit, "weights": weights} for result in results}
 
 
+def metric_name(metric: str, filter_name: str) -> str:
+    """Return the name of a metric under a filter of the harness, as results have it."""
+    return re.sub(r"[^\w.-]", "_", metric if filter_name == "none" else f"{metric}.{filter_name}")
+
+
 def _result(name: str, found: Mapping[str, Any]) -> TaskResult:
     metrics: dict[str, float] = {}
     for key, value in found["results"][name].items():
         metric, _, filter_name = key.partition(",")
         if filter_name and isinstance(value, int | float):
-            full = metric if filter_name == "none" else f"{metric}.{filter_name}"
-            metrics[re.sub(r"[^\w.-]", "_", full)] = float(value)
+            metrics[metric_name(metric, filter_name)] = float(value)
     num_samples = int(found["n-samples"][name]["effective"])
     return TaskResult(name, str(found["versions"].get(name)), num_samples, int(found["n-shot"].get(name, 0)), metrics)
 
@@ -270,7 +295,6 @@ def _result(name: str, found: Mapping[str, Any]) -> TaskResult:
 def _harness_model(scorer: RequestScorer) -> Any:
     """Return the scorer as a model of the harness, whose base class is imported only here."""
     base: Any = import_module("lm_eval.api.model").TemplateLM
-    windows_of: Any = import_module("lm_eval.utils")
     tokenizer = scorer.model.tokenizer
 
     class HarnessModel(base):
@@ -292,16 +316,7 @@ def _harness_model(scorer: RequestScorer) -> Any:
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             del disable_tqdm
-            totals: list[float] = []
-            for (text,) in (request.args for request in requests):
-                windows = windows_of.get_rolling_token_windows(
-                    token_list=scorer.encode(text), prefix_token=tokenizer.prefix_id, max_seq_len=scorer.max_tokens,
-                    context_len=1,
-                )  # fmt: skip
-                disjoint = map(windows_of.make_disjoint_window, windows)
-                pairs = [(list(context), list(target)) for context, target in disjoint]
-                totals.append(sum(value for value, _ in scorer.log_likelihoods(pairs)))
-            return totals
+            return [scorer.rolling_log_likelihood(scorer.encode(text)) for (text,) in (one.args for one in requests)]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             del disable_tqdm

@@ -26,6 +26,7 @@ from vorox.data.cache.files.quarantine import check_budget, count_quarantined, r
 from vorox.data.cache.units.document_tokens import unit_statistics
 from vorox.data.cache.units.record_texts import documents_of_unit
 from vorox.data.cache.units.unit_builder import BuiltUnit, UnitBuilder
+from vorox.data.cache.upkeep.erasure import erased_unit
 from vorox.data.cache.upkeep.unit_store import UnitStore
 from vorox.data.documents import Unit
 
@@ -60,6 +61,19 @@ def commit_unit(
             directory, built.unit_id, built.bad_records, built.records_read, builder.files, builder.bad_record_fraction,
             aborted=built.aborted,
         )  # fmt: skip
+    unit, filler_id = built.unit_id, builder.recipe.filler_id
+    while True:
+        erased = manifest.erased_in(unit)
+        now, is_done = _append_built(manifest, directory, erased_unit(built, erased, filler_id), replace=replace)
+        if is_done or now.erased_in(unit) == erased:
+            break
+        manifest = now  # documents were erased meanwhile
+    if is_done and built.bad_records:
+        report_damaged_files(directory, unit, built.bad_records, builder.files)
+    return now, is_done
+
+
+def _append_built(manifest: Manifest, directory: Path, built: BuiltUnit, *, replace: bool) -> tuple[Manifest, bool]:
     records = [record for _, record in built.chunks]
     check_same_content(directory, manifest, built.unit_id, records)
 
@@ -72,10 +86,7 @@ def commit_unit(
 
     transforms = {name: count.to_json() for name, count in built.transforms.items()}
     entry = unit_entry(built.statistics, records, transforms)
-    now, is_done = _append(manifest, directory, built.unit_id, records, staged(), entry, replace=replace)
-    if is_done and built.bad_records:
-        report_damaged_files(directory, built.unit_id, built.bad_records, builder.files)
-    return now, is_done
+    return _append(manifest, directory, built.unit_id, records, staged(), entry, replace=replace)
 
 
 def _append(
@@ -88,7 +99,10 @@ def _append(
     *,
     replace: bool,
 ) -> tuple[Manifest, bool]:
-    """Give the staged chunks of a unit their names and append its entry, unless it is committed."""
+    """Give the staged chunks of a unit their names and append its entry.
+
+    Does nothing if it is committed, or documents of it were erased since ``manifest``.
+    """
     waiting: list[tuple[Path, Path]] = []
     temporaries: list[Path] = []
     try:
@@ -97,7 +111,7 @@ def _append(
             temporaries.append(temporary)
         with manifest.exclusive(directory) as current:
             check_same_content(directory, current, unit, records)
-            if current.has_unit(unit) and not replace:
+            if (current.has_unit(unit) and not replace) or current.erased_in(unit) != manifest.erased_in(unit):
                 return current, False
             for temporary, path in waiting:
                 rename(temporary, path)
@@ -143,6 +157,8 @@ def link_unit(
     Raises:
         DataError: Too many records are bad, or the manifest has different content for the unit.
     """
+    if manifest.erased_in(unit.unit_id):
+        return manifest, False  # the store has the unit with the documents, if at all
     key = builder.key_of(unit)
     found = store.find(key, builder.origins(unit, 1)[0])
     if found is None or (replace and not store.is_intact(key, found)):
@@ -177,7 +193,7 @@ def adopt_unit(manifest: Manifest, directory: Path, unit: Unit, builder: UnitBui
     records, statistics = found
     sync_directory(chunk_path(directory, unit.unit_id, 0).parent)  # the crash may have preceded the sync of the renames
     with manifest.exclusive(directory) as current:
-        if current.has_unit(unit.unit_id):
+        if current.has_unit(unit.unit_id) or current.erased_in(unit.unit_id):
             return current, False
         return current.append(directory, [unit_entry(statistics, records)]), True
 
@@ -196,6 +212,8 @@ def _read_intact(directory: Path, unit: Unit, builder: UnitBuilder) -> tuple[lis
             return None
         contents = [chunk.verify() for chunk in chunks]
     except DataError:
+        return None
+    if any(chunk.is_erased for chunk in chunks):
         return None
     records = [chunk.record(unit.unit_id) for chunk in chunks]
     documents_D = documents_of_unit(

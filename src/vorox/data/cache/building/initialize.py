@@ -18,6 +18,8 @@ from vorox.data.cache.building.build_queue import never
 from vorox.data.cache.files.manifest import LOCK_NAME, Manifest, planned_entry
 from vorox.data.cache.units.first_pass import find_duplicates
 from vorox.data.cache.units.unit_builder import UnitBuilder
+from vorox.data.cache.upkeep.erasure import inherit_erasures
+from vorox.data.cache.upkeep.replacement import REBUILD_PREFIX
 from vorox.data.documents import SourceFile, Unit
 from vorox.data.recipe import (
     RECIPE_NAME,
@@ -62,6 +64,9 @@ def prepare_directory(
         if manifest.planned_units < len(units) or manifest.planned_files < len(builder.files):
             entry = planned_entry(len(units), builder.recipe.digest, len(builder.files))
             manifest = manifest.append(directory, [entry])
+        if directory.name.startswith(REBUILD_PREFIX):
+            replaced = directory.with_name(directory.name.removeprefix(REBUILD_PREFIX))
+            manifest = inherit_erasures(replaced, directory, manifest)
     find_duplicates(builder.with_directory(directory), units, on_compared=on_compared, stop=stop)
     return manifest
 

@@ -300,7 +300,7 @@ class BuildScheduler:
             manifest, counts = commit_unit(
                 self.manifest, self.directory, built, self.builder, replace=unit in self._rebuilding
             )
-            if counts and self._store is not None:
+            if counts and self._store is not None and not manifest.erased_in(unit):
                 replaces = unit in self._rebuilding or unit in self._unusable
                 self._store.publish(built.key, self.directory, built, replace_unit=replaces)
             self._rebuilding.discard(unit)

@@ -11,7 +11,7 @@ import mmap
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from vorox.core.files.disk_errors import read_hint
 from vorox.data.cache.files.format import (
     CODECS,
     DOCUMENT,
+    ERASED,
     FOOTER,
     FOOTER_MAGIC,
     HEADER,
@@ -39,6 +40,7 @@ from vorox.data.cache.files.format import (
     ChunkHeader,
     ChunkOrigin,
     ChunkRecord,
+    ErasedDocuments,
     content_digest,
     stored_row_bytes,
 )
@@ -160,7 +162,7 @@ class Chunk:
         self._expect("footer's CRC-32", zlib.crc32(footer[:24]), footer_crc32)
         self._expect("file length", len(view), file_bytes)
         understood = header.version == VERSION and header.codec in CODECS.values()
-        if not understood or header.flags & ~LOSS_MASK or header.byte_shuffle or header.reserved:
+        if not understood or header.flags & ~(LOSS_MASK | ERASED) or header.byte_shuffle or header.reserved:
             raise DataError(
                 f"Unsupported chunk: version {header.version}, codec {header.codec}, flags {header.flags}",
                 where=str(self.path),
@@ -216,7 +218,37 @@ class Chunk:
         if not self._documents_checked:
             self._expect("documents", _xxh3(section), self.header.documents_xxh3)
             self._documents_checked = True
-        return np.frombuffer(section, DOCUMENT)
+        return np.frombuffer(section[: self._document_bytes] if self.is_erased else section, DOCUMENT)
+
+    @property
+    def is_erased(self) -> bool:
+        """Whether documents were erased."""
+        return bool(self.header.flags & ERASED)
+
+    @property
+    def _document_bytes(self) -> int:
+        return self.header.num_documents * DOCUMENT.itemsize
+
+    def erased(self) -> npt.NDArray[np.bool_]:
+        """Return whether each document was erased, checked at the first call."""
+        documents_D = self.documents()
+        if not self.is_erased:
+            return np.zeros(len(documents_D), np.bool_)
+        start, header = self.header.documents_offset + self._document_bytes, self.header
+        bits = np.frombuffer(self._section(start, header.documents_bytes - self._document_bytes), np.uint8)
+        self._expect("bytes of the erased documents", len(bits), -(-header.num_documents // 8))
+        return np.unpackbits(bits, count=header.num_documents).view(np.bool_)
+
+    def erased_tokens(self, row: int) -> npt.NDArray[np.bool_]:
+        """Return whether each token of a row is of an erased document, ``[row_tokens]``."""
+        segments_S3 = np.frombuffer(self.segments(row), "<u4").reshape(-1, 3)
+        found = np.repeat(self.erased()[segments_S3[:, 0]], segments_S3[:, 2])
+        return np.pad(found, (0, self.header.row_tokens - len(found)))
+
+    def documents_to_erase(self, records: Collection[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+        """Return the documents of some records (file of the unit, ordinal) that are not erased yet."""
+        places = zip(*(self.documents()[name].tolist() for name in ("file", "ordinal")), strict=True)
+        return np.array([place in records for place in places], np.bool_) & ~self.erased()
 
     def rows_of(self, file_index: int, byte: int | None, ordinal: int | None) -> npt.NDArray[np.int64]:
         """Return the rows with tokens of the documents of a file of the unit, at a byte or ordinal, ascending."""
@@ -241,10 +273,15 @@ class Chunk:
         payload = b"".join([self.block(block) for block in range(num_blocks)])
         self._expect("bytes of all blocks", len(payload), header.num_rows * self._row_bytes)
         tokens_RC, loss_mask_RC = split_rows(payload, header)
-        return ChunkContent(tokens_RC, *self.segment_table(), self.documents(), loss_mask_RC)
+        erased = ErasedDocuments(self.erased(), header.content) if self.is_erased else None
+        return ChunkContent(tokens_RC, *self.segment_table(), self.documents(), loss_mask_RC, erased)
 
     def verify(self) -> ChunkContent:
         """Check every byte of the file and the consistency of its header; return the content.
+
+        Where documents were erased, the content digest is that of the rows before, which nothing can prove any more:
+        it is compared before the first erasure. Then the tokens of these documents are checked to be one id, and the
+        hashes of their texts to be zero; the manifest has the hash of the file.
 
         Raises:
             DataError: The chunk is damaged.
@@ -268,6 +305,11 @@ class Chunk:
             and header.num_tokens + header.num_padding_tokens == content.tokens_RC.size
         )
         self._expect("structure", "consistent" if well_formed else "inconsistent", "consistent")
+        if content.erased is not None:
+            is_erased_RC = np.stack([self.erased_tokens(row) for row in range(header.num_rows)])
+            left = len(np.unique(content.tokens_RC[is_erased_RC])) > 1
+            left |= bool(content.documents_D["text_xxh3"][content.erased.is_erased_D].any())
+            self._expect("erased documents", "still there" if left else "gone", "gone")
         return content
 
     def matches(self, record: ChunkRecord) -> bool:

@@ -8,7 +8,8 @@
     FOOTER       32 bytes: file length, xxh3-64 of everything before it, and the CRC-32 of the footer
 
 With the flag ``LOSS_MASK``, each row of the payload ends with one bit per token: whether it is trained on. Without it,
-all tokens are.
+all tokens are. With the flag ``ERASED``, the documents end with one bit per document: whether its tokens were erased
+(``cache/upkeep/erasure.py``). Such a chunk keeps the content digest that it had before.
 
 Little-endian; sections start at multiples of 8. ``encode_chunk`` writes chunks, ``chunk.Chunk`` reads them. The CRC-32
 is zlib's; the hashes of blocks and sections are xxh3-64, seed 0. The *content digest* covers rows, segments and
@@ -46,6 +47,8 @@ ZSTD_LEVEL = 3
 SEGMENT_BYTES = 12
 LOSS_MASK = 1
 """Flag of the header: the payload has a loss mask."""
+ERASED = 2
+"""Flag of the header: documents were erased."""
 
 # magic, version, header bytes, flags | token bytes, codec, byte shuffle, 0 | row tokens, rows, rows per block |
 # unused, part, documents | 4 x (offset, bytes) | recipe, source set | real tokens, padding tokens |
@@ -74,6 +77,19 @@ _xxh3 = xxhash.xxh3_64_intdigest
 
 
 @dataclass(frozen=True, slots=True)
+class ErasedDocuments:
+    """The documents of a chunk whose tokens were erased.
+
+    Attributes:
+        is_erased_D: Whether each document was erased.
+        content: The content digest of the chunk before.
+    """
+
+    is_erased_D: npt.NDArray[np.bool_]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkContent:
     """The rows of one chunk, before compression.
 
@@ -83,6 +99,7 @@ class ChunkContent:
         segments_S3: Document (index into ``documents_D``), token offset in it, and tokens of each segment.
         documents_D: ``DOCUMENT`` records.
         loss_mask_RC: Whether each token is trained on; ``None``: all are.
+        erased: The documents that were erased; ``None``: none were.
     """
 
     tokens_RC: TokenArray
@@ -90,6 +107,7 @@ class ChunkContent:
     segments_S3: Uint32Array
     documents_D: npt.NDArray[np.void]
     loss_mask_RC: npt.NDArray[np.bool_] | None = None
+    erased: ErasedDocuments | None = None
 
     @property
     def num_targets(self) -> int:
@@ -199,7 +217,9 @@ class ChunkHeader(NamedTuple):
 
 
 def content_digest(content: ChunkContent, part: int) -> bytes:
-    """Return the SHA-256 of a chunk's content and its number within the unit."""
+    """Return the SHA-256 of a chunk's content, before documents were erased, and its number within the unit."""
+    if content.erased is not None:
+        return content.erased.content
     tokens_RC = content.tokens_RC
     shape = (tokens_RC.itemsize, tokens_RC.shape[1], tokens_RC.shape[0], part)
     digest = hashlib.sha256(b"psc-content/2" + struct.pack("<4Q", *shape))
@@ -226,13 +246,15 @@ def encode_chunk(
     """Return the bytes of a chunk file, and its manifest record in a cache where its unit has the number ``unit``."""
     tokens_RC, rows = content.tokens_RC, content.row_bytes()
     num_rows, row_tokens = tokens_RC.shape
-    flags = 0 if content.loss_mask_RC is None else LOSS_MASK
+    flags = (content.loss_mask_RC is not None) * LOSS_MASK | (content.erased is not None) * ERASED
     block_rows = block_rows or default_block_rows(row_tokens)
     num_tokens = int(content.segments_S3[:, 2].sum(dtype=np.int64))
     blocks = [_compress(rows[start : start + block_rows].tobytes(), codec) for start in range(0, num_rows, block_rows)]
     index = np.array([(len(block), _xxh3(block) & LARGEST_UINT32) for block in blocks], "<u4").tobytes()
     segments = content.row_ptr.astype("<u4").tobytes() + content.segments_S3.astype("<u4").tobytes()
     documents = content.documents_D.astype(DOCUMENT).tobytes()
+    if content.erased is not None:
+        documents += np.packbits(content.erased.is_erased_D).tobytes()
     body = bytearray(HEADER_BYTES)
     places: list[int] = []
     for section in (b"".join(blocks), index, segments, documents):

@@ -6,6 +6,8 @@
                                                               "cutting": <bytes>, more units will follow
     {"add": [chunk, ...], "done": [unit statistics, ...]}     complete units with all their chunks (and, in
                                                               "transforms", the counts of each transform)
+    {"erased": [document, ...]}                               documents that no chunk may hold: unit, number of the
+                                                              file in the unit, ordinal
 
 A unit is committed when its entry is complete; its chunks are durable before the entry is written. A later entry for
 the same chunk (a repair) may change the file but not the content. ``manifest/snapshot.bin`` holds the state after one
@@ -44,6 +46,8 @@ LOCK_NAME = "LOCK"
 SNAPSHOT_INTERVAL_ENTRIES = 1024
 
 _SNAPSHOT_MAGIC = b"VXSNAP5\n"
+_ERASED_SNAPSHOT_MAGIC = b"VXSNAP6\n"
+"""Of a cache with erased documents, which follow the units: a version that does not know them reads the log."""
 # magic, planned units, planned files, estimated bytes, whether more units follow, recipe, log position (entries, line
 # start, line end, head), chunks, units
 _SNAPSHOT = struct.Struct("<8s QQQ? 32s QQQ 32s QQ")
@@ -74,9 +78,11 @@ class UnitStatistics:
 _CHUNK_FIELDS = [field.name for field in dataclasses.fields(ChunkRecord)]
 _UNIT_FIELDS = [field.name for field in dataclasses.fields(UnitStatistics)]
 _HASH_FIELDS = frozenset({"content", "file_sha256"})
-_KINDS = {"planned", "files", "recipe", "cutting", "add", "done"}
+_KINDS = {"planned", "files", "recipe", "cutting", "add", "done", "erased"}
 _CHUNK = np.dtype([(name, "V32" if name in _HASH_FIELDS else "<u8") for name in _CHUNK_FIELDS])
 _UNIT = np.dtype([(name, "<u8") for name in _UNIT_FIELDS])
+_ERASED_FIELDS = ["unit", "file", "ordinal"]
+_ERASED = struct.Struct("<QQQ")
 
 Records = npt.NDArray[np.void]
 
@@ -95,6 +101,7 @@ class Manifest:
         units_final: Whether all units are planned; else more follow on request.
         estimated_bytes: Estimated source bytes of all units when the first were planned; 0 if all were planned
             together.
+        erased: The erased documents: unit, number of the file in the unit, and ordinal.
     """
 
     planned_units: int
@@ -105,6 +112,7 @@ class Manifest:
     planned_files: int = 0
     units_final: bool = True
     estimated_bytes: int = 0
+    erased: frozenset[tuple[int, int, int]] = frozenset()
 
     @classmethod
     def empty(cls) -> Manifest:
@@ -166,6 +174,7 @@ class Manifest:
         try:
             chunks = [_parse_chunk(chunk) for body in bodies for chunk in body.get("add", ())]
             units = [_parse_unit(unit) for body in bodies for unit in body.get("done", ())]
+            erased = [_parse_erased(one) for body in bodies for one in body.get("erased", ())]
             planned = max(
                 [self.planned_units, *(_parse_number(body["planned"]) for body in bodies if "planned" in body)]
             )
@@ -174,7 +183,7 @@ class Manifest:
             estimates = [self.estimated_bytes, *(_parse_number(body["cutting"]) for body in plans if "cutting" in body)]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _inconsistent(path, f"an entry is malformed: {error}") from error
-        outside = [row[0] for row in (*chunks, *units) if row[0] >= planned]
+        outside = [row[0] for row in (*chunks, *units, *erased) if row[0] >= planned]
         if outside:
             raise _inconsistent(path, f"it names unit {outside[0]}, but only {planned:,} units are planned")
         return Manifest(
@@ -186,6 +195,7 @@ class Manifest:
             files,
             "cutting" not in plans[-1] if plans else self.units_final,
             next((estimate for estimate in estimates if estimate), 0),
+            self.erased.union(erased),
         )
 
     def check_recipe(self, directory: Path, recipe: str) -> None:
@@ -225,12 +235,14 @@ class Manifest:
     def write_snapshot(self, directory: Path) -> None:
         position = self.position
         header = _SNAPSHOT.pack(
-            *(_SNAPSHOT_MAGIC, self.planned_units, self.planned_files, self.estimated_bytes, not self.units_final),
+            *(_ERASED_SNAPSHOT_MAGIC if len(self.erased) else _SNAPSHOT_MAGIC, self.planned_units, self.planned_files),
+            *(self.estimated_bytes, not self.units_final),
             bytes.fromhex(self.recipe) or bytes(32),
             *(position.num_entries, position.line_start_bytes),
             *(position.end_bytes, bytes.fromhex(position.head), len(self.chunks), len(self.units)),
         )
         body = header + self.chunks.tobytes() + self.units.tobytes()
+        body += np.array(sorted(self.erased), "<u8").tobytes()
         write_file(directory / SNAPSHOT_NAME, body + hashlib.sha256(body).digest())
 
     @cached_property
@@ -260,6 +272,17 @@ class Manifest:
         """Whether a unit is committed."""
         place = int(np.searchsorted(self.units["unit"], unit))
         return place < len(self.units) and int(self.units["unit"][place]) == unit
+
+    def erased_in(self, unit: int) -> frozenset[tuple[int, int]]:
+        """Return the erased documents of a unit: number of the file in the unit, and ordinal."""
+        return self._erased_by_unit.get(unit, frozenset())
+
+    @cached_property
+    def _erased_by_unit(self) -> dict[int, frozenset[tuple[int, int]]]:
+        found: dict[int, set[tuple[int, int]]] = {}
+        for unit, file, ordinal in self.erased:
+            found.setdefault(unit, set()).add((file, ordinal))
+        return {unit: frozenset(documents) for unit, documents in found.items()}
 
     def content_digest(self, first: int, last: int) -> str:
         """Return the SHA-256 of the content digests of the units ``[first, last)``, in unit order."""
@@ -295,6 +318,11 @@ def planned_entry(
     if estimated_bytes is not None:
         entry["cutting"] = estimated_bytes
     return entry | ({"recipe": recipe} if recipe else {}) | ({"files": num_files} if num_files else {})
+
+
+def erased_entry(documents: Iterable[tuple[int, int, int]]) -> dict[str, Any]:
+    """Return the log entry that names erased documents: unit, number of the file in the unit, and ordinal of each."""
+    return {"erased": [dict(zip(_ERASED_FIELDS, document, strict=True)) for document in documents]}
 
 
 def chunk_path(directory: Path, unit: int, part: int) -> Path:
@@ -351,6 +379,11 @@ def _parse_unit(unit: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(_parse_number(unit[name]) for name in _UNIT_FIELDS)
 
 
+def _parse_erased(document: Mapping[str, Any]) -> tuple[int, int, int]:
+    unit, file, ordinal = (_parse_number(document[name]) for name in _ERASED_FIELDS)
+    return unit, file, ordinal
+
+
 def _inconsistent(path: Path, what: str) -> DataError:
     return DataError(
         f"The manifest is inconsistent: {what}", where=str(path),
@@ -384,11 +417,23 @@ def _read_snapshot(directory: Path) -> Manifest:
     if hashlib.sha256(body).digest() != raw[-32:]:
         raise ValueError("the snapshot is damaged")
     magic, planned, files, estimate, partial, recipe, *place, head, num_chunks, num_units = _SNAPSHOT.unpack_from(body)
-    if magic != _SNAPSHOT_MAGIC:
+    if magic not in {_SNAPSHOT_MAGIC, _ERASED_SNAPSHOT_MAGIC}:
         raise ValueError("the snapshot has another version")
     chunks = np.frombuffer(body, _CHUNK, num_chunks, _SNAPSHOT.size)
     units = np.frombuffer(body, _UNIT, num_units, _SNAPSHOT.size + chunks.nbytes)
     entries, line_start, line_end = place
+    rest = body[_SNAPSHOT.size + chunks.nbytes + units.nbytes :]
+    erased: list[tuple[Any, ...]] = list(_ERASED.iter_unpack(rest)) if magic == _ERASED_SNAPSHOT_MAGIC else []
     position = LogPosition(entries, line_start, line_end, head.hex())
     digest = recipe.hex() if any(recipe) else ""
-    return Manifest(planned, chunks, units, position, digest, files, not partial, estimate)
+    return Manifest(
+        planned,
+        chunks,
+        units,
+        position,
+        digest,
+        files,
+        not partial,
+        estimate,
+        frozenset((unit, file, ordinal) for unit, file, ordinal in erased),
+    )

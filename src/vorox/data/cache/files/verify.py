@@ -8,7 +8,7 @@ and decompression release the GIL); results are in the manifest's order, as from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,7 +47,11 @@ def damaged_units(
         on_progress: Called after each chunk with (bytes checked, total bytes).
     """
     found: dict[int, DataError] = {}
-    for record, problem in _check_chunks(manifest, lambda record: find_damage(directory, record, depth), on_progress):
+
+    def check(record: ChunkRecord) -> DataError | None:
+        return find_damage(directory, record, depth, manifest.erased_in(record.unit))
+
+    for record, problem in _check_chunks(manifest, check, on_progress):
         if problem is not None:
             found.setdefault(record.unit, problem)
     return found
@@ -80,11 +84,14 @@ def check_threads(manifest: Manifest) -> int:
 
 def is_intact(directory: Path, manifest: Manifest, unit: int, depth: Depth) -> bool:
     """Whether all chunks of a unit match the manifest."""
-    return all(find_damage(directory, record, depth) is None for record in manifest.unit_chunks(unit))
+    erased = manifest.erased_in(unit)
+    return all(find_damage(directory, record, depth, erased) is None for record in manifest.unit_chunks(unit))
 
 
-def find_damage(directory: Path, record: ChunkRecord, depth: Depth) -> DataError | None:
-    """Return the error of a chunk, or None if it is intact."""
+def find_damage(
+    directory: Path, record: ChunkRecord, depth: Depth, erased: Collection[tuple[int, int]] = ()
+) -> DataError | None:
+    """Return the error of a chunk, or None if it is intact; ``erased`` names documents that it must not hold."""
     path = chunk_path(directory, record.unit, record.part)
     try:
         check_contained(directory, path)
@@ -94,9 +101,15 @@ def find_damage(directory: Path, record: ChunkRecord, depth: Depth) -> DataError
             matches = chunk.record(record.unit) == record
         else:
             matches = chunk.matches(record)
+        _check_erased(chunk, erased)
     except DataError as error:
         return error
     return None if matches else DataError("The file is not the chunk that the manifest names", where=str(path))
+
+
+def _check_erased(chunk: Chunk, erased: Collection[tuple[int, int]]) -> None:
+    if erased and chunk.documents_to_erase(erased).any():
+        raise DataError("The chunk still holds a document that was erased", where=str(chunk.path), hint=REMEDY)
 
 
 def verify(
@@ -129,7 +142,7 @@ def verify(
 
     def check(record: ChunkRecord) -> DataError | None:
         try:
-            _verify_chunk(directory, recipe, record, units, files)
+            _verify_chunk(directory, recipe, record, units, files, now.erased_in(record.unit))
         except DataError as error:
             return error
         return None
@@ -146,7 +159,12 @@ def verify(
 
 
 def _verify_chunk(
-    directory: Path, recipe: Recipe, record: ChunkRecord, units: Sequence[Unit], files: Sequence[SourceFile]
+    directory: Path,
+    recipe: Recipe,
+    record: ChunkRecord,
+    units: Sequence[Unit],
+    files: Sequence[SourceFile],
+    erased: Collection[tuple[int, int]],
 ) -> None:
     path = chunk_path(directory, record.unit, record.part)
     check_contained(directory, path)
@@ -155,6 +173,7 @@ def _verify_chunk(
     found = chunk.record(record.unit)
     if found != record:
         raise DataError(f"The manifest has {record}, but the file is {found}", where=str(path), hint=REMEDY)
+    _check_erased(chunk, erased)
     largest = int(content.tokens_RC.max())
     if largest >= recipe.num_ids:
         raise DataError(

@@ -211,6 +211,13 @@ def _cache_directories(root: Path) -> Iterator[Path]:
         yield from (path for path in found if (path / RECIPE_NAME).exists())
 
 
+def caches_beside(directory: Path) -> Iterator[Path]:
+    """Yield the other caches of the root that a cache is in, with those of streams and unfinished rebuilds."""
+    root = directory.parent.parent if directory.parent.name == STREAMS_NAME else directory.parent
+    found = (*_cache_directories(root), *_cache_directories(root / STREAMS_NAME))
+    yield from (other for other in found if other != directory)
+
+
 def _find_in_cache(directory: Path, now: float) -> Iterator[Garbage]:
     folders = [directory / name for name in ("manifest", "quarantine", LEASES_NAME, "chunks")]
     linked = {folder.name for folder in folders if folder.is_symlink()}

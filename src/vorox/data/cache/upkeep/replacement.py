@@ -40,12 +40,12 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
     if not wanted:
         yield directory
         return
-    _refuse_builders(directory)
+    refuse_builders(directory)
     rebuilt = directory.with_name(REBUILD_PREFIX + directory.name)
     with Leases(rebuilt) as leases:  # tells garbage collection that a rebuild is in progress, also between units
         leases.acquire(_REBUILD_UNIT)
         yield rebuilt
-    _refuse_builders(directory)
+    refuse_builders(directory)
     if old.exists():
         remove_directory(old)
     copy_pins(directory, rebuilt)
@@ -57,10 +57,15 @@ def replacing(directory: Path, *, wanted: bool) -> Generator[Path]:
         remove_directory(old)
 
 
-def _refuse_builders(directory: Path) -> None:
+def refuse_builders(directory: Path, then: str = "rebuild") -> None:
+    """Refuse to go on while another process builds a cache; ``then`` is what to do after it.
+
+    Raises:
+        ConfigError: One does.
+    """
     for path in sorted((directory / DIRECTORY_NAME).glob("u*")):
         if is_held(path, disk_time_or_local(directory)):
             raise ConfigError(
                 f"The cache is being built by {read_holder(path) or 'another process'}", where=str(directory),
-                hint="let it finish or stop it, then rebuild", saved="the existing cache",
+                hint=f"let it finish or stop it, then {then}", saved="the existing cache",
             )  # fmt: skip

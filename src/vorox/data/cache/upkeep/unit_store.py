@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from vorox.core.files.atomic import (
     canonical_json,
     discard_staged,
     make_directory,
+    remove_file,
     rename,
     stage_file,
+    sweep_temporary,
     temporary_name,
     write_file,
 )
@@ -115,7 +117,7 @@ class UnitStore:
             for record in found.chunks:
                 chunk = Chunk.open(self._chunk(key, found, record.part))
                 expected = replace(origin, part=record.part, num_parts=len(found.chunks))
-                if not chunk.matches(record) or chunk.origin != expected:
+                if not chunk.matches(record) or chunk.origin != expected or chunk.is_erased:
                     return None
         except (OSError, ValueError, KeyError, TypeError, DataError):
             return None  # lost or damaged: the unit is built again
@@ -174,6 +176,32 @@ class UnitStore:
                 source = chunk_path(directory, built.unit_id, record.part)
                 self._place(source, self._chunk_path(key, record.part), copies=False)
             write_file(path, _encode(stored, key))
+
+    def forget(self, contents: Collection[str], paths: Iterable[Path]) -> None:
+        """Remove the units with a chunk of some content, all names of some files, and the files in no cache."""
+        own = set(self.names_of(paths))
+        for folder in sorted(path for path in self.directory.glob("*") if path.is_dir()):
+            sweep_temporary(folder)
+        keys = set[str]()
+        for path in sorted(self.directory.glob("*/*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if any(record.content in contents for record in _decode(read_json(path), path.stem).chunks):
+                    keys.add(path.stem)
+                    remove_file(path)
+        for path in sorted(self.directory.glob("*/*.psc")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stem.rpartition("-")[0] in keys or path in own or path.stat().st_nlink == 1:
+                    remove_file(path)
+
+    def names_of(self, paths: Iterable[Path]) -> list[Path]:
+        """Return the files of the store that are other names of some files."""
+        files = {(status.st_dev, status.st_ino) for status in map(Path.stat, paths)}
+        found: list[Path] = []
+        for path in sorted(self.directory.glob("*/*.psc")):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                found += [path] if (status.st_dev, status.st_ino) in files else []
+        return found
 
     def garbage(self) -> Iterator[tuple[Path, int]]:
         """Yield the files that no cache shares, and the bytes that removing each frees."""

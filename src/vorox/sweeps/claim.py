@@ -1,0 +1,362 @@
+"""A claim that one configuration beats another: pairs of runs until a sequential test decides, or the budget ends.
+
+Two configurations and a sentence go in. They are registered (``claim_register.py``) before anything is trained. Every
+pair is two ordinary runs with one seed, which follows from the claim: they read the same rows and start from the same
+weights as far as the configurations agree, so that the noise of both is in both. After each pair, the test of
+``experiments/paired_test.py`` decides whether to stop. The same command continues a claim that was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vorox.core.batch import IGNORED_LABEL
+from vorox.core.config import Difference
+from vorox.core.config.yaml.reader import Json
+from vorox.core.errors import ConfigError, DataError, NumericalError
+from vorox.core.files.atomic import canonical_json
+from vorox.core.files.json_lines import read_history
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout
+from vorox.core.schema import RunConfig
+from vorox.core.version import __version__
+from vorox.data.cache.building.report import PrepareProgress
+from vorox.data.corpus.corpus import Corpus, plan_start, prepare, prepare_recorded
+from vorox.data.order.plan_events import encode_event
+from vorox.experiments.paired_test import PairedTest, paired_test, smallest_effect
+from vorox.records.log import time_stamp
+from vorox.records.replay_chain import examine_chain, read_chain, read_states
+from vorox.records.run_context import expected_directory, recorded_config
+from vorox.run import train
+from vorox.sweeps.claim_register import (
+    CLAIM_FORMAT,
+    METRICS,
+    ArmRun,
+    Claim,
+    ClaimText,
+    Outcome,
+    Pair,
+    Register,
+    level_of,
+)
+from vorox.sweeps.sweep import compared_settings
+from vorox.training.steps.dataloading import validation_set
+
+ConfigLoader = Callable[[Sequence[str]], RunConfig]
+"""Loads the configuration of an arm with further overrides."""
+_NOTHING = "nothing was registered"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a claim may take, its earlier pairs included.
+
+    Attributes:
+        num_pairs: Pairs in all; ``None``: no limit.
+        seconds: Time of all runs; ``None``: no limit.
+    """
+
+    num_pairs: int | None = None
+    seconds: float | None = None
+
+    def allows(self, pairs: Sequence[Pair]) -> bool:
+        """Whether another pair fits, if it takes as long as the longest so far; the first one always does."""
+        spent, longest = sum(pair.seconds for pair in pairs), max((pair.seconds for pair in pairs), default=0.0)
+        has_time = self.seconds is None or not pairs or spent + longest <= self.seconds
+        return has_time and (self.num_pairs is None or len(pairs) < self.num_pairs)
+
+    def pairs_in_all(self, pairs: Sequence[Pair]) -> int | None:
+        """Return how many pairs fit; ``None`` while their time is unknown."""
+        if self.seconds is None or not pairs:
+            return self.num_pairs
+        fitting = int(self.seconds // max(pair.seconds for pair in pairs))
+        return fitting if self.num_pairs is None else min(fitting, self.num_pairs)
+
+
+class ClaimedPair:
+    """The two configurations of a claim.
+
+    Args:
+        text: The claim.
+        loaders: Load the configurations of A and B.
+        level: Probability at most that a claim on this question is decided although the arms are equal.
+
+    Raises:
+        ConfigError: The arms cannot be compared.
+
+    Attributes:
+        root: Parent directory of all runs.
+        configs: The configurations of A and B.
+    """
+
+    def __init__(self, text: ClaimText, loaders: tuple[ConfigLoader, ConfigLoader], level: float) -> None:
+        self.text, self._loaders, self.level = text, loaders, level
+        self.root = Path(loaders[0]([]).run.directory).absolute()
+        self.configs = self._load(0, []), self._load(1, [])
+        for name, config in zip("AB", self.configs, strict=True):
+            _check_arm(name, config)
+        if not self.differences:
+            raise ConfigError(
+                "A and B are the same configuration: every pair would be bit-equal", where="vorox claim",
+                hint="change the setting that the claim is about in one of them", saved=_NOTHING,
+            )  # fmt: skip
+
+    def _load(self, side: int, overrides: Sequence[str]) -> RunConfig:
+        return self._loaders[side]([f"run.directory={canonical_json(str(self.root)).decode()}", *overrides])
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The settings in which the arms differ."""
+        first, second = (settings_of(config) for config in self.configs)
+        keys = dict.fromkeys([*first, *second])
+        return [Difference(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+    @property
+    def question(self) -> str:
+        """What claims have in common that ask the same: the arms, in any order, and the metric.
+
+        Settings of the validation are not part of it: another validation set is another try at the same question.
+        """
+        arms = sorted(
+            hashlib.sha256(
+                canonical_json({key: value for key, value in settings_of(one).items() if not key.startswith("eval.")})
+            ).hexdigest()
+            for one in self.configs
+        )
+        return hashlib.sha256(canonical_json([*arms, self.text.metric])).hexdigest()
+
+    def stated(self) -> dict[str, Any]:
+        """Return what a claim fixes that is known without its data."""
+        return {
+            "format": CLAIM_FORMAT, "claim": {**asdict(self.text), "text": str(self.text)}, "question": self.question,
+            "wanted_level": self.level, "settings": [settings_of(config) for config in self.configs],
+        }  # fmt: skip
+
+    def known(self, register: Register) -> Claim | None:
+        """Return the newest claim on the question if it is this one."""
+        claims, stated = register.on_question(self.question), self.stated()
+        is_same = bool(claims) and all(claims[-1].content.get(key) == value for key, value in stated.items())
+        return claims[-1] if is_same else None
+
+    def prepare(self, on_progress: PrepareProgress | None = None) -> list[dict[str, Any]]:
+        """Build the caches; return what identifies the data of both arms.
+
+        Raises:
+            ConfigError: The arms cannot be compared.
+        """
+        data = [_prepared(config, on_progress) for config in self.configs]
+        _check_comparable(data)
+        return data
+
+    def register(self, register: Register, data: Sequence[dict[str, Any]], *, again: bool) -> Claim:
+        """Register the claim, unless it is in the register.
+
+        Args:
+            register: The register, locked.
+            data: Of ``prepare``.
+            again: Register it anew if it is decided.
+
+        Raises:
+            DataError: The data has changed since the claim was registered.
+        """
+        claim = self.known(register)
+        if claim is not None and claim.is_decided and not again:
+            return claim
+        if claim is not None and not claim.is_decided:
+            for name, now, then in zip("AB", data, claim.content["data"], strict=True):
+                if difference := data_difference(then, now):
+                    raise DataError(
+                        f"{difference} of {name} has changed since the claim was registered", where=claim.id[:12],
+                        hint="restore the text from a copy, and run the same command again",
+                        saved=f"the claim, with {pluralize(len(claim.pairs), 'pair')}",
+                    )  # fmt: skip
+            return claim
+        number = len(register.on_question(self.question)) + 1
+        vocabulary = data[0].pop("vocab_size"), data[1].pop("vocab_size")
+        return register.add_claim(
+            {
+                **self.stated(), "data": data, "number": number, "level": level_of(number, self.level),
+                "diverged_value": math.log(vocabulary[0]) if self.text.metric == "eval loss" else 0.0,
+                "version": __version__, "registered_at": time_stamp(),
+            }
+        )  # fmt: skip
+
+    def run_pair(self, claim: Claim, argv: Sequence[str]) -> Pair:
+        """Train the next pair of a claim: A first in odd pairs, B first in even ones.
+
+        Raises:
+            VoroxError: A run failed otherwise than by a loss that is not finite, or was stopped; the same command
+                continues it.
+        """
+        number, began = len(claim.pairs) + 1, time.perf_counter()
+        found: dict[int, ArmRun] = {}
+        for side in (0, 1) if number % 2 else (1, 0):
+            found[side] = self._run_arm(claim, number, side, argv)
+        chains = [examine_chain(self.root / found[side].run).entries for side in (0, 1)]
+        shared = chains[0].keys() & chains[1].keys()
+        return Pair(
+            number, claim.seed(number), (found[0], found[1]),
+            sum(chains[0][step].batch == chains[1][step].batch for step in shared),
+            1 in shared and chains[0][1].loss == chains[1][1].loss,
+            time.perf_counter() - began,
+        )  # fmt: skip
+
+    def _run_arm(self, claim: Claim, number: int, side: int, argv: Sequence[str]) -> ArmRun:
+        config = self._load(side, [f"run.seed={claim.seed(number)}", f"run.name={claim.run_name(number, side)}"])
+        try:
+            directory, has_diverged = train(config, argv=argv).run_directory, False
+        except NumericalError:
+            directory, has_diverged = expected_directory(config, "auto")[0], True
+        if difference := data_difference(claim.content["data"][side], run_data(directory)):
+            raise DataError(
+                f"{difference} has changed since the claim was registered", where=str(directory),
+                hint="restore the text, and run the same command again", saved=f"pair {number} is not registered",
+            )  # fmt: skip
+        return arm_run(directory, claim.text.metric, has_diverged=has_diverged)
+
+
+def arm_run(directory: Path, metric: str, *, has_diverged: bool) -> ArmRun:
+    """Return what the records of a run say.
+
+    Raises:
+        DataError: They are damaged, or there is no validation after the last step.
+    """
+    if has_diverged:
+        entries = examine_chain(directory).entries  # none if step 1 was not finite
+        step = max(entries, default=0)
+        return ArmRun(directory.name, step, entries[step].chain if step else "", "", None)
+    chain = read_chain(directory)
+    step = max(chain)
+    state, value = read_states(directory).get(step), recorded_value(directory, step, metric)
+    if value is None or state is None:
+        raise DataError(
+            f"The run has no {'validation' if value is None else 'state'} of its last step {step:,} on record",
+            where=str(directory), hint="set eval.at_end=true, or restore the records from a copy",
+        )  # fmt: skip
+    finite = value if math.isfinite(value) else None
+    return ArmRun(directory.name, step, chain[step].chain, state.states, finite)
+
+
+def recorded_value(directory: Path, step: int, metric: str) -> float | None:
+    """Return a metric of a recorded validation; ``None`` if there is none."""
+    record = read_history(RunLayout(directory).evaluations).get(step)
+    return None if record is None or METRICS[metric] not in record else float(record[METRICS[metric]])
+
+
+def effect_of(claim: Claim) -> PairedTest:
+    """Return the mean by which the claimed winner is better, without the margin of the claim, and its interval."""
+    text = ClaimText(claim.text.winner, claim.text.metric)
+    return paired_test([text.difference(claim.values(pair)) for pair in claim.pairs], claim.level)
+
+
+def outcome_of(claim: Claim) -> Outcome:
+    """Return what the pairs so far decide."""
+    sign = claim.test().sign
+    return "holds" if sign > 0 else "refuted" if sign else "undecided"
+
+
+def verdict_of(claim: Claim, budget: Budget) -> dict[str, Any]:
+    """Return the verdict on the pairs so far, as registered."""
+    effect = effect_of(claim)
+    loser = [claim.values(pair)[1 - claim.text.winner] for pair in claim.pairs]
+    mean = math.fsum(loser) / len(loser) if loser else 0.0
+    total = budget.pairs_in_all(claim.pairs) or len(claim.pairs)
+    return {
+        "verdict": outcome_of(claim), "num_pairs": len(claim.pairs), "effect": effect.mean,
+        "interval": None if effect.interval is None else list(effect.interval), "other_mean": mean,
+        "level": claim.level, "smallest_effect": smallest_visible(claim, total), "time": time_stamp(),
+    }  # fmt: skip
+
+
+def smallest_visible(claim: Claim, num_pairs: int) -> float | None:
+    """Return the effect that so many pairs decide with a probability of about 0.8; ``None`` if it is unknown."""
+    deviations = smallest_effect(max(num_pairs, 1), claim.level)
+    deviation = claim.test().deviation
+    return None if deviations is None or deviation is None else deviations * deviation
+
+
+def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """Return what identifies the data of a run: its tokenizer, rows and order, and its validation rows."""
+    order = {key: value for key, value in encode_event(plan_start(config, corpus)).items() if key != "seed"}
+    training = {source.name: source.train.content_digest(0, len(source.train.units)) for source in corpus.sources}
+    batches = validation_set(config, corpus)
+    found = hashlib.sha256()
+    for batch in () if batches is None else batches():
+        is_row_AB = (batch.labels_ABT != IGNORED_LABEL).any(axis=2)  # rows pad the last batch, by micro-batch
+        for array in (batch.tokens_ABT, batch.labels_ABT):
+            found.update(array[is_row_AB].tobytes())
+    return {
+        "tokenizer": corpus.tokenizer.fingerprint, "training": training, "evaluation": found.hexdigest(),
+        "order": hashlib.sha256(canonical_json(order)).hexdigest(),
+    }  # fmt: skip
+
+
+def run_data(directory: Path) -> dict[str, Any]:
+    """Return ``data_facts`` of what a run read."""
+    config = recorded_config(directory)
+    corpus = prepare_recorded(directory, config)
+    try:
+        return data_facts(config, corpus)
+    finally:
+        corpus.close()
+
+
+def data_difference(registered: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return which part of the data is not the registered one; empty if none."""
+    names = {
+        "tokenizer": "The tokenizer", "evaluation": "The evaluation text", "training": "The training text",
+        "order": "The data order",
+    }  # fmt: skip
+    return next((text for name, text in names.items() if registered[name] != found[name]), "")
+
+
+def settings_of(config: RunConfig) -> dict[str, Json]:
+    """Return the settings that a claim fixes: all that decide results, without the seed, which follows from it."""
+    return {key: value for key, value in compared_settings(config).items() if key != "run.seed"}
+
+
+def _prepared(config: RunConfig, on_progress: PrepareProgress | None) -> dict[str, Any]:
+    corpus = prepare(config, on_progress=on_progress)
+    try:
+        if not any(reader.num_rows for reader in corpus.validation):
+            raise ConfigError(
+                "No text is held out, so runs have no validation loss", where="data.validation.held_out_fraction",
+                hint="hold out more text, or set data.validation.sources", saved=_NOTHING,
+            )  # fmt: skip
+        return {**data_facts(config, corpus), "vocab_size": corpus.tokenizer.vocab_size}
+    finally:
+        corpus.close()
+
+
+def _check_arm(name: str, config: RunConfig) -> None:
+    """Check that the runs of an arm can be compared, and computed again."""
+    problem: tuple[str, str, str] | None = None
+    if not config.eval.at_end:
+        problem = "is not validated at its end", "eval.at_end", "set eval.at_end=true"
+    elif config.data.mode == "streaming" or config.data.growth.mode != "complete":
+        problem = (
+            "may read text that is not there yet, so no claim can name its data", "data.mode, data.growth.mode",
+            "build the caches first: data.mode=cached data.growth.mode=complete",
+        )  # fmt: skip
+    elif config.loss.name == "dpo":
+        problem = "has a loss of pairs, not of tokens", "loss.name", "compare its runs with `vorox runs compare`"
+    if problem is not None:
+        what, where, hint = problem
+        raise ConfigError(f"Configuration {name} {what}", where=where, hint=hint, saved=_NOTHING)
+
+
+def _check_comparable(data: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the validation losses of both arms are of the same tokens."""
+    for key, what in (("tokenizer", "tokenizers"), ("evaluation", "validation rows")):
+        if data[0][key] != data[1][key]:
+            raise ConfigError(
+                f"A and B have other {what}, so their values cannot be compared", where="data, tokenizer, eval",
+                hint="let both configurations have the same tokenizer, data.validation and eval settings",
+                saved=_NOTHING,
+            )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Verification of a claim: its entries in the register, the records of its runs, and their values computed again.
+
+A claim and the runs go in; what does not agree comes out. Of every run: the seed is the one that the claim gives, the
+settings and the data are the registered ones, both chains are intact and end in the registered heads, the state of the
+last step has every byte of its manifest, and its validation, computed again, has the registered value. A run of the
+claim that the register does not have is named, unless it has the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vorox.api.model import find_model
+from vorox.api.runs import open_run
+from vorox.core.errors import CheckpointError, ConfigError, VoroxError
+from vorox.core.files.atomic import canonical_json
+from vorox.core.files.json_reader import MalformedJson, read_json
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.experiments.tracking import read_metrics
+from vorox.records.replay_chain import examine_chain, read_states
+from vorox.records.run_context import recorded_config
+from vorox.records.run_lookup import is_run, run_directories
+from vorox.run import workload_of_run
+from vorox.sweeps.claim import data_difference, outcome_of, recorded_value, run_data, settings_of
+from vorox.sweeps.claim_register import METRICS, SIDES, ArmRun, Claim, Pair, Register, level_of
+from vorox.training.checkpoints.signature import read_envelope, write_envelope
+from vorox.training.checkpoints.store import verify
+from vorox.training.materialize import StateNotices
+from vorox.training.replay import replay
+
+if TYPE_CHECKING:
+    from vorox.training.checkpoints.signature import PrivateKey, PublicKey
+
+PREDICATE_TYPE = "urn:vorox:claim:1"
+_CLAIM_RUN = re.compile(r"claim-(?P<claim>[0-9a-f]{8})-[0-9]{3,}-[ab]-[0-9a-f]{8}(-[0-9]+)?")
+_TOLERANCE = 1e-5
+"""Relative difference of a value that is computed again, of runs without ``runtime.determinism: bitwise``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that does not agree with the register.
+
+    Attributes:
+        where: The run or the entry.
+        what: What is wrong.
+    """
+
+    where: str
+    what: str
+
+
+def check_claim(
+    register: Register, claim: Claim, *, replays: bool, on_run: Callable[[str], None] = lambda _: None
+) -> list[Finding]:
+    """Return all that does not agree; empty if the claim is as registered.
+
+    Args:
+        register: Its register.
+        claim: The claim.
+        replays: Also compute every step of every run again.
+        on_run: Called before each run.
+    """
+    root = register.directory.parent
+    found = [*_entry_findings(register, claim)]
+    for pair in claim.pairs:
+        found += _pair_findings(claim, pair)
+        for side, run in enumerate(pair.runs):
+            on_run(run.run)
+            directory = root / run.run
+            if run.run != Path(run.run).name or not is_run(directory):
+                found.append(Finding(run.run, "the run is gone, so it cannot be checked"))
+                continue
+            try:
+                found += [Finding(run.run, what) for what in _run_findings(claim, pair, side, directory)]
+                if (
+                    replays
+                    and not (report := replay(directory, functools.partial(workload_of_run, directory))).is_exact
+                ):
+                    found.append(Finding(run.run, f"computed again, the run {report}"))
+            except VoroxError as error:
+                found.append(Finding(run.run, error.what))
+    return [*found, *_unlisted_runs(register, claim)]
+
+
+def sign_verdict(register: Register, claim: Claim, key: PrivateKey) -> Path:
+    """Sign the newest verdict, with the runs that it rests on; return the path of the envelope."""
+    path = _envelope(register, claim)
+    write_envelope(path, _statement(register, claim), key)
+    return path
+
+
+def check_signature(register: Register, claim: Claim, key: PublicKey) -> None:
+    """Check that the key has signed the newest verdict and the pairs it rests on.
+
+    Raises:
+        CheckpointError: It has not, or the register is another one than was signed.
+    """
+    path, hint = _envelope(register, claim), "sign the verdict: repeat the command of the claim with --key FILE"
+    signed = read_envelope(path, key, PREDICATE_TYPE, what="verdict", hint=hint)
+    now = _statement(register, claim)
+    if canonical_json(signed) != canonical_json(now):
+        raise CheckpointError(
+            "The register has other pairs or another verdict than were signed", where=str(path),
+            hint="restore the register from a copy; if the claim went on since, sign its new verdict",
+        )  # fmt: skip
+
+
+def _envelope(register: Register, claim: Claim) -> Path:
+    return register.directory / f"{claim.id[:16]}.verdict.json"
+
+
+def _statement(register: Register, claim: Claim) -> dict[str, Any]:
+    """Return the in-toto statement on a claim: the chains of its runs are its subjects."""
+    if not claim.verdicts:
+        raise ConfigError("The claim has no verdict yet", where=claim.id[:12], hint="repeat the command of the claim")
+    earlier = register.on_question(str(claim.content["question"]))[: int(claim.content["number"]) - 1]
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [
+            {"name": run.run, "digest": {"blake2b": run.chain}} for pair in claim.pairs for run in pair.runs
+        ],
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "claim": claim.id, "content": claim.content, "pairs": [pair.to_json() for pair in claim.pairs],
+            "verdict": claim.verdicts[-1], "earlier": {one.id: one.outcome for one in earlier},
+        },
+    }  # fmt: skip
+
+
+def _entry_findings(register: Register, claim: Claim) -> Iterator[Finding]:
+    """Yield what is wrong with the entries of a claim by themselves."""
+    before = register.on_question(str(claim.content["question"])).index(claim)
+    level = level_of(before + 1, float(claim.content["wanted_level"]))
+    if claim.content["number"] != before + 1 or not math.isclose(claim.level, level):
+        yield Finding(
+            claim.id[:12],
+            f"it is claim {before + 1} on its question, with a level of {level:g}; it is registered as claim "
+            f"{claim.content['number']}, with {claim.level:g}",
+        )
+    numbers = [pair.number for pair in claim.pairs]
+    repeated = sorted({number for number in numbers if numbers.count(number) > 1})
+    if repeated:
+        yield Finding(claim.id[:12], f"pair {repeated[0]} was registered {numbers.count(repeated[0])} times")
+    elif numbers != [*range(1, len(numbers) + 1)]:
+        yield Finding(claim.id[:12], f"its pairs are {', '.join(map(str, numbers))}: one was left out")
+    if claim.verdicts:
+        verdict = claim.verdicts[-1]
+        if (verdict["num_pairs"], verdict["verdict"]) != (len(claim.pairs), outcome_of(claim)):
+            yield Finding(
+                claim.id[:12],
+                f"the verdict is {verdict['verdict']} after {pluralize(verdict['num_pairs'], 'pair')}; its "
+                f"{pluralize(len(claim.pairs), 'pair')} say {outcome_of(claim)}",
+            )
+
+
+def _pair_findings(claim: Claim, pair: Pair) -> Iterator[Finding]:
+    if pair.seed != claim.seed(pair.number):
+        yield Finding(
+            f"pair {pair.number}", f"the seed {pair.seed} was chosen: the claim gives {claim.seed(pair.number)}"
+        )
+
+
+def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Iterator[str]:
+    """Yield what is wrong with a run of a claim."""
+    run, config, seed = pair.runs[side], recorded_config(directory), claim.seed(pair.number)
+    if config.run.seed != seed:
+        yield f"the seed {config.run.seed} was chosen: the claim gives {seed}"
+    wanted, settings = claim.content["settings"][side], settings_of(config)
+    changed = [key for key in dict.fromkeys([*wanted, *settings]) if wanted.get(key) != settings.get(key)]
+    if changed:
+        yield f"{changed[0]} is {settings.get(changed[0])}, the claim has {wanted.get(changed[0])}"
+    if difference := data_difference(claim.content["data"][side], run_data(directory)):
+        yield f"{difference[0].lower()}{difference[1:]} is not the registered one"
+    chain = examine_chain(directory, run.step)
+    if damage := chain.damage(run.step):
+        yield f"the replay chain is not intact: {damage}"
+    elif chain.last_step != run.step or (run.step and chain.entries[run.step].chain != run.chain):
+        yield "the replay chain does not end in the registered head: the run was trained again or changed"
+    if run.value is None:
+        if not _has_diverged(directory):
+            yield "the run is registered as diverged, and did not fail by a loss that is not finite"
+        return
+    state = read_states(directory).get(run.step)
+    if state is None or state.states != run.states:
+        yield "the chain of states does not end in the registered head"
+        return
+    yield from _value_findings(claim, run, directory, state.fingerprint)
+
+
+def _value_findings(claim: Claim, run: ArmRun, directory: Path, fingerprint: str) -> Iterator[str]:
+    """Yield what is wrong with the value of a run: on record, and computed again from the state of its last step."""
+    name, recorded = METRICS[claim.text.metric], recorded_value(directory, run.step, claim.text.metric)
+    if recorded != run.value:
+        yield f"evaluations.jsonl says {name} {recorded} at step {run.step:,}, the register {run.value}"
+    logged = read_metrics(directory).get(run.step, {}).get(f"eval/{name}")
+    if logged is not None and logged != run.value:
+        yield f"metrics.jsonl says {name} {logged} at step {run.step:,}, the register {run.value}"
+    kept = step_directories(directory).get(run.step)
+    if kept is not None and verify(kept).metadata["fingerprint"] != fingerprint:
+        yield "the checkpoint of the last step has another fingerprint than the chain of states"
+        return
+    model = find_model(str(directory), step=run.step, root=directory.parent, device=None, notices=StateNotices())
+    value = getattr(model.evaluate(open_run(directory).validation_batches()), name)
+    is_bitwise = model.config.runtime.determinism == "bitwise"
+    if value != run.value and (is_bitwise or not math.isclose(value, run.value or 0.0, rel_tol=_TOLERANCE)):
+        yield f"computed again, {name} is {value}; the register has {run.value}"
+
+
+def _has_diverged(directory: Path) -> bool:
+    try:
+        return read_json(RunLayout(directory).failure, {"error": str})["error"] == "NumericalError"
+    except (OSError, MalformedJson):
+        return False
+
+
+def _unlisted_runs(register: Register, claim: Claim) -> Iterator[Finding]:
+    """Yield runs of the claim with other bits than the registered ones, and runs of claims that are not registered."""
+    root = register.directory.parent
+    listed = {run.run: run for pair in claim.pairs for run in pair.runs}
+    heads = {run.chain for run in listed.values()}
+    seeds: Mapping[int, int] = {claim.seed(number): number for number in range(1, len(claim.pairs) + 2)}
+    registered = {one.id[:8] for one in register.claims}
+    for directory in run_directories(root):
+        if directory.name in listed:
+            continue
+        name = _CLAIM_RUN.fullmatch(directory.name)
+        if name is not None and name["claim"] not in registered:
+            yield Finding(directory.name, "it is a run of a claim that the register does not have")
+            continue
+        try:
+            config = recorded_config(directory)
+            entries = examine_chain(directory).entries
+        except VoroxError:
+            continue
+        number = seeds.get(config.run.seed)
+        if number is None or settings_of(config) not in claim.content["settings"]:
+            continue
+        side = SIDES[claim.content["settings"].index(settings_of(config))]
+        if number <= len(claim.pairs) and entries and entries[max(entries)].chain not in heads:
+            yield Finding(
+                directory.name, f"arm {side} of pair {number} ran again, with other bits than the registered run"
+            )
