@@ -14,8 +14,8 @@ import vorox
 from vorox.cli.commands.lazy import lazy_group
 
 _NAMES = (
-    "train", "plan", "tune", "ladder", "doctor", "replay", "fork", "explain", "parity", "generate", "chat", "serve",
-    "eval", "export", "compress", "dash", "help", "launch", "data", "runs", "checkpoints", "config",
+    "train", "plan", "tune", "ladder", "doctor", "replay", "fork", "explain", "audit", "parity", "generate", "chat",
+    "serve", "eval", "export", "compress", "dash", "help", "launch", "data", "runs", "checkpoints", "config",
 )  # fmt: skip
 """In the order of the help; each is the name of a module here."""
 

@@ -75,14 +75,18 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         "predicateType": PREDICATE_TYPE,
         "predicate": {"run": run_directory.resolve().name, "step": step, "chain": state.chain, "states": state.states},
     }
-    payload = canonical_json(statement)
-    key_id = _key_id(key.public_key())
-    signature = {"keyid": key_id, "sig": _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))}
-    envelope = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
     path = RunLayout(run_directory).signature(step)
     atomic.make_directory(path.parent)
-    atomic.write_file(path, atomic.pretty_json(envelope))
-    return Signature(step, path, key_id)
+    atomic.write_file(path, atomic.pretty_json(signed_envelope(statement, key)))
+    return Signature(step, path, _key_id(key.public_key()))
+
+
+def signed_envelope(statement: Mapping[str, Any], key: PrivateKey) -> dict[str, Any]:
+    """Return the DSSE envelope of an in-toto statement, signed."""
+    payload = canonical_json(statement)
+    signature = _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))
+    signatures = [{"keyid": _key_id(key.public_key()), "sig": signature}]
+    return {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
@@ -132,15 +136,35 @@ def verify_newest_is_present(run_directory: Path) -> None:
     Raises:
         CheckpointError: It was removed or renamed, so that an older one would be used in its place.
     """
-    layout = RunLayout(run_directory)
-    names = (re.fullmatch(r"step-([0-9]{8,16})\.json", path.name) for path in layout.signatures.glob("*.json"))
-    newest = max((int(name[1]) for name in names if name), default=None)
+    layout, newest = RunLayout(run_directory), _newest_signature(run_directory)
     if newest is None or layout.checkpoint(newest).is_dir():
         return
     raise CheckpointError(
         f"The newest signed checkpoint, of step {newest:,}, is missing", where=str(layout.checkpoint(newest)),
         hint=f"restore it from a copy; if you removed it yourself, remove {layout.signature(newest)} too",
     )  # fmt: skip
+
+
+def newest_signed_step(run_directory: Path) -> int:
+    """Return the step of the newest signature, whose checkpoint must be there; the signature is not verified.
+
+    Raises:
+        CheckpointError: Nothing is signed, or the checkpoint is missing.
+    """
+    verify_newest_is_present(run_directory)
+    newest = _newest_signature(run_directory)
+    if newest is None:
+        raise CheckpointError(
+            "No checkpoint of the run is signed", where=str(RunLayout(run_directory).signatures),
+            hint="its owner signs it with `vorox checkpoints sign`; without --public-key, nothing signed is needed",
+        )  # fmt: skip
+    return newest
+
+
+def _newest_signature(run_directory: Path) -> int | None:
+    paths = RunLayout(run_directory).signatures.glob("*.json")
+    names = (re.fullmatch(r"step-([0-9]{8,16})\.json", path.name) for path in paths)
+    return max((int(name[1]) for name in names if name), default=None)
 
 
 def recorded_key_ids(run_directory: Path, step: int) -> tuple[str, ...]:
