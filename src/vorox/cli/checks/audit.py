@@ -59,9 +59,10 @@ def audit(
         words = _words(str(directory), segments, text, {**options, "--output": output, "--sign-key": sign_key})
         raise typer.Exit(launch_ranks(nproc, [*words, *(["--json"] if as_json else [])], advice=""))
     member = membership()
+    num_processes = nproc if member is None else member.world_size or nproc
     audited = auditing.open_run(
         directory,
-        num_processes=nproc if member is None else member.world_size,
+        num_processes=num_processes,
         key=None if public_key is None else load_public_key(public_key),
         states=states,
     )
@@ -158,7 +159,7 @@ def _print_plan(audited: AuditedRun, sample: Sequence[Segment], challenge: str, 
         )  # fmt: skip
         return
     _print_heads(audited, challenge)
-    listed = ", ".join(f"{one.start + 1:,}-{one.end:,}" for one in sorted(sample, key=lambda one: one.start))
+    listed = ", ".join(map(_steps, sorted(sample, key=lambda one: one.start)))
     seconds = "" if cost.seconds is None else f", about {humanize.duration(cost.seconds)}"
     lines = [
         f"Sample: {pluralize(len(sample), 'segment')} of {len(audited.auditable):,}, steps {listed}",
@@ -193,12 +194,15 @@ def _print(report: AuditReport, output: Path | None) -> None:
         typer.echo(f"Statement: {output}")
 
 
+def _steps(segment: Segment) -> str:
+    return f"{segment.end:,}" if segment.num_steps == 1 else f"{segment.start + 1:,}-{segment.end:,}"
+
+
 def _row(result: SegmentResult) -> list[str]:
     segment, difference = result.segment, result.difference
-    steps = f"{segment.start + 1:,}-{segment.end:,}"
     words = f"{result.outcome}: {difference.quantity} of step {difference.step:,}" if difference else result.outcome
     chosen = "yes" if result.is_sampled else "on the way"
-    return [str(segment.number), steps, f"{segment.origin:,}", chosen, words]
+    return [str(segment.number), _steps(segment), f"{segment.origin:,}", chosen, words]
 
 
 def _limits(audited: AuditedRun, found: Sequence[Chance], num_sampled: int, *, are_done: bool) -> list[str]:
@@ -217,7 +221,7 @@ def _limits(audited: AuditedRun, found: Sequence[Chance], num_sampled: int, *, a
     lines += [
         f"If {chance.percent}% of the {total:,} auditable segments ({chance.num_forged:,}) are forged, "
         f"{samples} {tense} one with probability {chance.probability:.2f}"
-        for chance in found
+        for chance in {one.num_forged: one for one in found}.values()  # few segments: shares are the same number
     ]
     return lines
 
