@@ -548,19 +548,28 @@ def test_only_what_is_signed_counts_and_the_statement_is_signed(
     assert "not by this key" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [pytest.param("torch", marks=pytest.mark.torch), pytest.param("jax", marks=[pytest.mark.jax, pytest.mark.slow])],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(["backend=torch"], marks=pytest.mark.torch, id="torch"),
+        pytest.param(["backend=jax", "runtime.num_threads=null"], marks=pytest.mark.jax, id="jax"),
+        pytest.param(["backend=torch", "adapter.kind=lora", "model.family=llama"], marks=pytest.mark.torch, id="lora"),
+    ],
+)
 def test_the_engines_compute_their_own_segments_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     monkeypatch.undo()
-    config = tiny_runs.configuration(tmp_path, [f"backend={backend}", "checkpoint.keep_last=9"])
-    run = tiny_runs.run(
-        load_config(tmp_path / "tiny.yaml", [f"backend={backend}", *forged_runs.EVERY_STATE])
-    ).run_directory
-    assert config.backend == backend
+    tiny_runs.configuration(tmp_path)
+    own = [*settings, *forged_runs.EVERY_STATE, "run.name=own"]
+    if "adapter.kind=lora" in settings:
+        pytest.importorskip("peft")
+        base = load_config(tmp_path / "tiny.yaml", ["model.family=llama", "run.name=base", "train.num_steps=4"])
+        own.append(f"train.from_weights={tiny_runs.run(base).run_directory}@4")
+    run = tiny_runs.run(load_config(tmp_path / "tiny.yaml", own)).run_directory
     report = audited(run, 3, "5")
     assert (report.verdict, report.num_sampled) == ("passed", 3)
+    forged_runs.rewrite(run, lambda entry: entry.batch if entry.step != 6 else "0" * 64)
+    wrong = [one.segment.number for one in audited(run).results if one.outcome == "differs"]
+    assert wrong == [6]
