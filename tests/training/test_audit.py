@@ -27,6 +27,7 @@ import vorox.run
 from numpy_engine import NumpyEngine, NumpyResult
 from vorox.cli import main
 from vorox.core.errors import CheckpointError, ConfigError, DataError
+from vorox.core.files.staged_directory import StagedDirectory, read_manifest
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
@@ -356,6 +357,23 @@ def test_a_damaged_checkpoint_is_rebuilt(run: Path) -> None:
     seventh = next(str(n) for n in range(99) if opened.sample(str(n), 1)[0].number == 8)
     report = audit(opened, seventh, 1, make_workload)
     assert [(one.segment.number, one.outcome) for one in report.results] == [(7, "exact"), (8, "exact")]
+
+
+def test_other_tensors_under_a_true_manifest_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashes of files are right, and the manifest has the recorded fingerprint, but it is not that of the tensors."""
+    kept = RunLayout(run).checkpoint(7)
+    shutil.move(kept, run.parent / "seven")
+    manifest = read_manifest(run.parent / "seven")
+    with StagedDirectory(kept) as directory:
+        for name in manifest["files"]:
+            content = bytearray((run.parent / "seven" / name).read_bytes())
+            content[-1] ^= name == "state.bin"
+            directory.write(name, content)
+        directory.commit(manifest["metadata"])
+    opened = open_run(run)
+    eighth = next(str(n) for n in range(99) if opened.sample(str(n), 1)[0].number == 8)
+    assert main(["audit", str(run), "--segments", "1", "--challenge", eighth]) == 5
+    assert "Loaded state has fingerprint" in capsys.readouterr().err
 
 
 # -- Runs of other kinds ----------------------------------------------------------------------------------------------
