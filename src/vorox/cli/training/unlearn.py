@@ -31,7 +31,7 @@ from vorox.training.materialize import open_range
 from vorox.training.re_execution import ReExecution, cost_of
 from vorox.training.reports.document_search import DocumentQuery, Finding, derived_directories, search_runs
 from vorox.training.reports.document_traces import Copy, Trace, copies_of, texts_of, traces_of
-from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, unlearned_fork, write_statement
+from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, state_unlearned, unlearned_fork
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey
@@ -172,7 +172,7 @@ def _is_finished(directory: Path) -> bool:
 def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     """Check a trained fork, write its statement, and print what it says."""
     reads = check_unlearned(directory, case.documents)
-    path = write_statement(directory, [*case.documents], reads, case.traces, case.copies, key)
+    path = state_unlearned(directory, [*case.documents], reads, case.traces, case.copies, key)
     step = max(step_directories(directory))
     typer.echo(
         f"\nNo update of {directory.name} up to step {step:,} read the content of "
