@@ -44,6 +44,7 @@ STANDS_FOR = {
     "path/to/transformers-directory": "transformers-directory", "10000": "60",
     "train.num_steps=2000": "train.num_steps=200", "model.num_layers=12": "model.num_layers=3",
     "200:240": "131:160", "captions.yaml": "small-captions.yaml",
+    "published/my-run": "demo", "published/cache": "cache",
 }  # fmt: skip
 """Words of a command that are replaced by what is in the folder."""
 

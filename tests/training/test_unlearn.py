@@ -27,6 +27,8 @@ from vorox.records.run_lookup import run_directories
 from vorox.training.checkpoints.store import verify
 from vorox.training.fork import ForkChange, fork
 
+pytestmark = pytest.mark.slow
+
 EVERY_DOCUMENT = ["data.validation.held_out_fraction=0", "eval.every_steps=null"]
 
 
@@ -104,7 +106,6 @@ def test_the_run_is_one_that_masked_them_from_its_start(tmp_path: Path, number: 
             assert bool(documents) == (step in found["masked_steps"])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("numpy_engine")
 def test_twenty_documents_and_three_lists(tmp_path: Path) -> None:
     parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
@@ -148,7 +149,7 @@ def test_what_is_unlearned_already_stays_so(tmp_path: Path, capsys: pytest.Captu
     assert chain(both) == chain(masked_from_the_start(parent, [early, late], "scratch"))
     capsys.readouterr()
     assert main(["unlearn", str(both), "--document", f"text.jsonl:{late}"]) == 0
-    assert "Nothing is to be unlearned, and nothing was written" in capsys.readouterr().out
+    assert "Nothing is to be unlearned, and no run was written" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("numpy_engine")
@@ -236,6 +237,24 @@ def test_the_statement_is_signed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("numpy_engine")
+def test_its_text_can_go_and_the_run_keeps_its_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
+    ordinal = random.choice(sorted(first_reads(parent)))
+    command = [str(parent), "--document", f"text.jsonl:{ordinal}"]
+    unlearned = unlearn(parent, *command[1:])
+    assert main(["unlearn", *command, "--erase"]) == 2, "without a terminal, the question needs --yes"
+    assert main(["replay", str(parent)]) == 0
+    assert main(["unlearn", *command, "--erase", "--yes"]) == 0
+    assert main(["replay", str(unlearned)]) == 0
+    assert main(["replay", str(parent)]) == 4
+    scratch = masked_from_the_start(parent, [ordinal], "scratch")
+    assert chain(scratch) == chain(unlearned), "its content changes no bit"
+    capsys.readouterr()
+    assert main(["unlearn", *command, "--plan"]) == 0
+    assert "erased already" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("numpy_engine")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -271,7 +290,6 @@ def loss_of(model: vorox.Model, text: str) -> float:
     return -float(logits[np.arange(len(ids) - 1), ids[1:].astype(np.int64)].mean())
 
 
-@pytest.mark.slow
 def test_a_canary_is_as_unlikely_as_those_never_seen(tmp_path: Path) -> None:
     """A text of random letters, read often enough to be known; 50 others of its kind are the comparison."""
     letters = "abcdefghijklmnopqrstuvwxyz"

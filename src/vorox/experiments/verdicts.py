@@ -1,4 +1,4 @@
-"""Verdicts on a run: what ``vorox replay`` and ``vorox parity`` found, one line each in ``verdicts.jsonl``."""
+"""Verdicts on a run: what replays, parity and audits found, one line each in ``verdicts.jsonl``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vorox.core.files.json_lines import LineFile, encode, read_lines
 from vorox.core.run_layout import RunLayout
 from vorox.records.log import time_stamp
 
-Kind = Literal["replay", "parity"]
+Kind = Literal["replay", "parity", "audit"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from vorox.records.run_lookup import is_run, run_directories
 from vorox.run import workload_of_run
 from vorox.sweeps.claim import data_difference, outcome_of, recorded_value, run_data, settings_of
 from vorox.sweeps.claim_register import METRICS, SIDES, ArmRun, Claim, Pair, Register, level_of
-from vorox.training.checkpoints.signature import read_envelope, write_envelope
+from vorox.training.checkpoints.signature import read_envelope, write_statement
 from vorox.training.checkpoints.store import verify
 from vorox.training.materialize import StateNotices
 from vorox.training.replay import replay
@@ -93,7 +93,7 @@ def check_claim(
 def sign_verdict(register: Register, claim: Claim, key: PrivateKey) -> Path:
     """Sign the newest verdict, with the runs that it rests on; return the path of the envelope."""
     path = _envelope(register, claim)
-    write_envelope(path, _statement(register, claim), key)
+    write_statement(path, _statement(register, claim), key)
     return path
 
 

@@ -124,7 +124,7 @@ class _Comparison:
         self._difference = first_difference(execution.recorded.entries[step], entry)
         chain, saved = execution.states.get(step, ("", ""))
         if self._difference is None and chain == entry.chain:
-            self._difference = _state_difference(step, saved, computed.workload.engine.fingerprint())
+            self._difference = state_difference(step, saved, computed.workload.engine.fingerprint())
             self._num_states += self._difference is None
         if self._difference is not None:
             execution.note_environment(computed.workload, step)
@@ -199,7 +199,8 @@ def compare_chains(first: Path, second: Path) -> dict[str, Any]:
     return {**found, "num_equal_steps": len(shared), "verdict": verdict}
 
 
-def _state_difference(step: int, recorded: str, found: str) -> ReplayDifference | None:
+def state_difference(step: int, recorded: str, found: str) -> ReplayDifference | None:
+    """Return the difference between the fingerprints of a state; ``None`` if there is none."""
     return None if recorded == found else ReplayDifference(step, "state", recorded, found)
 
 

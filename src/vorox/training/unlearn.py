@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vorox.core.errors import CheckpointError, DataError
-from vorox.core.files import atomic
 from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.order.plan_events import MaskedDocument
@@ -22,7 +21,7 @@ from vorox.data.provenance.queries import Occurrence, when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain, read_states
 from vorox.records.run_lookup import FORKED_FROM, read_run_record, run_argument, run_directories, run_id_of
-from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, write_envelope
+from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, write_statement
 from vorox.training.checkpoints.store import verify
 from vorox.training.fork import ForkChange
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source
@@ -137,7 +136,7 @@ def check_unlearned(run_directory: Path, documents: Mapping[str, Sequence[Masked
     return reads
 
 
-def write_statement(
+def state_unlearned(
     run_directory: Path,
     documents: Iterable[str],
     reads: Reads,
@@ -186,9 +185,5 @@ def write_statement(
         "_type": STATEMENT_TYPE, "subject": subjects, "predicateType": PREDICATE_TYPE, "predicate": predicate,
     }  # fmt: skip
     path = RunLayout(run_directory).statement("unlearned", step)
-    if key is None:
-        atomic.make_directory(path.parent)
-        atomic.write_file(path, atomic.pretty_json(statement))
-    else:
-        write_envelope(path, statement, key)
+    write_statement(path, statement, key)
     return path

@@ -14,9 +14,9 @@ import vorox
 from vorox.cli.commands.lazy import lazy_group
 
 _NAMES = (
-    "train", "plan", "tune", "ladder", "claim", "claims", "doctor", "replay", "fork", "explain", "unlearn", "parity",
-    "generate", "chat", "serve", "eval", "export", "compress", "dash", "help", "launch", "data", "runs", "checkpoints",
-    "config",
+    "train", "plan", "tune", "ladder", "claim", "claims", "doctor", "replay", "fork", "explain", "unlearn", "audit",
+    "parity", "generate", "chat", "serve", "eval", "export", "compress", "dash", "help", "launch", "data", "runs",
+    "checkpoints", "config",
 )  # fmt: skip
 """In the order of the help; each is the name of a module here."""
 

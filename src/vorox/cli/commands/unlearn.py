@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vorox.cli.commands.lazy import implemented_in
-from vorox.cli.commands.options import DEFAULT_ROOT, Root, RunName, TrustCode
+from vorox.cli.commands.options import DEFAULT_ROOT, Root, RunName, TrustCode, Yes
 
 app = typer.Typer(add_completion=False)
 
@@ -34,10 +34,14 @@ def unlearn(
         list[Path] | None,
         typer.Option("--search", metavar="DIR", help="Folder with exports, averages or states of this run, to name."),
     ] = None,
+    erase: Annotated[
+        bool, typer.Option("--erase", help="Then erase them from the caches: runs that read them cannot repeat that.")
+    ] = False,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Number of processes; should equal the run's.")] = 1,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what it takes and what it cannot undo; do nothing.")
     ] = False,
+    yes: Yes = False,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --plan.")] = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +13,12 @@ import typer
 from vorox.cli.runs.materialize import state_after
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
-from vorox.cli.terminal.output import print_json, print_table, print_wrapped
+from vorox.cli.terminal.output import confirm, print_json, print_table, print_wrapped
 from vorox.cli.training.train import train
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.cache.upkeep.erasure import Record, erase_documents
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.run_data_index import RunDataIndex
@@ -30,8 +31,8 @@ from vorox.training.fork import ForkChange, check_change, fork
 from vorox.training.materialize import open_range
 from vorox.training.re_execution import ReExecution, cost_of
 from vorox.training.reports.document_search import DocumentQuery, Finding, derived_directories, search_runs
-from vorox.training.reports.document_traces import Copy, Trace, copies_of, texts_of, traces_of
-from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, unlearned_fork, write_statement
+from vorox.training.reports.document_traces import Copy, Trace, caches_by_source, copies_of, texts_of, traces_of
+from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, state_unlearned, unlearned_fork
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey
@@ -46,22 +47,27 @@ class _Case:
     Attributes:
         run: The run.
         documents: The documents, by name.
+        caches: Version of the file, and index of the record of each, by the cache that has it.
         stages: The forks to make, each of the one before; empty if there is nothing to unlearn.
         reads: What its updates read of them.
         copies: Documents that share text with them.
         traces: Where they act although they are masked.
         findings: What every known run saw of their texts.
         directories: Exports, averages and states that hold an update from them.
+        is_erased: Whether the text of one is erased from its cache.
     """
 
     run: Path
     documents: Mapping[str, tuple[MaskedDocument, ...]]
+    caches: Mapping[Path, Collection[Record]]
     stages: Sequence[tuple[int, ForkChange]]
     reads: Reads
     copies: Sequence[Copy]
     traces: Sequence[Trace]
     findings: Sequence[Finding]
     directories: Sequence[Path]
+
+    is_erased: bool
 
     @property
     def own(self) -> Finding:
@@ -75,8 +81,10 @@ def unlearn(
     name: str | None,
     key: Path | None,
     search: list[Path] | None,
+    erase: bool,
     nproc: int,
     plan: bool,
+    yes: bool,
     root: str,
     as_json: bool,
 ) -> None:
@@ -95,7 +103,9 @@ def unlearn(
         return
     if step is None:
         _print_case(case)
-        typer.echo("Nothing is to be unlearned, and nothing was written")
+        typer.echo("Nothing is to be unlearned, and no run was written")
+        if erase:
+            _erase(case, yes=yes)
         return
     config = recorded_config(case.run)
     directory, own = case.run, name or f"{config.run.name or case.run.name}-unlearned"
@@ -103,6 +113,8 @@ def unlearn(
         called = own if number == len(case.stages) else f"{own}-{number}"
         directory = _forked(directory, at, change, called, root, nproc)
     _state(directory, case, private_key)
+    if erase:
+        _erase(case, yes=yes)
 
 
 def _forked(parent: Path, step: int, change: ForkChange, name: str, root: str, nproc: int) -> Path:
@@ -148,9 +160,13 @@ def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path
             reads = reads_of(run_data, names)
             check_change(run_data, reads.clean_step or 0, ForkChange(documents))
             stages = [] if reads.clean_step is None else stages_of(run_data, reads.clean_step, documents)
+            caches: dict[Path, set[Record]] = {}
+            for one in (one for named in documents.values() for one in named):
+                directory = caches_by_source(run_data)[one.source].directory
+                caches.setdefault(directory, set()).add((one.file_version, one.ordinal))
             texts = texts_of(run_data, documents)
             copies = copies_of(run_data, texts)
-            hashes = tuple(sorted({found for text in texts for found in text.hashes if found}))
+            hashes = tuple(sorted({found for text in texts for found in text.hashes}))
             runs = {one.resolve(): one for one in [*run_directories(root), *run_directories(run.parent), run]}
             findings = search_runs(
                 runs.values(), DocumentQuery(text_hashes=hashes),
@@ -161,7 +177,9 @@ def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path
         display.close()
     places = [*folders, RunLayout(run).exports, folder(run)]
     derived = derived_directories(findings, (place for place in places if place.is_dir()))
-    return _Case(run, documents, stages, reads, copies, traces, findings, derived)
+    return _Case(
+        run, documents, caches, stages, reads, copies, traces, findings, derived, not all(text.hashes for text in texts)
+    )
 
 
 def _is_finished(directory: Path) -> bool:
@@ -172,7 +190,7 @@ def _is_finished(directory: Path) -> bool:
 def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     """Check a trained fork, write its statement, and print what it says."""
     reads = check_unlearned(directory, case.documents)
-    path = write_statement(directory, [*case.documents], reads, case.traces, case.copies, key)
+    path = state_unlearned(directory, [*case.documents], reads, case.traces, case.copies, key)
     step = max(step_directories(directory))
     typer.echo(
         f"\nNo update of {directory.name} up to step {step:,} read the content of "
@@ -181,6 +199,17 @@ def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     typer.echo(f"{'Statement' if key is None else 'Signed statement'}: {path}")
     _print_rest(case)
     typer.echo(f"\nCompare: vorox runs compare --paired {run_argument(case.run)} {run_argument(directory)}")
+
+
+def _erase(case: _Case, *, yes: bool) -> None:
+    """Erase the documents from the caches that the run reads."""
+    readers = ", ".join([case.run.name, *(one.directory.name for one in _others(case) if not one.inherited_from)])
+    documents, caches = pluralize(len(case.documents), "document"), pluralize(len(case.caches), "cache")
+    confirm(f"Erase {documents} from {caches}? Steps that read them cannot be computed again, in {readers}", yes=yes)
+    for directory, records in case.caches.items():
+        erased = erase_documents(directory, records)
+        typer.echo(f"Erased {documents} from {directory}: {pluralize(len(erased.chunks), 'chunk')} replaced")
+        print_wrapped(f"  still there, in {path}" for path in erased.remaining)
 
 
 def _print_plan(case: _Case, *, as_json: bool) -> None:
@@ -260,6 +289,8 @@ def _print_rest(case: _Case) -> None:
         else:
             lines.append(f"{one.directory.name}: from step {one.first_step:,} on")
     lines += [str(path) for path in case.directories]
+    if case.is_erased:
+        typer.echo("\nText that is erased already was not looked for in other documents and runs")
     if lines:
         typer.echo("\nThese hold updates from their text, and stay")
         print_wrapped(f"  {line}" for line in lines)

@@ -93,10 +93,18 @@ def recorded_views(run_directory: Path) -> list[Path]:
     return list(dict.fromkeys(Path(str(text)) for found, note in notes for text in mapping(found.get(note)).values()))
 
 
+def _is_view(path: Path) -> bool:
+    """Whether a view is at a path; a place that this user may not read has none, as the home of the run's owner."""
+    try:
+        return (path / RECIPE_NAME).exists()
+    except PermissionError:
+        return False
+
+
 def _find_view(layout: RunLayout, path: Path, root: Path, name: str, *, restore: bool) -> Path | None:
     """Return the directory of a view that was recorded at a path; ``None`` if it is lost and not restored."""
     places = (path, root / path.name, root / STREAMS_NAME / path.name)
-    existing = next((place for place in places if (place / RECIPE_NAME).exists()), None)
+    existing = next((place for place in places if _is_view(place)), None)
     record = layout.view(path.name)
     if existing is None and record.exists():
         kind = root / STREAMS_NAME if is_stream(path) else root

@@ -76,17 +76,20 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         "predicate": {"run": run_directory.resolve().name, "step": step, "chain": state.chain, "states": state.states},
     }
     path = RunLayout(run_directory).signature(step)
-    return Signature(step, path, write_envelope(path, statement, key))
+    write_statement(path, statement, key)
+    return Signature(step, path, _key_id(key.public_key()))
 
 
-def write_envelope(path: Path, statement: Mapping[str, Any], key: PrivateKey) -> str:
-    """Write a signed in-toto statement as a DSSE envelope; return the id of the key."""
-    payload, key_id = canonical_json(statement), _key_id(key.public_key())
-    signature = {"keyid": key_id, "sig": _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))}
-    envelope = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
+def write_statement(path: Path, statement: Mapping[str, Any], key: PrivateKey | None) -> None:
+    """Write an in-toto statement: with a key in a signed DSSE envelope, otherwise as it is."""
+    content = statement
+    if key is not None:
+        payload = canonical_json(statement)
+        signature = _encode(_sign(key, _encoded_for_signature(PAYLOAD_TYPE, payload)))
+        signatures = [{"keyid": _key_id(key.public_key()), "sig": signature}]
+        content = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
     atomic.make_directory(path.parent)
-    atomic.write_file(path, atomic.pretty_json(envelope))
-    return key_id
+    atomic.write_file(path, atomic.pretty_json(content))
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
@@ -136,15 +139,35 @@ def verify_newest_is_present(run_directory: Path) -> None:
     Raises:
         CheckpointError: It was removed or renamed, so that an older one would be used in its place.
     """
-    layout = RunLayout(run_directory)
-    names = (re.fullmatch(r"step-([0-9]{8,16})\.json", path.name) for path in layout.signatures.glob("*.json"))
-    newest = max((int(name[1]) for name in names if name), default=None)
+    layout, newest = RunLayout(run_directory), _newest_signature(run_directory)
     if newest is None or layout.checkpoint(newest).is_dir():
         return
     raise CheckpointError(
         f"The newest signed checkpoint, of step {newest:,}, is missing", where=str(layout.checkpoint(newest)),
         hint=f"restore it from a copy; if you removed it yourself, remove {layout.signature(newest)} too",
     )  # fmt: skip
+
+
+def newest_signed_step(run_directory: Path) -> int:
+    """Return the step of the newest signature, whose checkpoint must be there; the signature is not verified.
+
+    Raises:
+        CheckpointError: Nothing is signed, or the checkpoint is missing.
+    """
+    verify_newest_is_present(run_directory)
+    newest = _newest_signature(run_directory)
+    if newest is None:
+        raise CheckpointError(
+            "No checkpoint of the run is signed", where=str(RunLayout(run_directory).signatures),
+            hint="its owner signs it with `vorox checkpoints sign`; without --public-key, nothing signed is needed",
+        )  # fmt: skip
+    return newest
+
+
+def _newest_signature(run_directory: Path) -> int | None:
+    paths = RunLayout(run_directory).signatures.glob("*.json")
+    names = (re.fullmatch(r"step-([0-9]{8,16})\.json", path.name) for path in paths)
+    return max((int(name[1]) for name in names if name), default=None)
 
 
 def recorded_key_ids(run_directory: Path, step: int) -> tuple[str, ...]:

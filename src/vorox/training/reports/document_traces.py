@@ -83,8 +83,8 @@ class DocumentText:
         ordinal: Index of the record in it, from 0.
         source: Its source in the configuration.
         cache: The directory that holds it.
-        ids: Its tokens, in every copy that transforms made of it.
-        hashes: The xxh3-64 of its text.
+        ids: Its tokens, in every copy that transforms made of it; empty if they are erased.
+        hashes: The xxh3-64 of its text; empty if it is erased.
         num_rows: Rows with tokens of it.
     """
 
@@ -131,6 +131,9 @@ def _text_of(name: str, document: MaskedDocument, cache: CacheReader) -> Documen
                     hashes.add(span.text_xxh3)
                     rows.add(row)
                     uri = file.uri
+    hashes.discard(0)
+    if not hashes:
+        parts.clear()  # its text is erased, and these are filler
     ids = tuple(np.concatenate([found[at] for at in sorted(found)]) for found in parts.values())
     return DocumentText(
         name, uri, document.ordinal, document.source, cache.directory, ids, frozenset(hashes), len(rows)
@@ -192,7 +195,7 @@ def _masked(run_data: RunDataIndex) -> set[tuple[str, int]]:
 
 def _equal_texts(run_data: RunDataIndex, texts: Sequence[DocumentText]) -> Iterator[tuple[DocumentText, str, int]]:
     """Yield the documents with an equal text: whose it equals, their file and record."""
-    by_hash = {found: text for text in texts for found in text.hashes if found}
+    by_hash = {found: text for text in texts for found in text.hashes}
     for cache in {one.directory: one for one in caches_by_source(run_data).values()}.values():
         spans = {span for row in cache.rows_of_text([*by_hash]).tolist() for span in cache.documents_of(row)}
         for uri, ordinal, found in sorted({(span.uri, span.ordinal, span.text_xxh3) for span in spans}):
@@ -309,7 +312,9 @@ def _buckets(sources: Sequence[SourceConfig]) -> Trace:
 
 def _validation(run_data: RunDataIndex, texts: Sequence[DocumentText]) -> Trace:
     """Return whether the validation set has an equal text."""
-    hashes = sorted({found for text in texts for found in text.hashes if found})
+    if not all(text.hashes for text in texts):
+        return Trace("validation", "unknown", "its text is erased from the cache, and cannot be compared")
+    hashes = sorted({found for text in texts for found in text.hashes})
     directories = {
         Path(str(path)): None
         for note in (HOLDOUT_NOTE, VALIDATION_NOTE)

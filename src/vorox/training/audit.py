@@ -1,0 +1,506 @@
+"""Audit: compute a random sample of a run's segments again, and say with which probability that meets a forgery.
+
+In: the files of a run, and a challenge that the auditor brings. Out: an ``AuditReport``: passed, the first quantity
+that differs, or that this machine cannot decide. Every record is checked as a whole first: both chains link by link,
+the plan against the attempts, the manifests of all kept checkpoints against both.
+
+A segment lies between two states of ``states.jsonl`` (``audit_sample.py``). It is computed from the kept state before
+it, whose tensors must have the recorded fingerprint, or from an earlier one; then the steps on the way are compared
+too. Its rows must have the recorded digest, so caches need no trust.
+
+Bits that differ accuse a run only where they must be equal. On a machine, library or code that the record does not name
+for the step, the verdict is "cannot decide". Rows follow from the plan alone, so other rows always differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import vorox
+from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError, VoroxError
+from vorox.core.files.json_reader import mapping
+from vorox.core.platform.environment import code_record, environment_record
+from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.order.plan import DataPlan
+from vorox.records.executed_steps import PLAN_NOTE, STEPS_NOTE
+from vorox.records.log import time_stamp
+from vorox.records.replay_chain import RecordedChain, RecordedState, examine_chain, read_states
+from vorox.records.run_lookup import notes_of_attempts, run_argument, run_attempts, run_id_of
+from vorox.records.step_environments import StepEnvironments
+from vorox.training.audit_sample import Chance, Heads, Segment, chances, group_into_passes, in_order
+from vorox.training.checkpoints.re_execution_times import expected_times
+from vorox.training.checkpoints.signature import STATEMENT_TYPE, newest_signed_step, verify_signature
+from vorox.training.checkpoints.store import Checkpoint, verify
+from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
+from vorox.training.replay import ReplayDifference, first_difference, state_difference
+from vorox.training.resume import resume
+
+if TYPE_CHECKING:
+    from vorox.training.checkpoints.signature import PublicKey
+
+PREDICATE_TYPE = "urn:vorox:audit:1"
+Verdict = Literal["passed", "differs", "cannot decide"]
+Outcome = Literal["exact", "differs", "cannot decide", "not reached"]
+_NOTHING = "the run was not changed"
+_EXACT_LEVELS = ("bitwise", "bitwise-any-world")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedRun:
+    """The checked records of a run, and its segments.
+
+    Attributes:
+        directory: The run.
+        heads: What the records commit to.
+        chain: The replay chain.
+        states: The recorded states up to the head, by step.
+        segments: All segments up to the head.
+        supplied: States from elsewhere that have the recorded fingerprint, by step.
+    """
+
+    directory: Path
+    heads: Heads
+    chain: RecordedChain
+    states: Mapping[int, RecordedState]
+    segments: tuple[Segment, ...]
+    supplied: Mapping[int, Checkpoint]
+
+    @property
+    def auditable(self) -> list[Segment]:
+        return [segment for segment in self.segments if not segment.obstacle]
+
+    def sample(self, challenge: str, count: int) -> list[Segment]:
+        """Return the segments that a challenge chooses, in its order; all of them if there are fewer.
+
+        Raises:
+            ConfigError: No segment can be audited.
+        """
+        found = [segment for segment in in_order(self.segments, self.heads, challenge) if not segment.obstacle]
+        if not found:
+            reasons = dict.fromkeys(segment.obstacle for segment in self.segments)
+            raise ConfigError(
+                f"No segment of the run can be audited: {'; '.join(reasons)}", where=str(self.directory),
+                hint=f"see `vorox audit {run_argument(self.directory)} --plan`", saved=_NOTHING,
+            )  # fmt: skip
+        return found[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """What the computation of a segment found.
+
+    Attributes:
+        segment: The segment.
+        is_sampled: Whether the challenge chose it; others lie on the way from an origin.
+        outcome: ``not reached``: an earlier step of the same pass differs.
+        num_exact_steps: Steps with the recorded bits.
+        difference: The first difference.
+        environment: Why a difference proves nothing here, as text.
+    """
+
+    segment: Segment
+    is_sampled: bool
+    outcome: Outcome
+    num_exact_steps: int
+    difference: ReplayDifference | None = None
+    environment: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        segment = {key: value for key, value in asdict(self.segment).items() if key != "obstacle"}
+        difference = None if self.difference is None else asdict(self.difference)
+        return {
+            **segment, "is_sampled": self.is_sampled, "outcome": self.outcome,
+            "num_exact_steps": self.num_exact_steps, "difference": difference, "environment": list(self.environment),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The result of an audit.
+
+    Attributes:
+        run: The audited run.
+        challenge: The text that chose the sample.
+        is_drawn: Whether it was drawn at random by this process, not brought by the auditor.
+        results: Of every segment that was computed, in the order of the steps.
+        engine: The environment of the engine that computed them.
+    """
+
+    run: AuditedRun
+    challenge: str
+    is_drawn: bool
+    results: tuple[SegmentResult, ...]
+    engine: Mapping[str, Any]
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(result.is_sampled for result in self.results)
+
+    @property
+    def verdict(self) -> Verdict:
+        outcomes = {result.outcome for result in self.results}
+        return "differs" if "differs" in outcomes else "cannot decide" if outcomes != {"exact"} else "passed"
+
+    @property
+    def chances(self) -> list[Chance]:
+        return chances(len(self.run.auditable), self.num_sampled)
+
+    def to_json(self) -> dict[str, Any]:
+        audited = self.run
+        return {
+            "run": run_id_of(audited.directory), "verdict": self.verdict, "heads": asdict(audited.heads),
+            "challenge": self.challenge, "is_drawn": self.is_drawn, "num_segments": len(audited.segments),
+            "num_auditable": len(audited.auditable), "num_sampled": self.num_sampled,
+            "segments": [result.to_json() for result in self.results],
+            "not_auditable": [
+                {"number": one.number, "start": one.start, "end": one.end, "reason": one.obstacle}
+                for one in audited.segments if one.obstacle
+            ],
+            "chances": [chance._asdict() for chance in self.chances],
+        }  # fmt: skip
+
+    def statement(self) -> dict[str, Any]:
+        """Return the in-toto statement about the heads of the run."""
+        heads, run = self.run.heads, run_id_of(self.run.directory)
+        subjects = {"chain": ("blake2b-256", heads.chain), "states": ("blake2b-256", heads.states)}
+        subjects["plan"] = ("sha256", heads.plan)
+        machine = environment_record()
+        auditor = {
+            "vorox": vorox.__version__, "code": code_record(), "engine": dict(self.engine),
+            "platform": {key: machine["platform"][key] for key in ("system", "machine", "processor")},
+            "packages": machine["packages"],
+        }  # fmt: skip
+        return {
+            "_type": STATEMENT_TYPE,
+            "subject": [
+                {"name": f"{run}/{name}@{heads.step}", "digest": {algorithm: digest}}
+                for name, (algorithm, digest) in subjects.items() if digest
+            ],
+            "predicateType": PREDICATE_TYPE,
+            "predicate": {**self.to_json(), "auditor": auditor, "time": time_stamp()},
+        }  # fmt: skip
+
+    def error(self) -> VoroxError | None:
+        """Return the error for a run that has not passed."""
+        wrong = next((one for one in self.results if one.outcome == self.verdict), None)
+        if self.verdict == "passed" or wrong is None:
+            return None
+        where = str(self.run.directory)
+        if self.verdict == "differs":
+            return CheckpointError(
+                f"The run is not what its records say: {wrong.difference}", where=where, saved=_NOTHING,
+                hint="do not rely on this run; its owner can look at the step with `vorox replay`",
+            )  # fmt: skip
+        return NumericalError(
+            f"This machine cannot decide: {wrong.difference}", where=where, saved=_NOTHING,
+            hint=f"audit where these agree, or with these versions: {'; '.join(wrong.environment)}. Until then the run "
+            "has not passed",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCost:
+    """What an audit takes, before it starts.
+
+    Attributes:
+        num_segments: Sampled segments.
+        num_steps: Steps to compute, with those that rebuild a start.
+        num_starts: How often an engine is started and a state loaded.
+        seconds: Time of all; ``None``: no time is recorded.
+        state_bytes: Size of the kept states that are read.
+    """
+
+    num_segments: int
+    num_steps: int
+    num_starts: int
+    seconds: float | None
+    state_bytes: int
+
+
+def open_run(
+    run_directory: Path, *, num_processes: int = 1, key: PublicKey | None = None, states: Path | None = None
+) -> AuditedRun:
+    """Read the records of a run, check them as a whole, and divide it into segments; nothing is computed.
+
+    Args:
+        run_directory: The run, or a copy of its files.
+        num_processes: The processes that will compute the segments.
+        key: Of the run's owner; only what is signed by it counts.
+        states: A folder of further states, as ``vorox checkpoints materialize --to`` writes it.
+
+    Raises:
+        CheckpointError: A chain, a kept checkpoint and the plan contradict each other, or the signature is not valid.
+        DataError: A chain or the plan is damaged, or no step is recorded.
+        ConfigError: The folder of states has none.
+    """
+    kept = step_directories(run_directory)
+    signed = None if key is None else newest_signed_step(run_directory)
+    key_id = None if key is None or signed is None else verify_signature(run_directory, signed, key).key_id
+    chain = examine_chain(run_directory, max(kept, default=0))
+    last = chain.last_known_step if signed is None else signed
+    if damage := chain.damage(last):
+        raise DataError(
+            f"The replay chain is not intact up to step {last:,}: {damage}", where=str(chain.path),
+            hint="restore the file from a copy; links that are lost or changed prove nothing", saved=_NOTHING,
+        )  # fmt: skip
+    if not last:
+        raise DataError("No step is recorded", where=str(chain.path), hint="train the run first", saved=_NOTHING)
+    found = _committed_states(run_directory, chain, last)
+    plan = DataPlan.open(RunLayout(run_directory).plan)
+    num_events = _check_plan(run_directory, plan, kept, signed)
+    origins = {0} | _checked_states(kept, found, plan, last)
+    supplied = _supplied_states(states, found)
+    head = found[max(found)].states if found else ""
+    heads = Heads(last, chain.entries[last].chain, head, plan.digest_at(num_events) or "", num_events, key_id)
+    segments = _segments(run_directory, last, sorted(found), origins | set(supplied), num_processes)
+    return AuditedRun(run_directory, heads, chain, found, tuple(segments), supplied)
+
+
+def cost_of(audited: AuditedRun, sample: Sequence[Segment]) -> AuditCost:
+    """Return what the audit of a sample takes."""
+    passes = group_into_passes(sample)
+    num_steps = sum(part[-1].end - part[0].origin for part in passes)
+    times = expected_times(audited.directory)
+    seconds = None
+    if times.step_seconds is not None:
+        seconds = len(passes) * (times.start_seconds or 0.0) + num_steps * times.step_seconds
+    kept = step_directories(audited.directory)
+    read = [kept[part[0].origin] for part in passes if part[0].origin in kept]
+    size = sum(path.stat().st_size for directory in read for path in directory.rglob("*") if path.is_file())
+    return AuditCost(len(sample), num_steps, len(passes), seconds, size)
+
+
+def audit(
+    audited: AuditedRun,
+    challenge: str,
+    count: int,
+    make_workload: MakeWorkload,
+    *,
+    is_drawn: bool = False,
+    on_step: Callable[[int, int], None] | None = None,
+) -> AuditReport:
+    """Compute the segments that a challenge chooses, and compare every number with the records.
+
+    Args:
+        audited: Of ``open_run``.
+        challenge: The text of the auditor.
+        count: The number of segments, at least 1.
+        make_workload: As of ``ReExecution.steps``.
+        is_drawn: Whether the challenge was drawn by this process.
+        on_step: Called after every step with the number of computed steps and of all.
+
+    Raises:
+        VoroxError: No segment can be audited, or a state, cache or record is missing or damaged.
+    """
+    sample = audited.sample(challenge, count)
+    passes = group_into_passes(sample)
+    total, done = sum(part[-1].end - part[0].origin for part in passes), 0
+    results: list[SegmentResult] = []
+    engine: dict[str, Any] = {}
+    for part in passes:
+        first, last = part[0].origin, part[-1].end
+        execution = ReExecution(audited.directory, first, last, start=audited.supplied.get(first))
+        comparison = _PassComparison(audited, execution, part)
+        with contextlib.closing(execution.steps(make_workload)) as steps:
+            for step in steps:
+                engine = engine or resume.environment(step.workload.engine)
+                if not comparison.add(step):
+                    break
+                if on_step is not None and step.step > first:
+                    on_step(done + step.step - first, total)
+        results += comparison.results()
+        done += last - first
+    return AuditReport(audited, challenge, is_drawn, tuple(results), engine)
+
+
+class _PassComparison:
+    """The steps of one pass, compared so far.
+
+    Args:
+        audited: The run.
+        execution: What computes them.
+        sample: The sampled segments of the pass.
+    """
+
+    def __init__(self, audited: AuditedRun, execution: ReExecution, sample: Sequence[Segment]) -> None:
+        self._audited, self._execution, self._step = audited, execution, execution.start_step
+        self._sampled = {segment.number for segment in sample}
+        self._difference: ReplayDifference | None = None
+        self._obstacles: tuple[str, ...] = ()
+
+    def add(self, computed: ReExecutedStep) -> bool:
+        """Compare a step, and the state after it where one is recorded; return whether it is bit-exact."""
+        entry, step = computed.entry, computed.step
+        self._step = step
+        self._difference = first_difference(self._audited.chain.entries[step], entry)
+        state = self._audited.states.get(step)
+        if self._difference is None and state is not None:
+            self._difference = state_difference(step, state.fingerprint, computed.workload.engine.fingerprint())
+        if self._difference is None:
+            return True
+        if self._difference.quantity != "batch":
+            self._obstacles = _obstacles(self._execution, computed)
+        return False
+
+    def results(self) -> list[SegmentResult]:
+        """Return the results of the segments of the pass, sampled or on the way."""
+        start, last = self._execution.start_step, self._execution.last_step
+        return [self._result(one) for one in self._audited.segments if start <= one.start and one.end <= last]
+
+    def _result(self, segment: Segment) -> SegmentResult:
+        is_sampled, difference = segment.number in self._sampled, self._difference
+        if difference is None or segment.end < difference.step:
+            return SegmentResult(segment, is_sampled, "exact", segment.num_steps)
+        if segment.start >= difference.step:
+            return SegmentResult(segment, is_sampled, "not reached", 0)
+        outcome: Outcome = "cannot decide" if self._obstacles else "differs"
+        num_exact = difference.step - segment.start - 1
+        return SegmentResult(segment, is_sampled, outcome, num_exact, difference, self._obstacles)
+
+
+def _obstacles(execution: ReExecution, computed: ReExecutedStep) -> tuple[str, ...]:
+    """Return why the numbers of a step need not have the recorded bits here; empty if they must."""
+    recorded = StepEnvironments.of_run(execution.run_directory).at(computed.step)
+    execution.note_environment(computed.workload, computed.step)
+    found = list(execution.environment)
+    if not recorded:
+        found.append("the record does not say in which environment the step was computed")
+    elif recorded.get("determinism") not in _EXACT_LEVELS:
+        found.append(f"the run does not promise equal bits: determinism is {recorded.get('determinism', 'unknown')}")
+    return tuple(dict.fromkeys([*found, *_code_differences(execution.run_directory, computed.step)]))
+
+
+def _code_differences(run_directory: Path, step: int) -> list[str]:
+    """Return what differs between the code of Vorox that computed a step and this one."""
+    then: Mapping[str, Any] = {}
+    for attempt in run_attempts(run_directory):
+        start = mapping(mapping(attempt.get("notes")).get(STEPS_NOTE)).get("start_step")
+        if type(start) is int and start < step:
+            then = attempt
+    version, code = mapping(then.get("environment")).get("vorox"), mapping(then.get("code"))
+    found = [] if version == vorox.__version__ else [f"vorox was {version or 'unknown'}, is {vorox.__version__}"]
+    now = code_record() or {}
+    for key, words in (("commit", "commit of vorox"), ("diff_sha256", "uncommitted changes of vorox")):
+        if code.get(key, "") != now.get(key, ""):
+            found.append(f"{words} was {str(code.get(key) or 'none')[:12]}, is {str(now.get(key) or 'none')[:12]}")
+    return found
+
+
+def _committed_states(run_directory: Path, chain: RecordedChain, last: int) -> dict[int, RecordedState]:
+    """Return the recorded states up to a step that follow from the steps.
+
+    After a resume that computes steps anew, later states of the earlier attempt stand until the next save: void ones.
+    """
+    found = read_states(run_directory, last)
+    steps = [step for step, state in found.items() if state.chain == chain.entries[step].chain]
+    newest = max(steps, default=0)
+    wrong = [step for step in found if step <= newest and step not in steps]
+    if wrong:
+        raise CheckpointError(
+            f"The state after step {wrong[0]:,} does not belong to the steps of the replay chain",
+            where=str(RunLayout(run_directory).states), hint="restore both files from one copy", saved=_NOTHING,
+        )  # fmt: skip
+    return {step: found[step] for step in steps}
+
+
+def _check_plan(run_directory: Path, plan: DataPlan, kept: Mapping[int, Path], signed: int | None) -> int:
+    """Check the plan against what the attempts recorded of it; return the events that the heads cover."""
+    for notes in notes_of_attempts(run_directory):
+        note = mapping(notes.get(PLAN_NOTE))
+        events, digest = note.get("events"), note.get("digest")
+        if type(events) is int and events and plan.digest_at(events) != digest:
+            raise _other_plan(plan, f"an attempt recorded {str(digest)[:16]} after {pluralize(events, 'event')}")
+    return plan.num_events if signed is None else int(Checkpoint.read(kept[signed]).metadata["plan_events"])
+
+
+def _other_plan(plan: DataPlan, what: str) -> DataError:
+    return DataError(
+        f"The data plan is another one: {what}",
+        where=str(plan.path),
+        hint="restore the file from a copy",
+        saved=_NOTHING,
+    )
+
+
+def _checked_states(
+    kept: Mapping[int, Path], states: Mapping[int, RecordedState], plan: DataPlan, last: int
+) -> set[int]:
+    """Return the kept states that can be started from; their manifests agree with both chains and the plan."""
+    found: set[int] = set()
+    for step, path in kept.items():
+        if step > last or not states:
+            continue
+        try:
+            metadata = Checkpoint.read(path).metadata
+        except CheckpointError:
+            continue  # its bytes are damaged: an earlier one takes its place
+        state, recorded = states.get(step), (metadata.get("chain"), metadata.get("fingerprint"))
+        if state is None or state[:2] != recorded:
+            raise CheckpointError(
+                f"The kept state after step {step:,} is not the recorded one: {_short(recorded[1])}, on record "
+                f"{_short(None if state is None else state.fingerprint)}",
+                where=str(path), hint="restore the checkpoint from a copy; do not use it", saved=_NOTHING,
+            )  # fmt: skip
+        events = metadata.get("plan_events")
+        if plan.digest_at(events if type(events) is int else 0) != metadata.get("plan_digest"):
+            raise _other_plan(plan, f"the checkpoint of step {step:,} has {_short(metadata.get('plan_digest'))}")
+        found.add(step)
+    return found
+
+
+def _short(digest: object) -> str:
+    return "none" if digest is None else str(digest)[:16]
+
+
+def _supplied_states(folder: Path | None, states: Mapping[int, RecordedState]) -> dict[int, Checkpoint]:
+    """Return the verified states of a folder that have the recorded fingerprints.
+
+    Raises:
+        ConfigError: There is none.
+        CheckpointError: One is damaged.
+    """
+    if folder is None:
+        return {}
+    paths = sorted(folder.glob("step-*")) if folder.is_dir() else []
+    found = {one.step: one for one in map(verify, paths)}
+    usable = {
+        step: one for step, one in found.items()
+        if step in states and states[step][:2] == (one.metadata.get("chain"), one.metadata.get("fingerprint"))
+    }  # fmt: skip
+    if not usable:
+        raise ConfigError(
+            "The folder has no state that the run recorded", where=str(folder), saved=_NOTHING,
+            hint="name a folder that `vorox checkpoints materialize RUN --to FOLDER` wrote; recorded are the states of "
+            f"steps {', '.join(map(str, list(states)[:20])) or 'none'}",
+        )  # fmt: skip
+    return usable
+
+
+def _segments(
+    run_directory: Path, last: int, states: Sequence[int], origins: set[int], num_processes: int
+) -> list[Segment]:
+    environments = StepEnvironments.of_run(run_directory)
+    bounds = sorted({0, *states, last})
+    found: list[Segment] = []
+    for number, (start, end) in enumerate(itertools.pairwise(bounds), 1):
+        origin = max(one for one in origins if one <= start)
+        segment = Segment(number, start, end, origin)
+        found.append(replace(segment, obstacle=_obstacle(environments, segment, num_processes)))
+    return found
+
+
+def _obstacle(environments: StepEnvironments, segment: Segment, num_processes: int) -> str:
+    """Return why processes of this number cannot compute a segment; empty if they can."""
+    spans = environments.spans(segment.origin, segment.end)
+    if len(spans) > 1:
+        return f"its start must be rebuilt from step {segment.origin:,}, and the number of processes changed since"
+    count, level = spans[0][2], environments.at(segment.end).get("determinism")
+    if count in (None, num_processes) or level == "bitwise-any-world":
+        return ""
+    return f"it ran with {pluralize(count, 'process', 'processes')}: add --nproc {count}"
