@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make train` and `make test`. Both do all the set-up themselves.
 #
 #   make train [CONFIG=quickstart] [BACKEND=jax] [MINUTES=3] [ARGS="model.num_layers=8"]
+#   make demo  [ARGS=FOLDER]               what a run can prove, in some minutes: kill, resume, replay, fork, explain, unlearn, audit
 #   make dash  [ARGS="--port 0"]           show the runs in the browser
 #   make test  [ARGS="-k replay"]          lint, types, import contract, all tests but the slow ones
 #   make matrix [PART=k/n] [DRAW=minutes]  the slow tests: kills, compilations, several processes, every page of the docs;
@@ -26,11 +27,12 @@ PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pyt
 STAMP       := $(VENV)/.vorox
 STAMP_TORCH := $(VENV)/.vorox-torch
 STAMP_JAX   := $(VENV)/.vorox-jax
+STAMP_HF    := $(VENV)/.vorox-hf
 STAMP_DEV   := $(VENV)/.vorox-dev
 # A backend that nobody knows is refused by Vorox itself, with the ones that there are.
 STAMP_TRAIN := $(STAMP)$(addprefix -,$(filter torch jax,$(or $(BACKEND),torch)))
 
-.PHONY: setup train dash test matrix programs costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
+.PHONY: setup train demo dash test matrix programs costs test-frameworks only-core only-torch only-jax mutate lint types docs structure bench clean
 
 setup: $(STAMP_TRAIN)
 
@@ -54,6 +56,10 @@ $(STAMP_JAX): $(STAMP)
 	@$(PIP) install -e '.[jax]' -c constraints.txt
 	@touch $@
 
+$(STAMP_HF): $(STAMP_TORCH)
+	@test -e $(STAMP_DEV) || { echo "Installing transformers into $(VENV) (once) ..."; $(PIP) install -e '.[hf]' -c constraints.txt; }
+	@touch $@
+
 $(STAMP_DEV): $(STAMP_TORCH)
 	@echo "Installing what the tests need into $(VENV) (once) ..."
 	@$(PIP) install -e '.[hf,adapters,compress,gguf,eval,dash,plot,s3,gcs,azure,http,postgres,ray,sign,passport,vision,dedup,tiktoken,tensorboard,jax,wandb,mlflow,trackio,tune,dev]' -c constraints.txt
@@ -61,6 +67,9 @@ $(STAMP_DEV): $(STAMP_TORCH)
 
 train: $(STAMP_TRAIN)
 	@$(BIN)/vorox train $(CONFIG) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(BACKEND),backend=$(BACKEND)) $(ARGS)
+
+demo: $(STAMP_HF)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 dash: $(STAMP)
 	@$(BIN)/vorox dash $(ARGS)

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         model.set_weights({parameter: ablated})
         losses[f"without head {head}"] = mean_loss()
     for name, loss in losses.items():
-        print(f"{name:<16} validation loss {loss:.4f}")  # noqa: T201
+        print(f"{name:<16} validation loss {loss:.4f}")
     return losses
 
 

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         losses[f"layer {layer}"] = mean_loss()
         detach()
     for place, loss in losses.items():
-        print(f"noise {place:<10} validation loss {loss:.4f}")  # noqa: T201
+        print(f"noise {place:<10} validation loss {loss:.4f}")
     return losses
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/data_order.md from the functions that they explain.
+"""Draw the pictures of docs/data_order.md from the functions that they explain, and that of docs/re_execution.md.
 
 ``python tests/data_order_pictures.py`` writes ``docs/pictures``; ``test_data_order.py`` compares them with the code.
 """
@@ -193,6 +193,39 @@ def growth_picture() -> str:
     return picture.svg()
 
 
+def re_execution_picture() -> str:
+    """A run with a kill, a state of it that nobody saved, and a fork."""
+    saved, killed, wanted, forked, read = (4, 8, 12), 6, 7, 6, 9
+    picture = Picture(760, 280, "Steps of a run that was killed, of a state computed again, and of a fork")
+
+    def line(y: float, title: str, steps: Iterable[int], colours: dict[int, str], note: str) -> None:
+        picture.text(24, y + 18, title, bold=True)
+        for step in steps:
+            picture.box(130 + (step - 1) * 42, y, 42, CELL, colours.get(step, COLOURS[0]), str(step))
+        picture.text(130, y + CELL + 16, note, colour=MUTED, size=12)
+
+    every = range(1, 13)
+    lost = dict.fromkeys(range(saved[0] + 1, killed + 1), EMPTY)
+    line(24, "the run, killed", range(1, killed + 1), lost, "killed in step 6: steps 5 and 6 are lost")
+    line(84, "and resumed", every, dict.fromkeys(range(1, saved[0] + 1), EMPTY), "again from the state after step 4")
+    for step in saved:
+        x = 130 + step * 42
+        picture.line(x, 18, x, 118)
+    picture.text(142 + 12 * 42, 60, "saved after", colour=MUTED, size=12)
+    picture.text(142 + 12 * 42, 76, "4, 8, 12", colour=MUTED, size=12)
+    again = dict.fromkeys(range(saved[0] + 1, wanted + 1), COLOURS[2]) | {wanted + 1: COLOURS[1]}
+    line(
+        154, f"state {wanted}", range(saved[0] + 1, wanted + 2), again,
+        "from the state after 4, each step compared with the record; step 8 proves the state after 7",
+    )  # fmt: skip
+    fork = dict.fromkeys(range(1, forked + 1), EMPTY) | dict.fromkeys(range(read, 13), COLOURS[3])
+    line(
+        222, "fork at 6", every, fork,
+        "without a document that step 9 reads: the same bits up to step 8, then the effect of the change",
+    )  # fmt: skip
+    return picture.svg()
+
+
 def pictures() -> dict[str, str]:
     """Return the pictures by the names of their files."""
     return {
@@ -200,6 +233,7 @@ def pictures() -> dict[str, str]:
         "permutation.svg": permutation_picture(),
         "mixture.svg": mixture_picture(),
         "growth.svg": growth_picture(),
+        "re_execution.svg": re_execution_picture(),
     }
 
 

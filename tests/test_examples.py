@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -37,3 +41,20 @@ def test_examples(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert heads["whole"] == pytest.approx(noise["nowhere"], rel=1e-6)
     assert len({round(loss, 6) for loss in heads.values()}) == 3
     assert "validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.torch
+@pytest.mark.hf
+def test_the_demo_proves_what_the_readme_says(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    command = [sys.executable, str(EXAMPLES / "demo.py"), str(tmp_path / "demo")]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    said, shown = (
+        [re.sub(r"of step \d+", "of step N", line) for line in re.findall(r"^  \d\. .*$", text, re.MULTILINE)]
+        for text in (found.stdout, readme)
+    )  # Python's library, which it trains on, decides when the document is read
+    assert said == shown
