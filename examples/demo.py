@@ -30,8 +30,11 @@ CONFIG = f"""\
 model: {{family: llama, num_layers: 2, hidden_size: 96, num_heads: 4}}
 data:
   sources:
-    - {{name: library, format: txt, paths: [library/], weight: 3}}
-    - {{name: notes, format: jsonl, paths: [notes.jsonl], weight: 1}}
+    - {{name: library, format: txt, paths: [library/]}}
+    - {{name: notes, format: jsonl, paths: [notes.jsonl]}}
+  stages:
+    - {{start_tokens: 0, weights: {{library: 1}}}}
+    - {{start_tokens: 61440, weights: {{library: 3, notes: 1}}}}  # after 60 steps
   sequence_length_tokens: 128
   cache: {{directory: cache}}
 tokenizer: {{kind: byte}}
@@ -114,15 +117,15 @@ class Demo:
 
 
 def write_data(folder: Path) -> None:
-    """Write the configuration, a source of Python's own library, and notes with a document of broken characters."""
+    """Write the configuration, a source of Python's own library, and notes with a document of zero bytes."""
     (folder / "library").mkdir(parents=True)
     for name in ("ast", "bisect", "calendar", "csv", "fractions", "heapq", "queue", "statistics", "textwrap", "uuid"):
         source = Path(sysconfig.get_path("stdlib"), f"{name}.py")
         (folder / "library" / f"{name}.txt").write_bytes(source.read_bytes())
     chooser = random.Random(1)
     words = [*"abcdefgh", "run", "step", "seed", "loss", "plan", "cache", "batch", "token", "order", "state", "chain"]
-    notes = [" ".join(chooser.choices(words, k=60)) for _ in range(200)]
-    notes[BAD_RECORD] = "\ufffd".encode().decode("latin-1") * 20  # what a replacement character became, again and again
+    notes = [" ".join(chooser.choices(words, k=60)) for _ in range(40)]
+    notes[BAD_RECORD] = "\0" * 126  # as a file that was cut short has them
     (folder / "notes.jsonl").write_text("".join(json.dumps({"text": note}) + "\n" for note in notes))
     (folder / "demo.yaml").write_text(CONFIG)
 
@@ -168,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     culprit = Path((explained["culprit"] or {"name": "nobody"})["name"]).name
     demo.proves(
         culprit == f"notes.jsonl:{BAD_RECORD}",
-        f"a document of broken characters raised the gradient of step {step}: {culprit}",
+        f"a document of zero bytes raised the gradient of step {step}: {culprit}",
     )
 
     demo.run("unlearn", run, "--document", f"notes.jsonl:{BAD_RECORD}", "--name", "clean", "--erase", "--yes")
