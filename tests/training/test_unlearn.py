@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def unlearn(parent: Path, *words: str) -> Path:
     before = {one.name for one in run_directories(parent.parent)}
     assert main(["unlearn", str(parent), *words]) == 0
     (found,) = [one for one in run_directories(parent.parent) if one.name not in before]
+    return found
+
+
+def unlearn_last(parent: Path, *words: str) -> Path:
+    """Unlearn by the command, in several forks, and return the last one."""
+    assert main(["unlearn", str(parent), *words]) == 0
+    (found,) = [one for one in run_directories(parent.parent) if RunLayout(one).statements.exists()]
     return found
 
 
@@ -153,6 +161,58 @@ def test_what_is_unlearned_already_stays_so(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("numpy_engine")
+def test_a_mask_that_the_run_has_later_stays_where_it_was(tmp_path: Path) -> None:
+    """The run read the first document, masked it later, and is to unlearn one that it read in between."""
+    overrides = [*EVERY_DOCUMENT, "train.num_epochs=3", "train.num_steps=null", "data.sequence_length_tokens=64"]
+    write_texts(tmp_path, [" ".join(random.choices(tiny_runs.WORDS, k=12)) for _ in range(12)])
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, [*overrides, "checkpoint.keep_last=99"])).run_directory
+    last, kept = max(chain(parent)), step_directories(parent)
+    middle = max(step for step in kept if step <= 2 * last // 3)
+    with RunDataIndex.open(parent) as run_data:
+        change = ForkChange(named_documents(run_data, ["text.jsonl:3"], "here"))
+    masked = fork(parent, middle, verify(kept[middle]), change, "masked")
+    tiny_runs.run(load_config(RunLayout(masked).config), resume_from=masked)
+    unlearned = unlearn_last(masked, "--document", "text.jsonl:7")
+    scratch = masked_from_the_start(parent, [7], "scratch")
+    with RunDataIndex.open(scratch) as run_data:
+        change = ForkChange(named_documents(run_data, ["text.jsonl:3"], "here"))
+    again = fork(scratch, middle, verify(step_directories(scratch)[middle]), change, "scratch-masked")
+    tiny_runs.run(load_config(RunLayout(again).config), resume_from=again)
+    assert chain(unlearned) == chain(again)
+
+
+@pytest.mark.usefixtures("numpy_engine")
+def test_a_document_that_no_step_has_read_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = tiny_runs.run(tiny_runs.configuration(tmp_path / "whole", EVERY_DOCUMENT)).run_directory
+    ordinal = max(first_reads(whole).items(), key=lambda item: item[1])[0]
+    with monkeypatch.context() as patch:
+        tiny_runs.at_step(patch, 6, tiny_runs.kill)
+        with pytest.raises(tiny_runs.Killed):
+            tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT))
+    (parent,) = run_directories(tmp_path / "runs")
+    unlearned = unlearn(parent, "--document", f"text.jsonl:{ordinal}")
+    assert chain(unlearned) == chain(masked_from_the_start(whole, [ordinal], "scratch"))
+
+
+@pytest.mark.usefixtures("numpy_engine")
+def test_another_fork_is_not_taken_for_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
+    ordinal = random.choice(sorted(first_reads(parent)))
+    first = unlearn(parent, "--document", f"text.jsonl:{ordinal}")
+    tiny_runs.run(load_config(RunLayout(first).config, ["optimizer.lr=0.5", "train.num_steps=16"]), resume_from=first)
+    second = unlearn(parent, "--document", f"text/text.jsonl:{ordinal}", "--name", "second")
+    assert chain(second) == chain(masked_from_the_start(parent, [ordinal], "scratch"))
+    kept = {run: step_directories(run)[12] for run in (parent, second)}
+    shutil.rmtree(kept[second])
+    shutil.copytree(kept[parent], kept[second])  # weights that did read it
+    shutil.rmtree(RunLayout(second).statements)
+    capsys.readouterr()
+    assert main(["unlearn", str(parent), "--document", f"text.jsonl:{ordinal}"]) == 5
+    assert "replay chain differs from the checkpoint" in " ".join(capsys.readouterr().err.split())
+    assert not RunLayout(second).statements.exists()
+
+
+@pytest.mark.usefixtures("numpy_engine")
 def test_a_stopped_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
     command = ["unlearn", str(parent), "--document", f"text.jsonl:{random.choice(sorted(first_reads(parent)))}"]
@@ -219,7 +279,8 @@ def test_the_statement_is_signed(tmp_path: Path) -> None:
     kind = serialization.PrivateFormat.PKCS8
     content = key.private_bytes(serialization.Encoding.PEM, kind, serialization.NoEncryption())
     (tmp_path / "key.pem").write_bytes(content)
-    (tmp_path / "optout.txt").write_text(f"text.jsonl:{ordinal}")
+    lines = f"\ufefftext.jsonl:{ordinal}\r\n\r\ntext/text.jsonl:0{ordinal}\r\n"  # a mark at the start, two names of one
+    (tmp_path / "optout.txt").write_bytes(lines.encode())
     unlearned = unlearn(parent, "--list", str(tmp_path / "optout.txt"), "--key", str(tmp_path / "key.pem"))
     envelope = statement(unlearned)
     payload = base64.b64decode(envelope["payload"])
@@ -233,7 +294,8 @@ def test_the_statement_is_signed(tmp_path: Path) -> None:
     assert {one["name"] for one in found["subject"]} == {
         path.relative_to(kept.path).as_posix() for path in kept.path.rglob("*") if path.is_file()
     }
-    assert found["predicate"]["documents"] == [f"text.jsonl:{ordinal}"]
+    (name,) = found["predicate"]["documents"]
+    assert name.endswith(f"/text/text.jsonl:{ordinal}")
 
 
 @pytest.mark.usefixtures("numpy_engine")

@@ -13,19 +13,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vorox.core.config import decides_bits, differences
 from vorox.core.errors import CheckpointError, DataError
 from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.queries import Occurrence, when
 from vorox.data.provenance.run_data_index import RunDataIndex
-from vorox.records.replay_chain import examine_chain, read_states
+from vorox.records.replay_chain import examine_chain
+from vorox.records.run_context import recorded_config
 from vorox.records.run_lookup import FORKED_FROM, read_run_record, run_argument, run_directories, run_id_of
-from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, write_statement
-from vorox.training.checkpoints.store import verify
+from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, recorded_state, write_statement
 from vorox.training.fork import ForkChange
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source
-from vorox.training.resume.resume_settings import changes_after
+from vorox.training.resume.resume_settings import changes_after, config_in_force
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey
@@ -77,17 +78,31 @@ def reads_of(run_data: RunDataIndex, names: Iterable[str]) -> Reads:
     return Reads(tuple(sorted(steps)), tuple(sorted(masked)), min(planned, default=None))
 
 
-def masked_after(run_data: RunDataIndex, step: int) -> dict[str, tuple[MaskedDocument, ...]]:
-    """Return the documents that the plan masks only after a state, by name: a fork at it has to mask them itself."""
-    position = run_data.plan.start.batch_sizes.position_of(step)
-    masks = [event for event in run_data.plan.state.masks if event.start_position > position]
+def by_uri(run_data: RunDataIndex, documents: Iterable[MaskedDocument]) -> dict[str, tuple[MaskedDocument, ...]]:
+    """Return documents by the whole name of their file and their record, in order: each has one name."""
     named: dict[str, tuple[MaskedDocument, ...]] = {}
     caches = caches_by_source(run_data)
-    for document in dict.fromkeys(one for event in masks for one in event.documents):
+    for document in sorted(set(documents), key=lambda one: (one.source, one.file_version, one.ordinal)):
         files = [file.uri for file in caches[document.source].files if file.version == document.file_version]
         name = f"{files[0] if files else document.file_version}:{document.ordinal}"
         named[name] = (*named.get(name, ()), document)
-    return named
+    return {name: named[name] for name in sorted(named)}
+
+
+def _masked_after(run_data: RunDataIndex, step: int) -> dict[int, list[MaskedDocument]]:
+    """Return the documents that the plan masks only after a state, by the state from which a fork has to mask them.
+
+    Where no step reads a document between the two, that is the state itself: it is the same to the bit.
+    """
+    sizes, found = run_data.plan.start.batch_sizes, dict[int, list[MaskedDocument]]()
+    for event in run_data.plan.state.masks:
+        masked_from = sizes.step_at(event.start_position)
+        if masked_from <= step:
+            continue
+        for name, documents in by_uri(run_data, event.documents).items():
+            is_read = any(step < one for one in reads_of(run_data, [name]).steps)
+            found.setdefault(masked_from if is_read else step, []).extend(documents)
+    return found
 
 
 def stages_of(
@@ -97,18 +112,28 @@ def stages_of(
 
     Each is a fork of the one before, at a state that it has computed.
     """
-    first = ForkChange({**documents, **masked_after(run_data, step)})
-    changes = changes_after(run_data.directory, step)
-    return [(step, first), *((at, ForkChange(overrides=overrides)) for at, overrides in changes)]
+    masked = _masked_after(run_data, step)
+    masked.setdefault(step, []).extend(one for named in documents.values() for one in named)
+    overrides = dict(changes_after(run_data.directory, step))
+    return [
+        (at, ForkChange(by_uri(run_data, masked.get(at, ())), overrides=overrides.get(at, ())))
+        for at in sorted({*masked, *overrides})
+    ]
 
 
 def unlearned_fork(parent: Path, step: int, change: ForkChange) -> Path | None:
-    """Return the run beside a run that was forked from it at a step by this change alone; ``None`` without one."""
+    """Return the run beside a run that was forked from it at a step by this change alone; ``None`` without one.
+
+    One that was resumed with other settings since is another run.
+    """
     wanted = {"run_id": run_id_of(parent), "step": step, "change": change.to_json()}
+    expected, _ = config_in_force(parent, step, overrides=change.overrides)
     for directory in run_directories(parent.parent):
         origin = mapping(read_run_record(directory).get(FORKED_FROM))
         if {key: origin.get(key) for key in wanted} == wanted:
-            return directory
+            found = differences(expected, recorded_config(directory))
+            if not any(decides_bits(entry.key) for entry in found):
+                return directory
     return None
 
 
@@ -160,7 +185,7 @@ def state_unlearned(
         The file, in the directory of the run.
 
     Raises:
-        CheckpointError: The run has no checkpoint, or its newest is damaged.
+        CheckpointError: The run has no checkpoint, or its newest is damaged, or not the one that its chains record.
     """
     kept = step_directories(run_directory)
     if not kept:
@@ -169,18 +194,16 @@ def state_unlearned(
             hint=f"train it: vorox train --resume {run_argument(run_directory)}",
         )  # fmt: skip
     step = max(kept)
-    checkpoint = verify(kept[step])
+    metadata, state = recorded_state(run_directory, step)
     origin = mapping(read_run_record(run_directory).get(FORKED_FROM))
-    state = read_states(run_directory, step).get(step)
     predicate: dict[str, Any] = {
         "claim": CLAIM, "run": run_directory.name, "step": step, "documents": list(documents),
         "forked_from": {name: origin.get(name) for name in ("run_id", "step", "chain")},
-        "chain": checkpoint.metadata["chain"], "fingerprint": checkpoint.metadata["fingerprint"],
-        "states": None if state is None else state.states,
+        "chain": metadata["chain"], "fingerprint": metadata["fingerprint"], "states": state.states,
         "masked_steps": [one for one in reads.masked_steps if one <= step],
         "acts": [asdict(trace) for trace in traces], "copies": [asdict(copy) for copy in copies],
     }  # fmt: skip
-    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in file_digests(checkpoint.path).items()]
+    subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in file_digests(kept[step]).items()]
     statement = {
         "_type": STATEMENT_TYPE, "subject": subjects, "predicateType": PREDICATE_TYPE, "predicate": predicate,
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,15 +25,22 @@ from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import INHERITED, find_run, run_argument, run_attempts, run_directories
+from vorox.records.run_lookup import (
+    INHERITED,
+    attempt_notes,
+    find_run,
+    run_argument,
+    run_attempts,
+    run_directories,
+)
 from vorox.training.checkpoints.materialized_cache import folder
 from vorox.training.checkpoints.signature import load_private_key
 from vorox.training.fork import ForkChange, check_change, fork
 from vorox.training.materialize import open_range
-from vorox.training.re_execution import ReExecution, cost_of
+from vorox.training.re_execution import cost_of
 from vorox.training.reports.document_search import DocumentQuery, Finding, derived_directories, search_runs
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source, copies_of, texts_of, traces_of
-from vorox.training.unlearn import Reads, check_unlearned, reads_of, stages_of, state_unlearned, unlearned_fork
+from vorox.training.unlearn import Reads, by_uri, check_unlearned, reads_of, stages_of, state_unlearned, unlearned_fork
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey
@@ -46,6 +54,7 @@ class _Case:
 
     Attributes:
         run: The run.
+        step: The state to fork it at, in finished steps; ``None`` if there is nothing to unlearn.
         documents: The documents, by name.
         caches: Version of the file, and index of the record of each, by the cache that has it.
         stages: The forks to make, each of the one before; empty if there is nothing to unlearn.
@@ -58,6 +67,7 @@ class _Case:
     """
 
     run: Path
+    step: int | None
     documents: Mapping[str, tuple[MaskedDocument, ...]]
     caches: Mapping[Path, Collection[Record]]
     stages: Sequence[tuple[int, ForkChange]]
@@ -66,7 +76,6 @@ class _Case:
     traces: Sequence[Trace]
     findings: Sequence[Finding]
     directories: Sequence[Path]
-
     is_erased: bool
 
     @property
@@ -97,15 +106,16 @@ def unlearn(
     private_key = None if key is None else load_private_key(key)
     names = _names(document or [], listed)
     case = _examine(find_run(root, run), names, Path(root), search or [])
-    step = case.reads.clean_step
     if plan:
         _print_plan(case, as_json=as_json)
         return
-    if step is None:
+    if erase:
+        _confirm_erasure(case, yes=yes)
+    if case.step is None:
         _print_case(case)
         typer.echo("Nothing is to be unlearned, and no run was written")
         if erase:
-            _erase(case, yes=yes)
+            _erase(case)
         return
     config = recorded_config(case.run)
     directory, own = case.run, name or f"{config.run.name or case.run.name}-unlearned"
@@ -114,7 +124,7 @@ def unlearn(
         directory = _forked(directory, at, change, called, root, nproc)
     _state(directory, case, private_key)
     if erase:
-        _erase(case, yes=yes)
+        _erase(case)
 
 
 def _forked(parent: Path, step: int, change: ForkChange, name: str, root: str, nproc: int) -> Path:
@@ -126,7 +136,11 @@ def _forked(parent: Path, step: int, change: ForkChange, name: str, root: str, n
             directory = fork(parent, step, state, change, name)
         typer.echo(f"Forked {parent.name} at step {step:,}: {directory}")
     if not _is_finished(directory):
-        train(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
+        try:
+            train(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
+        except typer.Exit as ended:  # of several ranks
+            if ended.exit_code:
+                raise
     return directory
 
 
@@ -135,9 +149,12 @@ def _names(documents: Sequence[str], listed: Path | None) -> list[str]:
     lines: list[str] = []
     if listed is not None:
         try:
-            lines = listed.read_text("utf-8").splitlines()
+            lines = listed.read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The list cannot be read: {error}", where=str(listed)) from error
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(
+                f"The list cannot be read: {reason}", where=str(listed), hint="name a text file, one FILE:RECORD a line"
+            ) from error
     named = (line.partition("#")[0].strip() for line in lines)
     found = list(dict.fromkeys([*documents, *(name for name in named if name)]))
     if not found:
@@ -152,14 +169,16 @@ def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path
     """Find out what a run read of documents, what is like them, and what else has learned from them."""
     missing = [one for one in folders if not one.is_dir()]
     if missing:
-        raise ConfigError("There is no such folder", where=f"--search {missing[0]}")
+        raise ConfigError("There is no such folder", where=f"--search {missing[0]}", hint="leave it out, or correct it")
     display = BuildDisplay()
     try:
         with RunDataIndex.open(run) as run_data:
-            documents = named_documents(run_data, names, "--document")
-            reads = reads_of(run_data, names)
-            check_change(run_data, reads.clean_step or 0, ForkChange(documents))
-            stages = [] if reads.clean_step is None else stages_of(run_data, reads.clean_step, documents)
+            typed = named_documents(run_data, names, "--document")
+            documents = by_uri(run_data, (one for named in typed.values() for one in named))
+            reads = reads_of(run_data, documents)
+            step = None if reads.clean_step is None else min(reads.clean_step, examine_chain(run).last_known_step)
+            check_change(run_data, step or 0, ForkChange(documents))
+            stages = [] if step is None else stages_of(run_data, step, documents)
             caches: dict[Path, set[Record]] = {}
             for one in (one for named in documents.values() for one in named):
                 directory = caches_by_source(run_data)[one.source].directory
@@ -169,7 +188,8 @@ def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path
             hashes = tuple(sorted({found for text in texts for found in text.hashes}))
             runs = {one.resolve(): one for one in [*run_directories(root), *run_directories(run.parent), run]}
             findings = search_runs(
-                runs.values(), DocumentQuery(text_hashes=hashes),
+                runs.values(),
+                DocumentQuery(text_hashes=hashes, records=tuple(sorted({*itertools.chain(*caches.values())}))),
                 lambda done, total: display.step("searching runs", done, total),
             )  # fmt: skip
             traces = traces_of(run_data, recorded_config(run), texts, findings)
@@ -178,7 +198,17 @@ def _examine(run: Path, names: Sequence[str], root: Path, folders: Sequence[Path
     places = [*folders, RunLayout(run).exports, folder(run)]
     derived = derived_directories(findings, (place for place in places if place.is_dir()))
     return _Case(
-        run, documents, caches, stages, reads, copies, traces, findings, derived, not all(text.hashes for text in texts)
+        run,
+        step,
+        documents,
+        caches,
+        stages,
+        reads,
+        copies,
+        traces,
+        findings,
+        derived,
+        not all(text.hashes for text in texts),
     )
 
 
@@ -190,8 +220,10 @@ def _is_finished(directory: Path) -> bool:
 def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     """Check a trained fork, write its statement, and print what it says."""
     reads = check_unlearned(directory, case.documents)
-    path = state_unlearned(directory, [*case.documents], reads, case.traces, case.copies, key)
     step = max(step_directories(directory))
+    path = RunLayout(directory).statement("unlearned", step)
+    if not (case.is_erased and path.exists()):  # which knew more
+        path = state_unlearned(directory, [*case.documents], reads, case.traces, case.copies, key)
     typer.echo(
         f"\nNo update of {directory.name} up to step {step:,} read the content of "
         f"{pluralize(len(case.documents), 'document')}; {pluralize(len(reads.masked_steps), 'step')} read filler"
@@ -201,21 +233,30 @@ def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     typer.echo(f"\nCompare: vorox runs compare --paired {run_argument(case.run)} {run_argument(directory)}")
 
 
-def _erase(case: _Case, *, yes: bool) -> None:
+def _confirm_erasure(case: _Case, *, yes: bool) -> None:
+    others = [one.directory.name for one in _others(case) if not one.inherited_from]
+    first = f" Unlearn them from {', '.join(others)} first, which is not possible afterwards." if others else ""
+    confirm(
+        f"Erase {pluralize(len(case.documents), 'document')} from {pluralize(len(case.caches), 'cache')} in the end? "
+        f"Steps of {case.run.name} that read them cannot be computed again.{first}", yes=yes,
+    )  # fmt: skip
+
+
+def _erase(case: _Case) -> None:
     """Erase the documents from the caches that the run reads."""
-    readers = ", ".join([case.run.name, *(one.directory.name for one in _others(case) if not one.inherited_from)])
-    documents, caches = pluralize(len(case.documents), "document"), pluralize(len(case.caches), "cache")
-    confirm(f"Erase {documents} from {caches}? Steps that read them cannot be computed again, in {readers}", yes=yes)
     for directory, records in case.caches.items():
-        erased = erase_documents(directory, records)
-        typer.echo(f"Erased {documents} from {directory}: {pluralize(len(erased.chunks), 'chunk')} replaced")
-        print_wrapped(f"  still there, in {path}" for path in erased.remaining)
+        replaced = pluralize(len(erase_documents(directory, records).chunks), "chunk")
+        typer.echo(f"Erased {pluralize(len(records), 'document')} from {directory}: {replaced} replaced")
+    remaining = {
+        path for directory, records in case.caches.items() for path in erase_documents(directory, records).remaining
+    }
+    print_wrapped(f"  still there, in {path}" for path in sorted(remaining))
 
 
 def _print_plan(case: _Case, *, as_json: bool) -> None:
     """Print what unlearning takes, and what is known already."""
-    step = case.reads.clean_step
-    num_steps, seconds, size_bytes = (0, 0.0, 0) if step is None else _cost(case.run, step)
+    step = case.step
+    num_steps, seconds, size_bytes = (0, 0.0, 0) if step is None else _cost(case, step)
     if as_json:
         others = {one.directory.name: one.first_step for one in _others(case)}
         print_json(
@@ -238,13 +279,20 @@ def _print_plan(case: _Case, *, as_json: bool) -> None:
     _print_rest(case)
 
 
-def _cost(run: Path, step: int) -> tuple[int, float | None, int]:
+def _cost(case: _Case, step: int) -> tuple[int, float | None, int]:
     """Return the steps to compute, their seconds if a speed is known, and the bytes of a checkpoint."""
-    is_kept = step == 0 or step in step_directories(run)
-    last = examine_chain(run, step).last_known_step
-    cost = cost_of(ReExecution(run, step, last) if last > step else open_range(run, [step]))
-    num_steps = last - step if is_kept else cost.num_steps
-    return num_steps, cost.seconds, cost.checkpoint_bytes or 0
+    run = case.run
+    lengths = [length for length in attempt_notes(run, "total_steps") if type(length) is int]
+    end = max(examine_chain(run, step).last_known_step, *lengths[-1:])
+    before = cost_of(open_range(run, [step]))
+    num_before = 0 if step == 0 or step in step_directories(run) else before.num_steps
+    starts = [at for at, _ in case.stages]
+    num_steps = num_before + sum(end - at for at in starts)
+    seconds = None
+    if before.seconds is not None and before.start_seconds is not None:
+        step_seconds = (before.seconds - before.start_seconds) / before.num_steps
+        seconds = (len(starts) + bool(num_before)) * before.start_seconds + num_steps * step_seconds
+    return num_steps, seconds, before.checkpoint_bytes or 0
 
 
 def _print_case(case: _Case) -> None:
@@ -274,7 +322,7 @@ def _print_rest(case: _Case) -> None:
     if case.copies:
         typer.echo("\nThese share text with them, and stay; name them too if they are to go")
         rows = [
-            [f"{one.fraction:.0%}", f"{len(one.steps):,}", _short(one.name), _short(one.of)]
+            [f"{one.fraction:.0%}", f"{len(one.steps):,}", one.name, _short(one.of)]
             for one in case.copies[:_MOST_LINES]
         ]
         print_table(["SHARE", "STEPS", "DOCUMENT", "OF"], rows, right="SHARE STEPS")

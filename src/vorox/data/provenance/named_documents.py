@@ -26,7 +26,7 @@ def named_documents(run_data: RunDataIndex, names: Iterable[str], where: str) ->
     found = dict[str, tuple[MaskedDocument, ...]]()
     for name in names:
         file, _, record = name.rpartition(":")
-        if not file or not record.isdecimal():
+        if not file or not (record.isascii() and record.isdecimal()):
             raise ConfigError(
                 f"{name} names no document", where=where,
                 hint="write FILE:RECORD, as text.jsonl:17; `vorox data where RUN --step N` shows both",

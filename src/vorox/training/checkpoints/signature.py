@@ -25,7 +25,7 @@ from vorox.core.files.json_reader import MalformedJson, open_regular, parse_json
 from vorox.core.files.staged_directory import read_manifest, unreadable_error, verify_directory
 from vorox.core.platform.installation import install_command
 from vorox.core.run_layout import RunLayout
-from vorox.records.replay_chain import examine_chain, read_states
+from vorox.records.replay_chain import RecordedState, examine_chain, read_states
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -63,11 +63,7 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
         DataError: A chain has a state that does not follow from the previous one.
     """
     checkpoint = RunLayout(run_directory).checkpoint(step)
-    metadata = verify_directory(checkpoint, step=step)
-    _check_chain(run_directory, step, metadata.get("chain"))
-    state = read_states(run_directory, step).get(step)
-    if state is None or state[:2] != (metadata.get("chain"), metadata.get("fingerprint")):
-        raise _other_states(run_directory, step)
+    _, state = recorded_state(run_directory, step)
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in file_digests(checkpoint).items()]
     statement = {
         "_type": STATEMENT_TYPE,
@@ -78,6 +74,21 @@ def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signatur
     path = RunLayout(run_directory).signature(step)
     write_statement(path, statement, key)
     return Signature(step, path, _key_id(key.public_key()))
+
+
+def recorded_state(run_directory: Path, step: int) -> tuple[dict[str, Any], RecordedState]:
+    """Verify a checkpoint against its manifest and both chains; return its metadata, and what the chains record.
+
+    Raises:
+        CheckpointError: It is damaged, or a chain has another head or state at its step.
+        DataError: A chain has a state that does not follow from the previous one.
+    """
+    metadata = verify_directory(RunLayout(run_directory).checkpoint(step), step=step)
+    _check_chain(run_directory, step, metadata.get("chain"))
+    state = read_states(run_directory, step).get(step)
+    if state is None or state[:2] != (metadata.get("chain"), metadata.get("fingerprint")):
+        raise _other_states(run_directory, step)
+    return metadata, state
 
 
 def write_statement(path: Path, statement: Mapping[str, Any], key: PrivateKey | None) -> None:

@@ -16,6 +16,7 @@ from vorox.core.errors import VoroxError
 from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.run_layout import checkpoint_directories, parse_checkpoint_name, run_of_checkpoint
 from vorox.data.cache.reader import CacheReader
+from vorox.data.order.document_masks import Record
 from vorox.data.provenance import queries as provenance_queries
 from vorox.data.provenance.queries import Occurrence
 from vorox.data.provenance.run_data_index import RunDataIndex
@@ -27,19 +28,21 @@ from vorox.training.checkpoints.origins import WEIGHTS_NOTE, CheckpointOrigin, c
 
 @dataclass(frozen=True, slots=True)
 class DocumentQuery:
-    """A document: by its file (and a byte or record of it), or by hashes of its text.
+    """A document: by its file (and a byte or record of it); or several, by hashes of their texts and their files.
 
     Attributes:
         source: The file, or the end of its name; ``None``: search for the text.
         byte: Only the document with this byte of the file.
         ordinal: Only the document with this index in the file.
         text_hashes: The xxh3-64 of the possible texts.
+        records: Version of the file, and index of the record in it, wherever a run reads that file.
     """
 
     source: str | None = None
     byte: int | None = None
     ordinal: int | None = None
     text_hashes: tuple[int, ...] = ()
+    records: tuple[Record, ...] = ()
 
     def occurrences(self, run_data: RunDataIndex, *, strict: bool = False) -> tuple[Occurrence, ...]:
         """Return the steps of a run that train on it.
@@ -53,7 +56,13 @@ class DocumentQuery:
             DataError: A chunk is missing or damaged.
         """
         if self.source is None:
-            return provenance_queries.when_text(run_data, self.text_hashes)
+            found = [*provenance_queries.when_text(run_data, self.text_hashes)]
+            for reader in run_data.readers:
+                uris = {file.version: file.uri for file in reader.files}
+                for version, ordinal in self.records:
+                    if version in uris:
+                        found += provenance_queries.when(run_data, uris[version], ordinal=ordinal)
+            return tuple(dict.fromkeys(found))
         if not strict and not provenance_queries.matching_files(run_data, self.source):
             return ()
         return provenance_queries.when(run_data, self.source, self.byte, ordinal=self.ordinal)

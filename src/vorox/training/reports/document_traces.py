@@ -86,6 +86,7 @@ class DocumentText:
         ids: Its tokens, in every copy that transforms made of it; empty if they are erased.
         hashes: The xxh3-64 of its text; empty if it is erased.
         num_rows: Rows with tokens of it.
+        num_tokens: Its tokens in them, erased or not.
     """
 
     name: str
@@ -96,6 +97,7 @@ class DocumentText:
     ids: tuple[npt.NDArray[np.int64], ...]
     hashes: frozenset[int]
     num_rows: int
+    num_tokens: int
 
 
 def texts_of(run_data: RunDataIndex, documents: Documents) -> list[DocumentText]:
@@ -131,12 +133,13 @@ def _text_of(name: str, document: MaskedDocument, cache: CacheReader) -> Documen
                     hashes.add(span.text_xxh3)
                     rows.add(row)
                     uri = file.uri
+    num_tokens = sum(len(part) for found in parts.values() for part in found.values())
     hashes.discard(0)
     if not hashes:
         parts.clear()  # its text is erased, and these are filler
     ids = tuple(np.concatenate([found[at] for at in sorted(found)]) for found in parts.values())
     return DocumentText(
-        name, uri, document.ordinal, document.source, cache.directory, ids, frozenset(hashes), len(rows)
+        name, uri, document.ordinal, document.source, cache.directory, ids, frozenset(hashes), len(rows), num_tokens
     )
 
 
@@ -214,13 +217,14 @@ def traces_of(
         texts: The documents.
         findings: What all known runs saw of them, this run among them.
     """
-    num_rows, num_tokens = sum(text.num_rows for text in texts), sum(len(ids) for text in texts for ids in text.ids)
+    num_rows, num_tokens = sum(text.num_rows for text in texts), sum(text.num_tokens for text in texts)
+    is_erased, validation = not all(text.hashes for text in texts), _validation(run_data, texts)
     tokens = f"{pluralize(num_tokens, 'token')} in {pluralize(num_rows, 'row')}"
     sources = [source for source in config.data.sources if source.name in {text.source for text in texts}]
     train = config.train
     return [
-        _base_weights(run_data.directory, config, findings),
-        _teacher(config, findings),
+        _base_weights(run_data.directory, config, findings, is_erased=is_erased),
+        _teacher(config, findings, is_erased=is_erased),
         _tokenizer(run_data, config),
         Trace("borders of rows", "yes", f"its {tokens} keep their places, as filler: other text lies where it lay"),
         Trace("order of rows", "yes", "the keys that shuffle rows hash their text, its own among it"),
@@ -235,8 +239,8 @@ def traces_of(
         else Trace("length of the run", "no", f"train.num_tokens={train.num_tokens}")
         if train.num_tokens is not None
         else Trace("length of the run", "yes", f"train.num_epochs={train.num_epochs} counts the rows of the text"),
-        _validation(run_data, texts),
-        Trace("choice of checkpoints", "no", "the fork validates itself from its first own step on"),
+        validation,
+        Trace("choice of checkpoints", validation.answer, "the fork validates itself, on what its validation set has"),
         Trace("moving average of the weights", "no", "it goes on from a state that no update from it had changed")
         if config.train.ema_decay is not None
         else Trace("moving average of the weights", "no", "the run keeps none"),
@@ -244,19 +248,21 @@ def traces_of(
     ]
 
 
-def _base_weights(directory: Path, config: RunConfig, findings: Sequence[Finding]) -> Trace:
+def _base_weights(directory: Path, config: RunConfig, findings: Sequence[Finding], *, is_erased: bool) -> Trace:
     place, run = "initial weights", next(one for one in findings if one.directory.resolve() == directory.resolve())
     started_from = [str(found) for found in attempt_notes(directory, "from_weights")]
     if run.inherited_from:
         return Trace(place, "yes", f"{run.inherited_from} read it: unlearn it there first")
     if run.unknown_weights:
         return Trace(place, "unknown", f"no run that was searched trained {run.unknown_weights}")
+    if started_from and is_erased:
+        return Trace(place, "unknown", f"its text is erased, and equal texts behind {started_from[0]} cannot be found")
     if started_from:
         return Trace(place, "no", f"no run behind {started_from[0]} read it")
     return Trace(place, "no", f"they are random (run.seed={config.run.seed})")
 
 
-def _teacher(config: RunConfig, findings: Sequence[Finding]) -> Trace:
+def _teacher(config: RunConfig, findings: Sequence[Finding], *, is_erased: bool) -> Trace:
     teacher = config.train.distillation.teacher
     if teacher is None:
         return Trace("teacher", "no", "the run has none")
@@ -265,6 +271,8 @@ def _teacher(config: RunConfig, findings: Sequence[Finding]) -> Trace:
     if not known or known[0].is_incomplete or known[0].unknown_weights:
         return Trace("teacher", "unknown", f"no run that was searched trained {teacher}")
     first = 0 if known[0].inherited_from else known[0].first_step
+    if first is None and is_erased:
+        return Trace("teacher", "unknown", f"its text is erased, and equal texts that {teacher} read cannot be found")
     if first is None or (step.isdecimal() and int(step) < first):
         return Trace("teacher", "no", f"{teacher} did not read it")
     return Trace("teacher", "yes", f"{teacher} read it: unlearn it there first")
@@ -328,7 +336,11 @@ def _validation(run_data: RunDataIndex, texts: Sequence[DocumentText]) -> Trace:
         for row in cache.rows_of_text(hashes).tolist():
             for span in cache.documents_of(row):
                 if span.text_xxh3 in hashes:
-                    return Trace("validation", "yes", f"{span.uri}:{span.ordinal} has the same text, and is held out")
+                    return Trace(
+                        "validation",
+                        "yes",
+                        f"{span.uri}:{span.ordinal} has the same text, and is in the validation set",
+                    )
     return Trace("validation", "no", "no validation set has a document of equal text")
 
 
