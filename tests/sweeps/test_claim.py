@@ -22,6 +22,7 @@ import vorox
 import vorox.run
 from numpy_engine import NumpyEngine
 from vorox.cli import main
+from vorox.core.errors import NumericalError
 from vorox.core.files.chained_log import HashChainedLog
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
@@ -250,6 +251,20 @@ def test_an_arm_that_diverges_counts_as_a_guess(
     assert found["verdict"]["verdict"] == ("holds" if loses else "refuted")
     assert all(pair["runs"][loses]["value"] is None for pair in found["pairs"])
     assert verified(capsys) == []
+
+
+def test_a_bit_error_is_no_divergence(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise NumericalError("Silent bit error", where="step 3", hint="replace the device")
+
+    tiny_runs.before_step(monkeypatch, fail)
+    words = ["claim", CLAIM, "fast.yaml", "slow.yaml", "--pairs", "9"]
+    assert "Silent bit error" in refused(capsys, *words, code=NumericalError.exit_code)
+    (registered,) = Register(Path("runs")).claims
+    assert registered.pairs == []
 
 
 # -- Five ways of cheating ---------------------------------------------------------------------------------------------
@@ -534,7 +549,7 @@ def test_twenty_claims_of_equal_arms(
     assert num_decided(centred + 2 * deviation) > 180, "the same claims see an effect"
 
 
-def num_decided(differences: npt.NDArray[np.float64]) -> int:
+def num_decided(differences: npt.NDArray[np.floating[Any]]) -> int:
     """How many of 200 claims of 20 pairs drawn from these differences are decided, each stopped at once when it is."""
     drawn = np.random.default_rng().choice(differences, (200, 20)).tolist()
     return sum(any(paired_test(claim[:n], 0.05).sign for n in range(5, 21)) for claim in drawn)
