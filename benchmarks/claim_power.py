@@ -133,7 +133,8 @@ def main() -> None:
         }
     generator = np.random.default_rng(options.seed)
     orders = [
-        (generator.permutation(options.seeds), generator.permutation(options.seeds)) for _ in range(options.repeats)
+        (generator.permutation(options.seeds).tolist(), generator.permutation(options.seeds).tolist())
+        for _ in range(options.repeats)
     ]
     mean = statistics.fmean(first)
     print(json.dumps({"command": sys.argv, "machine": machine(), "lr": [LEARNING_RATE, rate], "level": LEVEL}))
@@ -153,8 +154,9 @@ def main() -> None:
             "runs_per_arm": medians[arm], "low": low, "high": high, "wrong": wrong,
             "undecided": sum(map(math.isinf, counts)), "claims": len(counts),
         }), flush=True)  # fmt: skip
-    ratios = {arm: medians[arm] / medians["no pairs"] for arm in arms}
-    print(json.dumps({"runs_per_run_without_pairs": ratios, "processor_seconds": round(time.process_time() - began)}))
+    if all(map(math.isfinite, medians.values())):
+        print(json.dumps({"runs_per_run_without_pairs": {arm: medians[arm] / medians["no pairs"] for arm in arms}}))
+    print(json.dumps({"processor_seconds": round(time.process_time() - began)}))
 
 
 if __name__ == "__main__":
