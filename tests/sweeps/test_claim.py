@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import tiny_runs
@@ -21,6 +22,7 @@ import vorox
 import vorox.run
 from numpy_engine import NumpyEngine
 from vorox.cli import main
+from vorox.core.errors import NumericalError
 from vorox.core.files.chained_log import HashChainedLog
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout
@@ -29,7 +31,10 @@ from vorox.experiments.paired_test import paired_test
 from vorox.models.decoder.spec import DecoderSpec
 from vorox.records.replay_chain import read_chain
 from vorox.records.run_context import recorded_config
+from vorox.sweeps.claim_check import _entry_findings, _pair_findings
 from vorox.sweeps.claim_register import Register
+
+pytestmark = pytest.mark.slow
 
 CLAIM = "A beats B on eval loss"
 REGISTER = Path("runs/claims/register.jsonl")
@@ -150,7 +155,6 @@ def test_a_claim_that_holds(verdict_place: Path, capsys: pytest.CaptureFixture[s
     assert "register" not in capsys.readouterr().out, "the register is no run"
 
 
-@pytest.mark.slow
 def test_the_other_direction_a_margin_and_names(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = claim(capsys, "slow beats fast on eval loss", "fast.yaml", "slow.yaml", "--pairs", "9")
     assert (first["text"], first["verdict"]["verdict"]) == ("B beats A on eval loss", "refuted")
@@ -225,7 +229,6 @@ def test_a_plan_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(place.rglob("*")) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loses", [0, 1])
 def test_an_arm_that_diverges_counts_as_a_guess(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, loses: int
@@ -250,6 +253,20 @@ def test_an_arm_that_diverges_counts_as_a_guess(
     assert verified(capsys) == []
 
 
+def test_a_bit_error_is_no_divergence(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise NumericalError("Silent bit error", where="step 3", hint="replace the device")
+
+    tiny_runs.before_step(monkeypatch, fail)
+    words = ["claim", CLAIM, "fast.yaml", "slow.yaml", "--pairs", "9"]
+    assert "Silent bit error" in refused(capsys, *words, code=NumericalError.exit_code)
+    (registered,) = Register(Path("runs")).claims
+    assert registered.pairs == []
+
+
 # -- Five ways of cheating ---------------------------------------------------------------------------------------------
 
 
@@ -272,7 +289,7 @@ def test_a_chosen_seed(verdict_place: Path, capsys: pytest.CaptureFixture[str]) 
 
     rewrite(change)
     wanted = found["pairs"][0]["seed"]
-    assert verified(capsys) == [f"{run.name}: the seed {seed} was chosen: the claim gives {wanted}"]
+    assert f"{run.name}: the seed {seed} was chosen: the claim gives {wanted}" in verified(capsys)
     rewrite(lambda body: body.update(seed=seed) if body["pair"] == 1 else None)
     assert f"pair 1: the seed {seed} was chosen: the claim gives {wanted}" in verified(capsys)
 
@@ -376,6 +393,59 @@ def test_other_data(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(one.startswith(f"{run.name}: the replay chain does not end") for one in found)
 
 
+def test_forged_entries(verdict_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the claim, before it is registered; then of its verdict and its pairs."""
+    (claim, *others), _ = HashChainedLog(REGISTER).read()
+    kept = REGISTER.read_bytes()
+    content = claim["content"]
+    for forged, what in (
+        ({"question": "0" * 64}, "its question is not that of its settings, so earlier claims were not counted"),
+        ({"claim": {**content["claim"], "winner": 1}}, "its sentence is 'A beats B on eval loss'; what is tested is"),
+        ({"level": 0.05}, "it is claim 1 on its question, with a level of 0.025; it is registered as claim 1, with"),
+        ({"after": "1" * 64}, "entries before it were changed or left out since it was registered"),
+    ):
+        REGISTER.unlink()
+        HashChainedLog(REGISTER).append([{"kind": "claim", "content": {**content, **forged}}])
+        assert any(what in one for one in verified(capsys)), what
+    for kind, forged, what in (
+        ("verdict", {"effect": 2.0}, "the verdict has effect 2.0; its pairs give"),
+        ("verdict", {"interval": [1.0, 2.0]}, "the verdict has interval [1.0, 2.0]; its pairs give"),
+        ("verdict", {"verdict": "refuted"}, "pairs say holds"),
+        ("pair", {"num_same_rows": 11, "same_start": False}, "its runs have 12 steps on the same rows and the same"),
+    ):
+        REGISTER.write_bytes(kept)
+        rewrite(lambda body, forged=forged: body.update(forged), kind=kind)
+        register = Register(Path("runs").absolute())
+        found = [*_entry_findings(register, register.claims[0])]
+        found += _pair_findings(register.claims[0], register.claims[0].pairs[0], Path("runs").absolute())
+        assert [what in one.what for one in found] == [True], found
+    last = others[-2]["pair"]
+    extra = {**others[-2], "pair": last + 1}
+    REGISTER.unlink()
+    HashChainedLog(REGISTER).append([claim, *others[:-1], extra])
+    register = Register(Path("runs").absolute())
+    assert [one.what for one in _entry_findings(register, register.claims[0])] == [
+        f"it was decided after {last} pairs, and {last + 1} are registered"
+    ]
+
+
+def test_an_entry_left_out_before_a_claim(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the only trace of a claim on another question; and the older of two undecided claims goes on."""
+    short = ["--budget", "0.1s", "train.num_steps=2", "eval.every_steps=null"]
+    first = claim(capsys, "A beats B on eval accuracy", "fast.yaml", "slow.yaml", *short)
+    second = claim(capsys, "A beats B on eval loss by 1%", "fast.yaml", "slow.yaml", *short)
+    third = claim(capsys, "A beats B on eval loss by 2%", "fast.yaml", "slow.yaml", *short)
+    assert [len(one["earlier"]) for one in (first, second, third)] == [0, 0, 1]
+    again = claim(capsys, "A beats B on eval loss by 1%", "fast.yaml", "slow.yaml", "--pairs", "5", *short[2:])
+    assert (again["claim"], again["pairs"][0]) == (second["claim"], second["pairs"][0])
+    assert verified(capsys, second["claim"]) == []
+    bodies, _ = HashChainedLog(REGISTER).read()
+    REGISTER.unlink()
+    HashChainedLog(REGISTER).append([body for body in bodies if body.get("claim") != first["claim"]])
+    what = "entries before it were changed or left out since it was registered"
+    assert any(what in one for one in verified(capsys, second["claim"]))
+
+
 def test_a_signed_verdict(verdict_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -454,7 +524,6 @@ class EqualArms(tiny_runs.NumpyBackend):
         return NumpyEngine(spec.vocab_size, seed=seed, width=4)
 
 
-@pytest.mark.slow
 def test_twenty_claims_of_equal_arms(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,27 +531,30 @@ def test_twenty_claims_of_equal_arms(
     monkeypatch.setattr(vorox.run.backends, "load", lambda name: EqualArms())
     differences: list[float] = []
     decided = 0
+    short = ["train.num_steps=2", "schedule.warmup_steps=1", "eval.every_steps=null", "checkpoint.every_steps=null"]
     for number in range(20):
         other = json.loads(Path("slow.yaml").read_text(encoding="utf-8"))
         other["optimizer"]["beta1"] = 0.5 + number / 100  # which the numpy engine does not use
         Path("other.yaml").write_text(json.dumps(other), encoding="utf-8")
-        short = ["train.num_steps=4", "schedule.warmup_steps=1", "eval.every_steps=null"]
         found = claim(capsys, CLAIM, "slow.yaml", "other.yaml", "--pairs", "5", *short)
-        assert found["earlier"] == []
+        assert (found["earlier"], len(found["pairs"])) == ([], 5)
         decided += found["verdict"]["verdict"] != "undecided"
         differences += [pair["runs"][1]["value"] - pair["runs"][0]["value"] for pair in found["pairs"]]
-    assert decided <= 4, "of 20 claims of level 0.025, 4 are decided with a probability of 0.0015"
-    assert np.std(differences) > 0.001
-    chooser = random.Random()
+    assert decided <= 4, "of 20 claims of level 0.025, 5 are decided with a probability of 0.0001"
+    deviation = float(np.std(differences))
+    assert deviation > 0.001
+    assert abs(np.mean(differences)) < 4 * deviation / 10, "the arms are equal"
     centred = np.array(differences) - np.mean(differences)
-    false = 0
-    for _ in range(200):
-        drawn = [float(centred[chooser.randrange(len(centred))]) for _ in range(20)]
-        false += any(paired_test(drawn[:n], 0.05).sign for n in range(5, 21))
-    assert false <= 20, "5% of 200, and 3.2 standard errors"
+    assert num_decided(centred) <= 20, "5% of 200, and 3.2 standard errors"
+    assert num_decided(centred + 2 * deviation) > 180, "the same claims see an effect"
 
 
-@pytest.mark.slow
+def num_decided(differences: npt.NDArray[np.floating[Any]]) -> int:
+    """How many of 200 claims of 20 pairs drawn from these differences are decided, each stopped at once when it is."""
+    drawn = np.random.default_rng().choice(differences, (200, 20)).tolist()
+    return sum(any(paired_test(claim[:n], 0.05).sign for n in range(5, 21)) for claim in drawn)
+
+
 @pytest.mark.parametrize(
     "engine",
     [

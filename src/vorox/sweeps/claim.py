@@ -32,7 +32,7 @@ from vorox.data.order.plan_events import encode_event
 from vorox.experiments.paired_test import PairedTest, paired_test, smallest_effect
 from vorox.records.log import time_stamp
 from vorox.records.replay_chain import examine_chain, read_chain, read_states
-from vorox.records.run_context import expected_directory, recorded_config
+from vorox.records.run_context import expected_directory
 from vorox.run import train
 from vorox.sweeps.claim_register import (
     CLAIM_FORMAT,
@@ -44,6 +44,7 @@ from vorox.sweeps.claim_register import (
     Pair,
     Register,
     level_of,
+    question_of,
 )
 from vorox.sweeps.sweep import compared_settings
 from vorox.training.steps.dataloading import validation_set
@@ -119,17 +120,7 @@ class ClaimedPair:
 
     @property
     def question(self) -> str:
-        """What claims have in common that ask the same: the arms, in any order, and the metric.
-
-        Settings of the validation are not part of it: another validation set is another try at the same question.
-        """
-        arms = sorted(
-            hashlib.sha256(
-                canonical_json({key: value for key, value in settings_of(one).items() if not key.startswith("eval.")})
-            ).hexdigest()
-            for one in self.configs
-        )
-        return hashlib.sha256(canonical_json([*arms, self.text.metric])).hexdigest()
+        return question_of([settings_of(config) for config in self.configs], self.text.metric)
 
     def stated(self) -> dict[str, Any]:
         """Return what a claim fixes that is known without its data."""
@@ -139,10 +130,9 @@ class ClaimedPair:
         }  # fmt: skip
 
     def known(self, register: Register) -> Claim | None:
-        """Return the newest claim on the question if it is this one."""
-        claims, stated = register.on_question(self.question), self.stated()
-        is_same = bool(claims) and all(claims[-1].content.get(key) == value for key, value in stated.items())
-        return claims[-1] if is_same else None
+        """Return this claim; the newest one if it was registered several times."""
+        stated, claims = self.stated(), reversed(register.on_question(self.question))
+        return next((one for one in claims if all(one.content.get(key) == stated[key] for key in stated)), None)
 
     def prepare(self, on_progress: PrepareProgress | None = None) -> list[dict[str, Any]]:
         """Build the caches; return what identifies the data of both arms.
@@ -178,11 +168,9 @@ class ClaimedPair:
                     )  # fmt: skip
             return claim
         number = len(register.on_question(self.question)) + 1
-        vocabulary = data[0].pop("vocab_size"), data[1].pop("vocab_size")
         return register.add_claim(
             {
                 **self.stated(), "data": data, "number": number, "level": level_of(number, self.level),
-                "diverged_value": math.log(vocabulary[0]) if self.text.metric == "eval loss" else 0.0,
                 "version": __version__, "registered_at": time_stamp(),
             }
         )  # fmt: skip
@@ -198,14 +186,9 @@ class ClaimedPair:
         found: dict[int, ArmRun] = {}
         for side in (0, 1) if number % 2 else (1, 0):
             found[side] = self._run_arm(claim, number, side, argv)
-        chains = [examine_chain(self.root / found[side].run).entries for side in (0, 1)]
-        shared = chains[0].keys() & chains[1].keys()
-        return Pair(
-            number, claim.seed(number), (found[0], found[1]),
-            sum(chains[0][step].batch == chains[1][step].batch for step in shared),
-            1 in shared and chains[0][1].loss == chains[1][1].loss,
-            time.perf_counter() - began,
-        )  # fmt: skip
+        runs = found[0], found[1]
+        shared = in_common(self.root, runs)
+        return Pair(number, claim.seed(number), runs, *shared, time.perf_counter() - began)
 
     def _run_arm(self, claim: Claim, number: int, side: int, argv: Sequence[str]) -> ArmRun:
         config = self._load(side, [f"run.seed={claim.seed(number)}", f"run.name={claim.run_name(number, side)}"])
@@ -213,12 +196,22 @@ class ClaimedPair:
             directory, has_diverged = train(config, argv=argv).run_directory, False
         except NumericalError:
             directory, has_diverged = expected_directory(config, "auto")[0], True
-        if difference := data_difference(claim.content["data"][side], run_data(directory)):
+            if not RunLayout(directory).nonfinite.is_dir():
+                raise  # a device computed wrongly
+        if difference := data_difference(claim.content["data"][side], run_data(directory, config)):
             raise DataError(
                 f"{difference} has changed since the claim was registered", where=str(directory),
                 hint="restore the text, and run the same command again", saved=f"pair {number} is not registered",
             )  # fmt: skip
         return arm_run(directory, claim.text.metric, has_diverged=has_diverged)
+
+
+def in_common(root: Path, runs: Sequence[ArmRun]) -> tuple[int, bool]:
+    """Return how many steps of two runs read the same rows, and whether step 1 of both had the same loss."""
+    first, second = (examine_chain(root / run.run).entries for run in runs)
+    shared = first.keys() & second.keys()
+    same_rows = sum(first[step].batch == second[step].batch for step in shared)
+    return same_rows, 1 in shared and first[1].loss == second[1].loss
 
 
 def arm_run(directory: Path, metric: str, *, has_diverged: bool) -> ArmRun:
@@ -292,14 +285,13 @@ def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
         for array in (batch.tokens_ABT, batch.labels_ABT):
             found.update(array[is_row_AB].tobytes())
     return {
-        "tokenizer": corpus.tokenizer.fingerprint, "training": training, "evaluation": found.hexdigest(),
-        "order": hashlib.sha256(canonical_json(order)).hexdigest(),
+        "tokenizer": corpus.tokenizer.fingerprint, "vocab_size": corpus.tokenizer.vocab_size, "training": training,
+        "evaluation": found.hexdigest(), "order": hashlib.sha256(canonical_json(order)).hexdigest(),
     }  # fmt: skip
 
 
-def run_data(directory: Path) -> dict[str, Any]:
-    """Return ``data_facts`` of what a run read."""
-    config = recorded_config(directory)
+def run_data(directory: Path, config: RunConfig) -> dict[str, Any]:
+    """Return ``data_facts`` of what a run with this configuration read."""
     corpus = prepare_recorded(directory, config)
     try:
         return data_facts(config, corpus)
@@ -310,8 +302,8 @@ def run_data(directory: Path) -> dict[str, Any]:
 def data_difference(registered: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Return which part of the data is not the registered one; empty if none."""
     names = {
-        "tokenizer": "The tokenizer", "evaluation": "The evaluation text", "training": "The training text",
-        "order": "The data order",
+        "tokenizer": "The tokenizer", "vocab_size": "The vocabulary", "evaluation": "The evaluation text",
+        "training": "The training text", "order": "The data order",
     }  # fmt: skip
     return next((text for name, text in names.items() if registered[name] != found[name]), "")
 
@@ -329,7 +321,7 @@ def _prepared(config: RunConfig, on_progress: PrepareProgress | None) -> dict[st
                 "No text is held out, so runs have no validation loss", where="data.validation.held_out_fraction",
                 hint="hold out more text, or set data.validation.sources", saved=_NOTHING,
             )  # fmt: skip
-        return {**data_facts(config, corpus), "vocab_size": corpus.tokenizer.vocab_size}
+        return data_facts(config, corpus)
     finally:
         corpus.close()
 

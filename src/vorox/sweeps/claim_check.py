@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vorox.api.model import find_model
 from vorox.api.runs import open_run
 from vorox.core.errors import CheckpointError, ConfigError, VoroxError
@@ -28,8 +30,8 @@ from vorox.records.replay_chain import examine_chain, read_states
 from vorox.records.run_context import recorded_config
 from vorox.records.run_lookup import is_run, run_directories
 from vorox.run import workload_of_run
-from vorox.sweeps.claim import data_difference, outcome_of, recorded_value, run_data, settings_of
-from vorox.sweeps.claim_register import METRICS, SIDES, ArmRun, Claim, Pair, Register, level_of
+from vorox.sweeps.claim import Budget, data_difference, in_common, recorded_value, run_data, settings_of, verdict_of
+from vorox.sweeps.claim_register import METRICS, SIDES, ArmRun, Claim, Pair, Register, level_of, question_of
 from vorox.training.checkpoints.signature import read_envelope, write_statement
 from vorox.training.checkpoints.store import verify
 from vorox.training.materialize import StateNotices
@@ -71,7 +73,7 @@ def check_claim(
     root = register.directory.parent
     found = [*_entry_findings(register, claim)]
     for pair in claim.pairs:
-        found += _pair_findings(claim, pair)
+        found += _pair_findings(claim, pair, root)
         for side, run in enumerate(pair.runs):
             on_run(run.run)
             directory = root / run.run
@@ -145,27 +147,54 @@ def _entry_findings(register: Register, claim: Claim) -> Iterator[Finding]:
             f"it is claim {before + 1} on its question, with a level of {level:g}; it is registered as claim "
             f"{claim.content['number']}, with {claim.level:g}",
         )
+    if claim.content["question"] != question_of(claim.content["settings"], claim.text.metric):
+        yield Finding(claim.id[:12], "its question is not that of its settings, so earlier claims were not counted")
+    if claim.content["claim"]["text"] != str(claim.text):
+        yield Finding(
+            claim.id[:12], f"its sentence is {claim.content['claim']['text']!r}; what is tested is: {claim.text}"
+        )
+    if not register.is_head(claim.content["after"]):
+        yield Finding(claim.id[:12], "entries before it were changed or left out since it was registered")
     numbers = [pair.number for pair in claim.pairs]
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
         yield Finding(claim.id[:12], f"pair {repeated[0]} was registered {numbers.count(repeated[0])} times")
     elif numbers != [*range(1, len(numbers) + 1)]:
         yield Finding(claim.id[:12], f"its pairs are {', '.join(map(str, numbers))}: one was left out")
+    decisions = (Claim(claim.id, claim.content, claim.pairs[:count]) for count in range(len(claim.pairs)))
+    if early := next((one for one in decisions if one.test().sign), None):
+        decided = pluralize(len(early.pairs), "pair")
+        yield Finding(claim.id[:12], f"it was decided after {decided}, and {len(claim.pairs)} are registered")
     if claim.verdicts:
-        verdict = claim.verdicts[-1]
-        if (verdict["num_pairs"], verdict["verdict"]) != (len(claim.pairs), outcome_of(claim)):
-            yield Finding(
-                claim.id[:12],
-                f"the verdict is {verdict['verdict']} after {pluralize(verdict['num_pairs'], 'pair')}; its "
-                f"{pluralize(len(claim.pairs), 'pair')} say {outcome_of(claim)}",
-            )
+        yield from _verdict_findings(claim, claim.verdicts[-1], verdict_of(claim, Budget()))
 
 
-def _pair_findings(claim: Claim, pair: Pair) -> Iterator[Finding]:
+def _verdict_findings(claim: Claim, verdict: Mapping[str, Any], computed: Mapping[str, Any]) -> Iterator[Finding]:
+    if any(verdict[key] != computed[key] for key in ("num_pairs", "verdict")):
+        yield Finding(
+            claim.id[:12],
+            f"the verdict is {verdict['verdict']} after {pluralize(verdict['num_pairs'], 'pair')}; its "
+            f"{pluralize(len(claim.pairs), 'pair')} say {computed['verdict']}",
+        )
+        return
+    for key in ("effect", "interval", "other_mean", "level"):
+        said, found = (np.array(one[key] or 0.0, dtype=float) for one in (verdict, computed))
+        if said.shape != found.shape or not np.allclose(said, found, rtol=1e-9, atol=0):
+            yield Finding(claim.id[:12], f"the verdict has {key} {verdict[key]}; its pairs give {computed[key]}")
+
+
+def _pair_findings(claim: Claim, pair: Pair, root: Path) -> Iterator[Finding]:
     if pair.seed != claim.seed(pair.number):
         yield Finding(
             f"pair {pair.number}", f"the seed {pair.seed} was chosen: the claim gives {claim.seed(pair.number)}"
         )
+    if all(run.run == Path(run.run).name and is_run(root / run.run) for run in pair.runs):
+        num_same_rows, same_start = in_common(root, pair.runs)
+        if (num_same_rows, same_start) != (pair.num_same_rows, pair.same_start):
+            start = "the same start" if same_start else "another start"
+            yield Finding(
+                f"pair {pair.number}", f"its runs have {pluralize(num_same_rows, 'step')} on the same rows and {start}"
+            )
 
 
 def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Iterator[str]:
@@ -177,15 +206,15 @@ def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Itera
     changed = [key for key in dict.fromkeys([*wanted, *settings]) if wanted.get(key) != settings.get(key)]
     if changed:
         yield f"{changed[0]} is {settings.get(changed[0])}, the claim has {wanted.get(changed[0])}"
-    if difference := data_difference(claim.content["data"][side], run_data(directory)):
+    if difference := data_difference(claim.content["data"][side], run_data(directory, config)):
         yield f"{difference[0].lower()}{difference[1:]} is not the registered one"
     chain = examine_chain(directory, run.step)
     if damage := chain.damage(run.step):
         yield f"the replay chain is not intact: {damage}"
     elif chain.last_step != run.step or (run.step and chain.entries[run.step].chain != run.chain):
         yield "the replay chain does not end in the registered head: the run was trained again or changed"
-    if run.value is None:
-        if not _has_diverged(directory):
+    if not run.states:
+        if run.value is not None or not _has_diverged(directory):
             yield "the run is registered as diverged, and did not fail by a loss that is not finite"
         return
     state = read_states(directory).get(run.step)
@@ -198,25 +227,31 @@ def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Itera
 def _value_findings(claim: Claim, run: ArmRun, directory: Path, fingerprint: str) -> Iterator[str]:
     """Yield what is wrong with the value of a run: on record, and computed again from the state of its last step."""
     name, recorded = METRICS[claim.text.metric], recorded_value(directory, run.step, claim.text.metric)
-    if recorded != run.value:
+    if _finite(recorded) != run.value:
         yield f"evaluations.jsonl says {name} {recorded} at step {run.step:,}, the register {run.value}"
     logged = read_metrics(directory).get(run.step, {}).get(f"eval/{name}")
-    if logged is not None and logged != run.value:
+    if logged is not None and _finite(logged) != run.value:
         yield f"metrics.jsonl says {name} {logged} at step {run.step:,}, the register {run.value}"
     kept = step_directories(directory).get(run.step)
     if kept is not None and verify(kept).metadata["fingerprint"] != fingerprint:
         yield "the checkpoint of the last step has another fingerprint than the chain of states"
         return
     model = find_model(str(directory), step=run.step, root=directory.parent, device=None, notices=StateNotices())
-    value = getattr(model.evaluate(open_run(directory).validation_batches()), name)
+    value = _finite(getattr(model.evaluate(open_run(directory).validation_batches()), name))
     is_bitwise = model.config.runtime.determinism == "bitwise"
-    if value != run.value and (is_bitwise or not math.isclose(value, run.value or 0.0, rel_tol=_TOLERANCE)):
+    is_close = value is not None and run.value is not None and math.isclose(value, run.value, rel_tol=_TOLERANCE)
+    if value != run.value and (is_bitwise or not is_close):
         yield f"computed again, {name} is {value}; the register has {run.value}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _has_diverged(directory: Path) -> bool:
     try:
-        return read_json(RunLayout(directory).failure, {"error": str})["error"] == "NumericalError"
+        error = read_json(RunLayout(directory).failure, {"error": str})["error"]
+        return error == "NumericalError" and RunLayout(directory).nonfinite.is_dir()
     except (OSError, MalformedJson):
         return False
 

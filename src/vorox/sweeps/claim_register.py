@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,13 +197,23 @@ class Claim:
 
     def values(self, pair: Pair) -> tuple[float, float]:
         """Return the metric of A and B. A run that diverged counts as a uniform guess: ln of the vocabulary, or 0."""
-        worst = float(self.content["diverged_value"])
+        worst = math.log(self.content["data"][0]["vocab_size"]) if self.text.metric == "eval loss" else 0.0
         first, second = (worst if run.value is None else run.value for run in pair.runs)
         return first, second
 
     def test(self) -> PairedTest:
         """Return the test of the pairs so far: of how much the claimed winner is better than claimed."""
         return paired_test([self.text.difference(self.values(pair)) for pair in self.pairs], self.level)
+
+
+def question_of(settings: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """Return what claims have in common that ask the same: the arms, in any order, and the metric.
+
+    Settings of the validation are not part of it: another validation set is another try at the same question.
+    """
+    trained = ({key: value for key, value in arm.items() if not key.startswith("eval.")} for arm in settings)
+    arms = sorted(hashlib.sha256(canonical_json(arm)).hexdigest() for arm in trained)
+    return hashlib.sha256(canonical_json([*arms, metric])).hexdigest()
 
 
 def level_of(number: int, level: float) -> float:
@@ -249,6 +260,11 @@ class Register:
     @property
     def path(self) -> Path:
         return self._log.path
+
+    def is_head(self, head: str) -> bool:
+        """Whether the register ever ended in an entry of this hash."""
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        return not head or any(hashlib.sha256(line).hexdigest() == head for line in lines)
 
     @contextlib.contextmanager
     def locked(self) -> Generator[Register]:
