@@ -10,6 +10,7 @@ from ranks.processes import Runs
 from ranks.test_processes import MODEL as JAX_MODEL
 from ranks.test_rank_data import ranks
 from ranks.test_torch_ranks import MODEL as TORCH_MODEL
+from vorox.core.run_layout import RunLayout
 from vorox.data.provenance.queries import when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import read_chain
@@ -63,3 +64,25 @@ def test_a_step_of_two_ranks_is_explained_by_two(tmp_path: Path) -> None:
     assert "Where the gradient norm arises" in said
     assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
     assert "--nproc 2" in runs.run_fresh(["explain", f"{parent.name}@9", "--next", "0"], code=2)
+
+
+@pytest.mark.torch
+def test_two_ranks_unlearn(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, TORCH_MODEL)
+    parent, _ = runs.train("parent", ranks(runs, 2))
+    read: dict[int, int] = {}
+    with RunDataIndex.open(parent) as run_data:
+        for ordinal in range(30):
+            for one in when(run_data, "text.jsonl", ordinal=ordinal):
+                if one.state == "kept":
+                    read[ordinal] = min(one.step, read.get(ordinal, one.step))
+    ordinal = max(read, key=lambda ordinal: read[ordinal])
+    said = runs.run_fresh(
+        ["unlearn", parent.name, "--document", f"text.jsonl:{ordinal}", "--name", "clean", "--nproc", "2"]
+    )
+    assert "No update of" in said
+    clean = runs.find("clean")
+    assert len(list(RunLayout(clean).statements.iterdir())) == 1
+    same = [step for step, head in chain(clean).items() if head == chain(parent)[step]]
+    assert same == list(range(1, read[ordinal]))
+    assert "bit-exact" in runs.vorox(["replay", "clean", "--nproc", "2"])

@@ -21,12 +21,13 @@ from vorox.training.checkpoints.store import verify
 from vorox.training.fork import ForkChange, fork
 from vorox.training.steps.evaluate import recorded_losses
 
+pytestmark = pytest.mark.slow
+
 
 def train_on(forked: Path) -> Path:
     return tiny_runs.run(load_config(RunLayout(forked).config), resume_from=forked).run_directory
 
 
-@pytest.mark.slow
 def test_the_sign_of_the_effect_of_planted_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

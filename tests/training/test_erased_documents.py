@@ -31,6 +31,8 @@ from vorox.training.fork import ForkChange, fork
 from vorox.training.replay import replay
 from vorox.training.steps.workload import Workload
 
+pytestmark = pytest.mark.slow
+
 EVERY_DOCUMENT = ["data.validation.held_out_fraction=0", "eval.every_steps=null", "checkpoint.keep_last=9"]
 CASES: dict[str, list[str]] = {
     "plain": [],

@@ -36,6 +36,8 @@ from vorox.data.cache.upkeep.erasure import Erased, erase_documents
 from vorox.data.cache.upkeep.replacement import replacing
 from vorox.data.transforms.registry import recipe_of, resolve_transforms
 
+pytestmark = pytest.mark.slow
+
 RECIPE = recipe_for(ByteTokenizer(), chunk_rows=4)
 SERIAL = BuildPipelineConfig(staged=False)
 PATTERN_TOKENS = 6
