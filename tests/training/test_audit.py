@@ -447,7 +447,7 @@ def test_segments_of_other_process_counts_are_named(tmp_path: Path, capsys: pyte
         (["--output", "run.json"], 2, "already there"),
         (["--states", "nowhere"], 2, "no state that the run recorded"),
         (["--public-key", "nowhere"], 2, "key cannot be read"),
-        (["--cache", "nowhere"], 0, ""),
+        (["--cache", "nowhere"], 4, "of the run not found"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -467,7 +467,10 @@ def test_a_run_without_caches_or_steps_is_refused(
     path = RunLayout(run).config
     path.write_text(path.read_text().replace(str(trained.parents[1] / "cache"), str(tmp_path)))
     edit_record(run, lambda attempt: attempt.update(json.loads(json.dumps(attempt).replace("/cache/", "/gone/"))))
+    before = sorted(tmp_path.rglob("*"))
     assert main(["audit", str(run), "--segments", "1"]) == 4
+    assert main(["audit", str(run), "--segments", "1", "--cache", str(tmp_path)]) == 4
+    assert sorted(tmp_path.rglob("*")) == before, "no cache is restored"
     tiny_runs.forget_steps(run)
     assert main(["audit", str(run)]) == 4
     assert "No step is recorded" in capsys.readouterr().err

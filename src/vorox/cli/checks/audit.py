@@ -17,10 +17,12 @@ from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json, print_table, print_wrapped
 from vorox.cli.terminal.state_notices import PrintedNotices
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.ranks.distributed_context import membership
 from vorox.core.schema import RunConfig
+from vorox.data.corpus.cache_location import cache_root
+from vorox.data.corpus.run_views import missing_views
 from vorox.experiments.verdicts import record_verdict
 from vorox.records.run_lookup import find_run
 from vorox.run import with_states, workload_of_run
@@ -127,11 +129,23 @@ def _check_output(output: Path | None, sign_key: Path | None) -> PrivateKey | No
 
 
 def _workload(run_directory: Path, cache: Path | None, config: RunConfig) -> Workload:
-    """Open what computes steps of a run, with the caches at another place."""
+    """Open what computes steps of a run, with the caches at another place if one is named.
+
+    Raises:
+        DataError: They are missing.
+    """
     if cache is not None:
         settings = config.data.cache.model_copy(update={"directory": str(cache.absolute())})
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": settings})})
-    return workload_of_run(run_directory, config)
+    root, is_named = cache_root(config.data), cache is not None
+    missing = missing_views(run_directory, root, only_root=is_named) if config.data.mode != "streaming" else []
+    if missing:
+        raise DataError(
+            f"{pluralize(len(missing), 'cache')} of the run not found: {', '.join(missing)}",
+            where=str(root), saved=_NOTHING, hint="name the folder that has them with --cache DIR"
+            + (", or leave --cache out to read them where the run recorded them" if is_named else ""),
+        )  # fmt: skip
+    return workload_of_run(run_directory, config, only_cache_root=is_named)
 
 
 def _write(report: AuditReport, output: Path, key: PrivateKey | None) -> None:
