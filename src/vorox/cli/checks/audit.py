@@ -199,7 +199,7 @@ def _print(report: AuditReport, output: Path | None) -> None:
     print_table(
         ["SEGMENT", "STEPS", "FROM", "CHOSEN", "RESULT"], [_row(one) for one in report.results], right="SEGMENT FROM"
     )
-    print_wrapped(_limits(report.run, report.chances, report.num_sampled, are_done=True))
+    print_wrapped([*_states(report), *_limits(report.run, report.chances, report.num_sampled, are_done=True)])
     typer.echo(_verdict(report))
     if output is not None:
         typer.echo(f"Statement: {output}")
@@ -214,6 +214,16 @@ def _row(result: SegmentResult) -> list[str]:
     words = f"{result.outcome}: {difference.quantity} of step {difference.step:,}" if difference else result.outcome
     chosen = "yes" if result.is_sampled else "on the way"
     return [str(segment.number), _steps(segment), f"{segment.origin:,}", chosen, words]
+
+
+def _states(report: AuditReport) -> list[str]:
+    """Say which kept states have the recorded tensors, and why others were not checked."""
+    reasons = dict[str, list[int]]()
+    for step, reason in sorted(report.unchecked.items()):
+        reasons.setdefault(reason, []).append(step)
+    checked = f"Kept states with the recorded tensors: {report.num_states_checked:,} of {report.num_states_kept:,}"
+    words = "; ".join(f"not checked: {', '.join(f'{one:,}' for one in steps)}, {why}" for why, steps in reasons.items())
+    return [f"{checked}; {words}" if words else checked] if report.num_states_kept else []
 
 
 def _limits(audited: AuditedRun, found: Sequence[Chance], num_sampled: int, *, are_done: bool) -> list[str]:
@@ -242,5 +252,9 @@ def _verdict(report: AuditReport) -> str:
     exact = sum(result.outcome == "exact" for result in sampled)
     first = next((one.difference for one in report.results if one.outcome == report.verdict), None)
     counts = f"{exact} of {pluralize(len(sampled), 'sampled segment')} bit-exact"
+    if not report.run.states:
+        counts += ", but no state of the run is recorded yet: no weights are bound to these steps"
+    elif report.num_states_kept:
+        counts += f", {report.num_states_checked:,} of {pluralize(report.num_states_kept, 'kept state')} checked"
     words = {"passed": "Passed", "differs": "Differs", "cannot decide": "Cannot decide"}[report.verdict]
     return f"{words}: {counts}" + (f"; {first}" if report.verdict != "passed" and first is not None else "")
