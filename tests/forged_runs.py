@@ -115,9 +115,12 @@ def rewrite(run: Path, batch: Callable[[ChainEntry], str]) -> None:
 
 
 def _write_records(run: Path, sources: Mapping[int, Path], batch: Callable[[ChainEntry], str]) -> None:
-    """Write both chains and all checkpoints of a run from steps of others, each with the links that follow."""
+    """Write both chains and all checkpoints of a run from steps of others, each with the links that follow.
+
+    The logged metrics go, because they would contradict the chain.
+    """
     layout = RunLayout(run)
-    for path in (layout.chain, layout.states):
+    for path in (layout.chain, layout.states, layout.metrics):
         path.unlink()
     shutil.rmtree(layout.checkpoints)
     layout.checkpoints.mkdir()

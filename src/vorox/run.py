@@ -288,8 +288,11 @@ def make_workload(
     *,
     build: bool = True,
     tokenizer_directory: Path | None = None,
+    only_cache_root: bool = False,
 ) -> Workload:
     """Open the corpus and create model and engine of a configuration; a run reuses the tokenizer in its directory.
+
+    ``only_cache_root``: its caches are read below the root of the configuration, not where they were recorded.
 
     Raises:
         DoesNotFitError: A step takes more memory than the machine has.
@@ -303,7 +306,11 @@ def make_workload(
     with explaining_moved_model(run_directory):
         spec = None if tokenizer is None else resolve_model(config, tokenizer.vocab_size, run_directory)
     options = BuildOptions(on_repair=log.warning, leads=dist.local_rank == 0)
-    views = None if run_directory is None else RunViews.of_run(run_directory, cache_root(config.data))
+    views = None
+    if run_directory is not None:
+        restore = build or config.data.mode == "streaming"  # its chunks are built when they are read
+        root = cache_root(config.data)
+        views = RunViews.of_run(run_directory, root, restore=restore, only_root=only_cache_root)
     if run_directory is not None and views is not None and not build:  # a new attempt registers itself
         views.register(run_directory)
     started = time.perf_counter()
@@ -325,10 +332,12 @@ def make_workload(
     return Workload(config, corpus, spec, engine, log, dist)
 
 
-def workload_of_run(run_directory: Path, config: RunConfig) -> Workload:
+def workload_of_run(run_directory: Path, config: RunConfig, *, only_cache_root: bool = False) -> Workload:
     """Open what computes the steps of a run again: its tokenizer, caches that are there, and the engine."""
     kept, dist = RunLayout(run_directory).tokenizer, backends.connect(config)
-    return make_workload(config, dist, RunLog(None), None, build=False, tokenizer_directory=kept)
+    return make_workload(
+        config, dist, RunLog(None), None, build=False, tokenizer_directory=kept, only_cache_root=only_cache_root
+    )
 
 
 def states_of_run(run_directory: Path, steps: Collection[int], notices: StateNotices) -> dict[int, Checkpoint]:

@@ -372,8 +372,64 @@ def test_other_tensors_under_a_true_manifest_are_found(run: Path, capsys: pytest
         directory.commit(manifest["metadata"])
     opened = open_run(run)
     eighth = next(str(n) for n in range(99) if opened.sample(str(n), 1)[0].number == 8)
-    assert main(["audit", str(run), "--segments", "1", "--challenge", eighth]) == 5
-    assert "Loaded state has fingerprint" in capsys.readouterr().err
+    first = next(str(n) for n in range(99) if opened.sample(str(n), 1)[0].number == 1)
+    for challenge in (eighth, first):  # it starts the sampled segment, or none
+        assert main(["audit", str(run), "--segments", "1", "--challenge", challenge]) == 5
+        assert "Loaded state has fingerprint" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_swapped_weights_are_found_wherever_the_sample_lies(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tensors of another run in a kept state that starts no sampled segment; the last one starts none at all."""
+    found = told(capsys, ["audit", str(run), "--segments", "1", "--challenge", "1", "--json"])
+    assert (found["num_states_checked"], found["states_not_checked"]) == (12, [])
+    other = forged_runs.honest_run(tmp_path, random.randrange(10**6, 2 * 10**6))
+    for step in (12, random.randrange(2, 12)):
+        kept, honest = RunLayout(run).checkpoint(step), tmp_path / "honest"
+        shutil.move(kept, honest)
+        with StagedDirectory(kept) as directory:
+            for name in read_manifest(honest)["files"]:
+                source = RunLayout(other).checkpoint(step) if name == "state.bin" else honest
+                directory.write(name, (source / name).read_bytes())
+            directory.commit(read_manifest(honest)["metadata"])
+        opened = open_run(run)
+        first = next(str(n) for n in range(99) if opened.sample(str(n), 1)[0].number == 1)
+        capsys.readouterr()
+        assert main(["audit", str(run), "--segments", "1", "--challenge", first]) == 5
+        said = " ".join(capsys.readouterr().err.split())
+        assert "Loaded state has fingerprint" in said
+        assert kept.name in said
+        shutil.rmtree(kept)
+        shutil.move(honest, kept)
+    (RunLayout(run).checkpoint(12) / "state.bin").write_bytes(b"")
+    assert main(["audit", str(run), "--segments", "1", "--challenge", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Kept states with the recorded tensors: 11 of 12; not checked: 12, its bytes are damaged" in said
+    assert "bit-exact, 11 of 12 kept states checked" in said
+
+
+def test_kept_states_without_a_record_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RunLayout(run).states.unlink()
+    assert main(["audit", str(run)]) == 4
+    assert "keeps 12 states, and states.jsonl records none" in " ".join(capsys.readouterr().err.split())
+    shutil.rmtree(RunLayout(run).checkpoints)  # as a run that stopped before its first save
+    assert main(["audit", str(run), "--challenge", "1"]) == 0
+    assert "1 of 1 sampled segment bit-exact, but no state of the run is recorded" in capsys.readouterr().out
+
+
+def test_logged_numbers_that_the_chain_does_not_have_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest change of a float, in either number of the newest logged step."""
+    path = RunLayout(run).metrics
+    lines = path.read_text().splitlines(keepends=True)
+    at = max(number for number, line in enumerate(lines) if '"grad_norm"' in line)
+    for name in ("loss", "grad_norm"):
+        record = json.loads(lines[at])
+        record["values"][name] = math.nextafter(record["values"][name], math.inf)
+        path.write_text("".join([*lines[:at], json.dumps(record) + "\n", *lines[at + 1 :]]))
+        assert main(["audit", str(run)]) == 4
+        assert f"The metrics of step 12 have {name}" in " ".join(capsys.readouterr().err.split())
 
 
 # -- Runs of other kinds ----------------------------------------------------------------------------------------------
@@ -447,7 +503,7 @@ def test_segments_of_other_process_counts_are_named(tmp_path: Path, capsys: pyte
         (["--output", "run.json"], 2, "already there"),
         (["--states", "nowhere"], 2, "no state that the run recorded"),
         (["--public-key", "nowhere"], 2, "key cannot be read"),
-        (["--cache", "nowhere"], 0, ""),
+        (["--cache", "nowhere"], 4, "of the run not found"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -467,7 +523,10 @@ def test_a_run_without_caches_or_steps_is_refused(
     path = RunLayout(run).config
     path.write_text(path.read_text().replace(str(trained.parents[1] / "cache"), str(tmp_path)))
     edit_record(run, lambda attempt: attempt.update(json.loads(json.dumps(attempt).replace("/cache/", "/gone/"))))
+    before = sorted(tmp_path.rglob("*"))
     assert main(["audit", str(run), "--segments", "1"]) == 4
+    assert main(["audit", str(run), "--segments", "1", "--cache", str(tmp_path)]) == 4
+    assert sorted(tmp_path.rglob("*")) == before, "no cache is restored"
     tiny_runs.forget_steps(run)
     assert main(["audit", str(run)]) == 4
     assert "No step is recorded" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -171,6 +172,23 @@ def test_log_likelihoods_in_batches() -> None:
         assert {greedy for _, greedy in found} == {True, False}
         assert sum(rows for rows, _ in model.batches) <= 31  # the last seven pairs have one input
         assert max(rows for rows, _ in model.batches) <= size
+
+
+def test_a_continuation_longer_than_the_model_is_truncated_on_the_left() -> None:
+    """Oracle: the sum over single tokens, each after the one before it, of the last ones that have a position."""
+    model: Any = ModelOfBigrams()
+    longest, chooser = model.spec.max_positions_tokens, random.Random(2)
+    pairs = [
+        ([chooser.randrange(7) for _ in range(before)], [chooser.randrange(7) for _ in range(length)])
+        for before in (1, 3, longest + 2)
+        for length in (longest - 1, longest, longest + 1, 3 * longest)
+    ]
+    found = RequestScorer(model, 4, time_budget(None)).log_likelihoods(pairs)
+    for (context, continuation), (value, _) in zip(pairs, found, strict=True):
+        ids = (context + continuation)[-longest - 1 :]
+        num_targets = min(len(continuation), longest)
+        single = [([before], [token]) for before, token in itertools.pairwise(ids)][-num_targets:]
+        assert value == pytest.approx(sum(model.expected(*pair)[0] for pair in single), rel=1e-12)
 
 
 class CompletionTask:

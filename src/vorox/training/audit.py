@@ -2,7 +2,8 @@
 
 In: the files of a run, and a challenge that the auditor brings. Out: an ``AuditReport``: passed, the first quantity
 that differs, or that this machine cannot decide. Every record is checked as a whole first: both chains link by link,
-the plan against the attempts, the manifests of all kept checkpoints against both.
+the plan against the attempts, the manifests of all kept checkpoints against both, the logged losses against the chain.
+The tensors of every kept state must have the recorded fingerprint, wherever the sample lies.
 
 A segment lies between two states of ``states.jsonl`` (``audit_sample.py``). It is computed from the kept state before
 it, whose tensors must have the recorded fingerprint, or from an earlier one; then the steps on the way are compared
@@ -16,38 +17,44 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import vorox
+from vorox.core.config import config_values
 from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError, VoroxError
 from vorox.core.files.json_reader import mapping
 from vorox.core.platform.environment import code_record, environment_record
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.user_code.trusted_code import mark_recorded
 from vorox.data.order.plan import DataPlan
+from vorox.experiments.tracking import read_metrics
 from vorox.records.executed_steps import PLAN_NOTE, STEPS_NOTE
 from vorox.records.log import time_stamp
-from vorox.records.replay_chain import RecordedChain, RecordedState, examine_chain, read_states
+from vorox.records.replay_chain import RecordedChain, RecordedState, bits, examine_chain, read_states
 from vorox.records.run_lookup import notes_of_attempts, run_argument, run_attempts, run_id_of
 from vorox.records.step_environments import StepEnvironments
 from vorox.training.audit_sample import Chance, Heads, Segment, chances, group_into_passes, in_order
 from vorox.training.checkpoints.re_execution_times import expected_times
 from vorox.training.checkpoints.signature import STATEMENT_TYPE, newest_signed_step, verify_signature
-from vorox.training.checkpoints.store import Checkpoint, verify
+from vorox.training.checkpoints.store import Checkpoint, UnreadableCheckpointError, verify
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
 from vorox.training.replay import ReplayDifference, first_difference, state_difference
-from vorox.training.resume import resume
+from vorox.training.resume import resume, resume_settings
 
 if TYPE_CHECKING:
+    from vorox.core.schema import RunConfig
     from vorox.training.checkpoints.signature import PublicKey
+    from vorox.training.steps.workload import Workload
 
 PREDICATE_TYPE = "urn:vorox:audit:1"
 Verdict = Literal["passed", "differs", "cannot decide"]
 Outcome = Literal["exact", "differs", "cannot decide", "not reached"]
 _NOTHING = "the run was not changed"
+_DAMAGED = "its bytes are damaged"
 _EXACT_LEVELS = ("bitwise", "bitwise-any-world")
 
 
@@ -62,6 +69,8 @@ class AuditedRun:
         states: The recorded states up to the head, by step.
         segments: All segments up to the head.
         supplied: States from elsewhere that have the recorded fingerprint, by step.
+        kept: Kept states whose tensors can be checked here, by step.
+        unchecked: Why other kept states cannot be, by step.
     """
 
     directory: Path
@@ -70,6 +79,8 @@ class AuditedRun:
     states: Mapping[int, RecordedState]
     segments: tuple[Segment, ...]
     supplied: Mapping[int, Checkpoint]
+    kept: Mapping[int, Path]
+    unchecked: Mapping[int, str]
 
     @property
     def auditable(self) -> list[Segment]:
@@ -130,6 +141,7 @@ class AuditReport:
         is_drawn: Whether it was drawn at random by this process, not brought by the auditor.
         results: Of every segment that was computed, in the order of the steps.
         engine: The environment of the engine that computed them.
+        unchecked: Why the tensors of kept states were not checked, by step.
     """
 
     run: AuditedRun
@@ -137,6 +149,16 @@ class AuditReport:
     is_drawn: bool
     results: tuple[SegmentResult, ...]
     engine: Mapping[str, Any]
+    unchecked: Mapping[int, str]
+
+    @property
+    def num_states_checked(self) -> int:
+        """Kept states whose tensors have the recorded fingerprint."""
+        return len(self.run.kept.keys() - self.unchecked.keys())
+
+    @property
+    def num_states_kept(self) -> int:
+        return len(self.run.kept.keys() | self.unchecked.keys())
 
     @property
     def num_sampled(self) -> int:
@@ -161,6 +183,10 @@ class AuditReport:
             "not_auditable": [
                 {"number": one.number, "start": one.start, "end": one.end, "reason": one.obstacle}
                 for one in audited.segments if one.obstacle
+            ],
+            "num_states_recorded": len(audited.states), "num_states_checked": self.num_states_checked,
+            "states_not_checked": [
+                {"step": step, "reason": reason} for step, reason in sorted(self.unchecked.items())
             ],
             "chances": [chance._asdict() for chance in self.chances],
         }  # fmt: skip
@@ -213,7 +239,7 @@ class AuditCost:
         num_steps: Steps to compute, with those that rebuild a start.
         num_starts: How often an engine is started and a state loaded.
         seconds: Time of all; ``None``: no time is recorded.
-        state_bytes: Size of the kept states that are read.
+        state_bytes: Size of the kept states, which are all read.
     """
 
     num_segments: int
@@ -236,7 +262,8 @@ def open_run(
 
     Raises:
         CheckpointError: A chain, a kept checkpoint and the plan contradict each other, or the signature is not valid.
-        DataError: A chain or the plan is damaged, or no step is recorded.
+        DataError: A chain or the plan is damaged, no step is recorded, states are kept and none is recorded, or a
+            logged loss is not that of the chain.
         ConfigError: The folder of states has none.
     """
     kept = step_directories(run_directory)
@@ -252,14 +279,18 @@ def open_run(
     if not last:
         raise DataError("No step is recorded", where=str(chain.path), hint="train the run first", saved=_NOTHING)
     found = _committed_states(run_directory, chain, last)
+    _check_logged_numbers(run_directory, chain, last)
     plan = DataPlan.open(RunLayout(run_directory).plan)
     num_events = _check_plan(run_directory, plan, kept, signed)
-    origins = {0} | _checked_states(kept, found, plan, last)
+    checked = _checked_states(kept, found, plan, last)
+    origins = {0} | checked
     supplied = _supplied_states(states, found)
     head = found[max(found)].states if found else ""
     heads = Heads(last, chain.entries[last].chain, head, plan.digest_at(num_events) or "", num_events, key_id)
     segments = _segments(run_directory, last, sorted(found), origins | set(supplied), num_processes)
-    return AuditedRun(run_directory, heads, chain, found, tuple(segments), supplied)
+    unchecked = _unchecked_states(run_directory, kept, checked, last, num_processes)
+    usable = {step: kept[step] for step in sorted(checked - unchecked.keys())}
+    return AuditedRun(run_directory, heads, chain, found, tuple(segments), supplied, usable, unchecked)
 
 
 def cost_of(audited: AuditedRun, sample: Sequence[Segment]) -> AuditCost:
@@ -270,9 +301,9 @@ def cost_of(audited: AuditedRun, sample: Sequence[Segment]) -> AuditCost:
     seconds = None
     if times.step_seconds is not None:
         seconds = len(passes) * (times.start_seconds or 0.0) + num_steps * times.step_seconds
-    kept = step_directories(audited.directory)
-    read = [kept[part[0].origin] for part in passes if part[0].origin in kept]
-    size = sum(path.stat().st_size for directory in read for path in directory.rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size for directory in audited.kept.values() for path in directory.rglob("*") if path.is_file()
+    )
     return AuditCost(len(sample), num_steps, len(passes), seconds, size)
 
 
@@ -285,7 +316,7 @@ def audit(
     is_drawn: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
-    """Compute the segments that a challenge chooses, and compare every number with the records.
+    """Check the kept states, compute the segments that a challenge chooses, and compare every number with the records.
 
     Args:
         audited: Of ``open_run``.
@@ -296,16 +327,21 @@ def audit(
         on_step: Called after every step with the number of computed steps and of all.
 
     Raises:
+        CheckpointError: The tensors of a kept state do not have the recorded fingerprint.
         VoroxError: No segment can be audited, or a state, cache or record is missing or damaged.
     """
     sample = audited.sample(challenge, count)
     passes = group_into_passes(sample)
+    origins = {part[0].origin for part in passes} - audited.supplied.keys()  # these are checked where they are loaded
+    unchecked = {**audited.unchecked, **_check_tensors(audited, audited.kept.keys() - origins, make_workload)}
     total, done = sum(part[-1].end - part[0].origin for part in passes), 0
     results: list[SegmentResult] = []
     engine: dict[str, Any] = {}
     for part in passes:
         first, last = part[0].origin, part[-1].end
         execution = ReExecution(audited.directory, first, last, start=audited.supplied.get(first))
+        if execution.start_step < first:
+            unchecked[first] = _DAMAGED
         comparison = _PassComparison(audited, execution, part)
         with contextlib.closing(execution.steps(make_workload)) as steps:
             for step in steps:
@@ -316,7 +352,34 @@ def audit(
                     on_step(done + step.step - first, total)
         results += comparison.results()
         done += last - first
-    return AuditReport(audited, challenge, is_drawn, tuple(results), engine)
+    return AuditReport(audited, challenge, is_drawn, tuple(results), engine, unchecked)
+
+
+def _check_tensors(audited: AuditedRun, steps: Collection[int], make_workload: MakeWorkload) -> dict[int, str]:
+    """Load kept states, the newest first, whose tensors must have the recorded fingerprint; return damaged ones.
+
+    Raises:
+        CheckpointError: The tensors of one do not.
+    """
+    damaged: dict[int, str] = {}
+    config: RunConfig | None = None
+    with contextlib.ExitStack() as opened:
+        workload: Workload | None = None
+        for step in sorted(steps, reverse=True):
+            try:
+                checkpoint = verify(audited.kept[step])
+            except UnreadableCheckpointError:
+                raise
+            except CheckpointError:
+                damaged[step] = _DAMAGED
+                continue
+            in_force, _ = resume_settings.config_in_force(audited.directory, step)
+            if workload is None or in_force != config:
+                opened.close()
+                mark_recorded(config_values(in_force), audited.directory)
+                config, workload = in_force, opened.enter_context(contextlib.closing(make_workload(in_force)))
+            resume.load_run(workload, checkpoint)
+    return damaged
 
 
 class _PassComparison:
@@ -409,6 +472,21 @@ def _committed_states(run_directory: Path, chain: RecordedChain, last: int) -> d
     return {step: found[step] for step in steps}
 
 
+def _check_logged_numbers(run_directory: Path, chain: RecordedChain, last: int) -> None:
+    """Check that ``metrics.jsonl`` has the losses and gradient norms of the replay chain."""
+    for step, metrics in read_metrics(run_directory).items():
+        if not 0 < step <= last:
+            continue
+        for name in ("loss", "grad_norm"):
+            recorded = getattr(chain.entries[step], name)
+            if name in metrics and bits(metrics[name]) != recorded:
+                raise DataError(
+                    f"The metrics of step {step:,} have {name} {metrics[name]}, the replay chain another one",
+                    where=str(RunLayout(run_directory).metrics), saved=_NOTHING,
+                    hint="restore both files from one copy; do not rely on these metrics",
+                )  # fmt: skip
+
+
 def _check_plan(run_directory: Path, plan: DataPlan, kept: Mapping[int, Path], signed: int | None) -> int:
     """Check the plan against what the attempts recorded of it; return the events that the heads cover."""
     for notes in notes_of_attempts(run_directory):
@@ -432,10 +510,15 @@ def _checked_states(
     kept: Mapping[int, Path], states: Mapping[int, RecordedState], plan: DataPlan, last: int
 ) -> set[int]:
     """Return the kept states that can be started from; their manifests agree with both chains and the plan."""
+    covered = {step: path for step, path in kept.items() if step <= last}
+    if covered and not states:
+        raise DataError(
+            f"The run keeps {pluralize(len(covered), 'state')}, and {RunLayout.states.name} records none of them",
+            where=str(min(covered.values())), saved=_NOTHING,
+            hint=f"restore {RunLayout.states.name} from a copy; without it, nothing binds these weights to the steps",
+        )  # fmt: skip
     found: set[int] = set()
-    for step, path in kept.items():
-        if step > last or not states:
-            continue
+    for step, path in covered.items():
         try:
             metadata = Checkpoint.read(path).metadata
         except CheckpointError:
@@ -451,6 +534,21 @@ def _checked_states(
         if plan.digest_at(events if type(events) is int else 0) != metadata.get("plan_digest"):
             raise _other_plan(plan, f"the checkpoint of step {step:,} has {_short(metadata.get('plan_digest'))}")
         found.add(step)
+    return found
+
+
+def _unchecked_states(
+    run_directory: Path, kept: Mapping[int, Path], checked: Collection[int], last: int, num_processes: int
+) -> dict[int, str]:
+    """Return why the tensors of kept states cannot be checked here, by step."""
+    environments, found = StepEnvironments.of_run(run_directory), dict[int, str]()
+    for step in kept:
+        if step > last:
+            found[step] = f"it is after step {last:,}, up to which the run is audited"
+        elif step not in checked:
+            found[step] = _DAMAGED
+        elif reason := _process_obstacle(environments, step, num_processes):
+            found[step] = reason
     return found
 
 
@@ -500,7 +598,12 @@ def _obstacle(environments: StepEnvironments, segment: Segment, num_processes: i
     spans = environments.spans(segment.origin, segment.end)
     if len(spans) > 1:
         return f"its start must be rebuilt from step {segment.origin:,}, and the number of processes changed since"
-    count, level = spans[0][2], environments.at(segment.end).get("determinism")
+    return _process_obstacle(environments, segment.end, num_processes)
+
+
+def _process_obstacle(environments: StepEnvironments, step: int, num_processes: int) -> str:
+    """Return why processes of this number cannot compute a step; empty if they can."""
+    count, level = environments.num_processes(step), environments.at(step).get("determinism")
     if count in (None, num_processes) or level == "bitwise-any-world":
         return ""
     return f"it ran with {pluralize(count, 'process', 'processes')}: add --nproc {count}"

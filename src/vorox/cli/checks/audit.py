@@ -17,10 +17,12 @@ from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
 from vorox.cli.terminal.output import print_json, print_table, print_wrapped
 from vorox.cli.terminal.state_notices import PrintedNotices
-from vorox.core.errors import ConfigError
+from vorox.core.errors import ConfigError, DataError
 from vorox.core.pluralize import pluralize
 from vorox.core.ranks.distributed_context import membership
 from vorox.core.schema import RunConfig
+from vorox.data.corpus.cache_location import cache_root
+from vorox.data.corpus.run_views import missing_views
 from vorox.experiments.verdicts import record_verdict
 from vorox.records.run_lookup import find_run
 from vorox.run import with_states, workload_of_run
@@ -127,11 +129,23 @@ def _check_output(output: Path | None, sign_key: Path | None) -> PrivateKey | No
 
 
 def _workload(run_directory: Path, cache: Path | None, config: RunConfig) -> Workload:
-    """Open what computes steps of a run, with the caches at another place."""
+    """Open what computes steps of a run, with the caches at another place if one is named.
+
+    Raises:
+        DataError: They are missing.
+    """
     if cache is not None:
         settings = config.data.cache.model_copy(update={"directory": str(cache.absolute())})
         config = config.model_copy(update={"data": config.data.model_copy(update={"cache": settings})})
-    return workload_of_run(run_directory, config)
+    root, is_named = cache_root(config.data), cache is not None
+    missing = missing_views(run_directory, root, only_root=is_named) if config.data.mode != "streaming" else []
+    if missing:
+        raise DataError(
+            f"{pluralize(len(missing), 'cache')} of the run not found: {', '.join(missing)}",
+            where=str(root), saved=_NOTHING, hint="name the folder that has them with --cache DIR"
+            + (", or leave --cache out to read them where the run recorded them" if is_named else ""),
+        )  # fmt: skip
+    return workload_of_run(run_directory, config, only_cache_root=is_named)
 
 
 def _write(report: AuditReport, output: Path, key: PrivateKey | None) -> None:
@@ -185,7 +199,7 @@ def _print(report: AuditReport, output: Path | None) -> None:
     print_table(
         ["SEGMENT", "STEPS", "FROM", "CHOSEN", "RESULT"], [_row(one) for one in report.results], right="SEGMENT FROM"
     )
-    print_wrapped(_limits(report.run, report.chances, report.num_sampled, are_done=True))
+    print_wrapped([*_states(report), *_limits(report.run, report.chances, report.num_sampled, are_done=True)])
     typer.echo(_verdict(report))
     if output is not None:
         typer.echo(f"Statement: {output}")
@@ -200,6 +214,16 @@ def _row(result: SegmentResult) -> list[str]:
     words = f"{result.outcome}: {difference.quantity} of step {difference.step:,}" if difference else result.outcome
     chosen = "yes" if result.is_sampled else "on the way"
     return [str(segment.number), _steps(segment), f"{segment.origin:,}", chosen, words]
+
+
+def _states(report: AuditReport) -> list[str]:
+    """Say which kept states have the recorded tensors, and why others were not checked."""
+    reasons = dict[str, list[int]]()
+    for step, reason in sorted(report.unchecked.items()):
+        reasons.setdefault(reason, []).append(step)
+    checked = f"Kept states with the recorded tensors: {report.num_states_checked:,} of {report.num_states_kept:,}"
+    words = "; ".join(f"not checked: {', '.join(f'{one:,}' for one in steps)}, {why}" for why, steps in reasons.items())
+    return [f"{checked}; {words}" if words else checked] if report.num_states_kept else []
 
 
 def _limits(audited: AuditedRun, found: Sequence[Chance], num_sampled: int, *, are_done: bool) -> list[str]:
@@ -228,5 +252,9 @@ def _verdict(report: AuditReport) -> str:
     exact = sum(result.outcome == "exact" for result in sampled)
     first = next((one.difference for one in report.results if one.outcome == report.verdict), None)
     counts = f"{exact} of {pluralize(len(sampled), 'sampled segment')} bit-exact"
+    if not report.run.states:
+        counts += ", but no state of the run is recorded yet: no weights are bound to these steps"
+    elif report.num_states_kept:
+        counts += f", {report.num_states_checked:,} of {pluralize(report.num_states_kept, 'kept state')} checked"
     words = {"passed": "Passed", "differs": "Differs", "cannot decide": "Cannot decide"}[report.verdict]
     return f"{words}: {counts}" + (f"; {first}" if report.verdict != "passed" and first is not None else "")

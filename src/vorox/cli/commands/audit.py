@@ -37,7 +37,7 @@ def audit(
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", metavar="DIR", help="Where the caches are, instead of data.cache.directory."),
+        typer.Option("--cache", metavar="DIR", help="Where the caches are; none is read from elsewhere."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the result as an in-toto statement.")
@@ -54,6 +54,6 @@ def audit(
     """Compute a random sample of a run's segments again, and say what that proves.
 
     A segment lies between two recorded states. Both chains are checked as a
-    whole. The exit code is 0 if the run passes, 5 if it is not what its records
+    whole, and the tensors of every kept checkpoint. The exit code is 0 if the run passes, 5 if it is not what its records
     say, and 7 if this machine cannot decide.
     """

@@ -51,7 +51,11 @@ def sign(
     root: Root = DEFAULT_ROOT,
     as_json: AsJson = False,
 ) -> None:
-    """Sign the checkpoints of a run: all their files, and the replay chain up to their steps."""
+    """Sign the checkpoints of a run: all their files, and the replay chain up to their steps.
+
+    A signature vouches for bytes and heads. Whether the weights are what the
+    chain says, `vorox audit` checks.
+    """
 
 
 @app.command()

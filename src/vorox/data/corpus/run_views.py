@@ -43,7 +43,7 @@ class RunViews:
     held_out_shares: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
-    def of_run(cls, run_directory: Path, root: Path, *, restore: bool = True) -> RunViews:
+    def of_run(cls, run_directory: Path, root: Path, *, restore: bool = True, only_root: bool = False) -> RunViews:
         """Return the views of a run that exist.
 
         Args:
@@ -51,6 +51,7 @@ class RunViews:
             root: The root of the caches, where views are that are no longer where they were recorded.
             restore: Restore lost views from the run's records, if the disk is writable, so that they can be built.
                 Otherwise only views that are already restored are found.
+            only_root: Look below the root alone, also for views that are where they were recorded.
 
         Raises:
             DataError: The record of a lost view is damaged.
@@ -61,7 +62,9 @@ class RunViews:
         for notes, note in itertools.product(attempts, (TRAIN_NOTE, HOLDOUT_NOTE, VALIDATION_NOTE)):
             views = found.setdefault(note, {})
             for name, text in mapping(notes.get(note)).items():
-                existing = None if name in views else _find_view(layout, Path(str(text)), root, name, restore=restore)
+                path = Path(str(text))
+                recorded = (path,) if not only_root else ()
+                existing = None if name in views else _find_view(layout, path, recorded, root, name, restore=restore)
                 if existing is not None:
                     views[name] = existing
         measured = mapping(next((notes[SHARES_NOTE] for notes in attempts if SHARES_NOTE in notes), None))
@@ -87,6 +90,18 @@ class RunViews:
         return bool(self.directories)
 
 
+def missing_views(run_directory: Path, root: Path, *, only_root: bool = False) -> list[str]:
+    """Return the names of the recorded views that ``RunViews.of_run`` does not find."""
+    found = RunViews.of_run(run_directory, root, restore=False, only_root=only_root).directories
+    attempts = itertools.product(notes_of_attempts(run_directory), (TRAIN_NOTE, HOLDOUT_NOTE, VALIDATION_NOTE))
+    recorded = {
+        (note, name): Path(str(text)).name
+        for notes, note in attempts
+        for name, text in mapping(notes.get(note)).items()
+    }
+    return sorted(view for (note, name), view in recorded.items() if name not in found.get(note, {}))
+
+
 def recorded_views(run_directory: Path) -> list[Path]:
     """Return the directories of all views that the attempts of a run have recorded."""
     notes = itertools.product(notes_of_attempts(run_directory), (TRAIN_NOTE, HOLDOUT_NOTE, VALIDATION_NOTE))
@@ -101,9 +116,11 @@ def _is_view(path: Path) -> bool:
         return False
 
 
-def _find_view(layout: RunLayout, path: Path, root: Path, name: str, *, restore: bool) -> Path | None:
+def _find_view(
+    layout: RunLayout, path: Path, recorded: tuple[Path, ...], root: Path, name: str, *, restore: bool
+) -> Path | None:
     """Return the directory of a view that was recorded at a path; ``None`` if it is lost and not restored."""
-    places = (path, root / path.name, root / STREAMS_NAME / path.name)
+    places = (*recorded, root / path.name, root / STREAMS_NAME / path.name)
     existing = next((place for place in places if _is_view(place)), None)
     record = layout.view(path.name)
     if existing is None and record.exists():

@@ -88,7 +88,8 @@ class RequestScorer:
     def log_likelihoods(self, pairs: Sequence[TokenPair]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation after its context, and whether greedy decoding gives it.
 
-        A context that does not fit is truncated on the left. Pairs with the same inputs are computed once.
+        What does not fit is truncated on the left, as in the harness: of a continuation longer than the model's
+        positions, the last tokens count. Pairs with the same inputs are computed once.
         """
         inputs = [tuple((context + continuation)[-(self.max_tokens + 1) :][:-1]) for context, continuation in pairs]
         pairs_of: dict[tuple[int, ...], list[int]] = {}
@@ -106,7 +107,7 @@ class RequestScorer:
                 row[: len(tokens)] = tokens
             for tokens, logits_TV in zip(batch, self.model.logits(rows), strict=True):
                 for number in pairs_of[tokens]:
-                    continuation = pairs[number][1]
+                    continuation = pairs[number][1][-self.max_tokens :]
                     start = len(tokens) - len(continuation)
                     found[number] = _score(logits_TV[start : len(tokens)], continuation)
         return [found[number] for number in range(len(pairs))]
