@@ -161,6 +161,28 @@ def test_what_is_unlearned_already_stays_so(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("numpy_engine")
+def test_a_source_that_the_run_gave_up_later_is_given_up_again(tmp_path: Path) -> None:
+    tiny_runs.write_text(tmp_path / "other", seed=1)
+    tiny_runs.write_text(tmp_path / "text")
+    sources = [{"name": name, "format": "jsonl", "paths": [str(tmp_path / name)]} for name in ("text", "other")]
+    config = tiny_runs.configuration(tmp_path, [*EVERY_DOCUMENT, f"data.sources={json.dumps(sources)}"])
+    parent = tiny_runs.run(config).run_directory
+    change = ForkChange(sources=("other",))
+    ablated = fork(parent, 8, verify(step_directories(parent)[8]), change, "ablated")
+    tiny_runs.run(load_config(RunLayout(ablated).config), resume_from=ablated)
+    with RunDataIndex.open(ablated) as run_data:
+        places = [(part.uri, part.ordinal) for row in where(run_data, 2) for part in row.documents]
+    uri, ordinal = random.choice(places)
+    unlearned = unlearn_last(ablated, "--document", f"{uri}:{ordinal}")
+    with RunDataIndex.open(unlearned) as run_data:
+        assert {row.source for step in range(9, 13) for row in where(run_data, step)} == {"text"}
+        assert {row.source for step in range(1, 9) for row in where(run_data, step)} == {"text", "other"}
+    assert max(chain(unlearned)) == 12
+    assert chain(unlearned)[1] == chain(parent)[1]
+    assert chain(unlearned)[2] != chain(parent)[2]
+
+
+@pytest.mark.usefixtures("numpy_engine")
 def test_a_mask_that_the_run_has_later_stays_where_it_was(tmp_path: Path) -> None:
     """The run read the first document, masked it later, and is to unlearn one that it read in between."""
     overrides = [*EVERY_DOCUMENT, "train.num_epochs=3", "train.num_steps=null", "data.sequence_length_tokens=64"]

@@ -54,6 +54,7 @@ def audit(
     """Compute a random sample of a run's segments again, and say what that proves.
 
     A segment lies between two recorded states. Both chains are checked as a
-    whole, and the tensors of every kept checkpoint. The exit code is 0 if the run passes, 5 if it is not what its records
-    say, and 7 if this machine cannot decide.
+    whole, and the tensors of every kept checkpoint. The exit code is 0 if the
+    run passes, 5 if it is not what its records say, and 7 if this machine
+    cannot decide.
     """

@@ -7,6 +7,7 @@ logged and recorded. Earlier configurations stay readable: ``configs/step-N.yaml
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 from collections.abc import Collection, Sequence
@@ -40,6 +41,7 @@ from vorox.core.pluralize import pluralize
 from vorox.core.redaction import MARK, redact_value
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
+from vorox.core.schema.section import Section
 from vorox.data.tokenizers.store import configured_untrained, load_run_tokenizer
 from vorox.records.log import RunLog
 from vorox.records.run_context import read_config, recorded_config
@@ -374,9 +376,23 @@ def changes_after(run_directory: Path, step: int) -> list[tuple[int, tuple[str, 
         following, next_at = config_in_force(run_directory, changed_at)
         entries = [entry for entry in differences(config, following) if _decides_bits(entry.key)]
         if entries:
-            found.append((changed_at, tuple(f"{entry.key}={json.dumps(entry.after)}" for entry in entries)))
+            found.append((changed_at, tuple(dict.fromkeys(_override(following, entry) for entry in entries))))
         config, changed_at = following, next_at
     return found
+
+
+def _override(config: RunConfig, entry: Difference) -> str:
+    """Return the override that sets a setting to its later value; of a part of a list, the whole list."""
+    names = list(itertools.takewhile(lambda name: not name.isdecimal(), entry.key.split(".")))
+    key, value = ".".join(names), entry.after
+    if key != entry.key:
+        listed: Any = config
+        for name in names:
+            listed = getattr(listed, name)
+        value = [
+            one.model_dump(mode="json", exclude_defaults=True) if isinstance(one, Section) else one for one in listed
+        ]
+    return f"{key}={json.dumps(value)}"
 
 
 def config_in_force(
