@@ -75,13 +75,12 @@ def test_equals_a_search_of_the_files(
     run_directory: Path, evaluation_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contamination, "_PLACES_PER_NGRAM", 1 << 30)
-    monkeypatch.setattr(contamination, "_DOCUMENTS_PER_RECORD", 1 << 30)
     monkeypatch.setattr(contamination, "_ROWS_AT_ONCE", 3)
     monkeypatch.setattr(run_data_index, "_POSITIONS_AT_ONCE", 8)
     run_data = RunDataIndex.open(run_directory)
     tokenizer = load(run_directory / "tokenizer")
     records = read_evaluation_records([str(evaluation_file)], tokenizer, text_field="question")
-    found = find_contamination(run_data, records, ngram_tokens=LENGTH)
+    found = find_contamination(run_data, records, ngram_tokens=LENGTH, num_documents=1 << 30)
 
     trained = trained_ngrams(run_data, range(1, STEPS + 1))
     lines = evaluation_file.read_text(encoding="utf-8").splitlines()

@@ -274,7 +274,7 @@ class Register:
             ConfigError: Another process holds it.
         """
         atomic.make_directory(self.directory)
-        with FileLock(self.directory / "LOCK", blocking=False, purpose="the register of claims"):
+        with FileLock(self.directory / "register.lock", blocking=False, purpose="the register of claims"):
             yield Register(self.directory.parent)
 
     def find(self, name: str | None) -> Claim:

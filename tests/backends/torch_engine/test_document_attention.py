@@ -90,7 +90,7 @@ class AllocatedBytes(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
-                self.storages[id(leaf.untyped_storage()._cdata)] = leaf  # kept alive, so that no address is used twice
+                self.storages[leaf.untyped_storage()._cdata] = leaf  # kept alive, so that no address is used twice
         return found
 
     def total(self) -> int:

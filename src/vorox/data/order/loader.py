@@ -189,7 +189,8 @@ def validation_batches(
         cursor = DataCursor(plan_digest="", plan_events=0, step=step + 1, position=(step + 1) * step_rows, seed=0)
         local = rows - starts[source_index]
         block = read_rows(readers, source_index, local)
-        check_erased(block, source_index, local, readers)
+        if block.erased_NC is not None:
+            check_erased(block, source_index, local, readers)
         yield assemble(
             block, document_mask=document_mask, step=step, cursor_after=cursor,
             padding_rows=micro_batch_sequences - block.num_rows, image_input=image_input,
@@ -259,7 +260,8 @@ class LocatedRows:
         block = read_rows(self.readers, self.source_index, self.rows)
         if self.masks is not None:
             block = self.masks.apply(block, self.positions, self.source_index, self.rows, self.readers)
-        check_erased(block, self.source_index, self.rows, self.readers)
+        if block.erased_NC is not None:
+            check_erased(block, self.source_index, self.rows, self.readers)
         return block
 
 

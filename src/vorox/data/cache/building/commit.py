@@ -64,7 +64,8 @@ def commit_unit(
     unit, filler_id = built.unit_id, builder.recipe.filler_id
     while True:
         erased = manifest.erased_in(unit)
-        now, is_done = _append_built(manifest, directory, erased_unit(built, erased, filler_id), replace=replace)
+        kept = erased_unit(built, erased, filler_id) if erased else built
+        now, is_done = _append_built(manifest, directory, kept, replace=replace)
         if is_done or now.erased_in(unit) == erased:
             break
         manifest = now  # documents were erased meanwhile

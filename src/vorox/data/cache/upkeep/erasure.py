@@ -110,8 +110,6 @@ def erased_unit(built: BuiltUnit, documents: Collection[tuple[int, int]], filler
         documents: Number of the file in the unit, and index of the record, of each.
         filler_id: The token in their place.
     """
-    if not documents:
-        return built
     chunks: list[tuple[bytes | bytearray, ChunkRecord]] = []
     for data, record in built.chunks:
         chunk = Chunk(Path(f"<{built.place}>"), memoryview(data))
