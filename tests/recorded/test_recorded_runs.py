@@ -36,6 +36,17 @@ def stored(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+def as_recorded(found: Any, recorded: Any) -> Any:
+    """An answer without the fields that are newer than the record; of an old run they say nothing."""
+    if isinstance(found, list) and isinstance(recorded, list) and len(found) == len(recorded):
+        return [as_recorded(one, other) for one, other in zip(found, recorded, strict=True)]
+    if isinstance(found, dict) and isinstance(recorded, dict):
+        newer = {name: value for name, value in found.items() if name not in recorded}
+        assert not any(newer.values()), newer
+        return {name: as_recorded(value, recorded[name]) for name, value in found.items() if name in recorded}
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_is_verified_and_continued_with_the_rows_that_it_would_have_got(
@@ -50,7 +61,7 @@ def test_a_recorded_run_is_verified_and_continued_with_the_rows_that_it_would_ha
     checkpoint = RunLayout(directory).checkpoint(KEPT).relative_to(folder)
     train(folder, name, "--resume", str(checkpoint), f"train.num_steps={LATER}", *MOVED.get(name, []))
     found = json.loads(json.dumps(answers(folder, directory)))
-    assert found["documents"] == expected["documents"]
+    assert as_recorded(found["documents"], expected["documents"]) == expected["documents"]
     assert found["batches"] == expected["batches"], "the same rows, masked and divided as they were"
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3), "another processor rounds differently"
     assert stored(folder) == before, "no cache was built again"
