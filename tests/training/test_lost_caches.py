@@ -92,7 +92,7 @@ def test_a_lost_cache_is_built_again_from_the_files_of_the_run(tmp_path: Path, c
     change(lost / "text")
     with pytest.raises(DataError, match=r"not built|is lost"):
         replay(directory)
-    with pytest.raises(DataError, match=r"is lost") as caught:
+    with pytest.raises(DataError, match=r"is missing") as caught:
         queries(directory)
     assert "vorox data build" in str(caught.value.hint)
     build(config_of(lost), directory)
