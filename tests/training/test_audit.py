@@ -33,7 +33,8 @@ from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import StateChain, read_chain, read_states
-from vorox.training.audit import AuditReport, audit, cost_of, open_run
+from vorox.training.audit import AuditReport, audit, cost_of
+from vorox.training.audit_records import open_run
 from vorox.training.audit_sample import Heads, Segment, chance_of_meeting, chances, group_into_passes, in_order
 from vorox.training.steps.workload import Workload
 

@@ -204,6 +204,18 @@ def test_a_mask_that_the_run_has_later_stays_where_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("numpy_engine")
+def test_a_run_beside_it_whose_record_is_damaged_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, EVERY_DOCUMENT)).run_directory
+    ordinal = random.choice(sorted(first_reads(parent)))
+    damaged = Path(shutil.copytree(parent, parent.with_name("damaged")))
+    RunLayout(damaged).record.write_text("{")
+    assert statement(unlearn(parent, "--document", f"text.jsonl:{ordinal}"))["predicate"]["step"] == 12
+    assert "damaged: from step" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("numpy_engine")
 def test_a_document_that_no_step_has_read_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tiny_runs.run(tiny_runs.configuration(tmp_path / "whole", EVERY_DOCUMENT)).run_directory
     ordinal = max(first_reads(whole).items(), key=lambda item: item[1])[0]

@@ -155,12 +155,17 @@ def _is_quantised(directory: Path) -> bool:
     return False
 
 
+def fork_origin(directory: Path) -> Mapping[str, Any]:
+    """Return what a run is a fork of; empty if it is none, or if its record cannot be read."""
+    try:
+        return mapping(read_run_record(directory).get(FORKED_FROM))
+    except (OSError, MalformedJson):
+        return {}
+
+
 def fork_lines(directory: Path) -> list[str]:
     """Describe what a run is a fork of, and what it changed; empty if it is none."""
-    try:
-        origin = mapping(read_run_record(directory).get(FORKED_FROM))
-    except (OSError, MalformedJson):
-        return []
+    origin = fork_origin(directory)
     if not origin:
         return []
     change = mapping(origin.get("change"))

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from vorox.core.config import decides_bits, differences
 from vorox.core.errors import CheckpointError, DataError
-from vorox.core.files.json_reader import mapping
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.queries import Occurrence, when
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_context import recorded_config
-from vorox.records.run_lookup import FORKED_FROM, read_run_record, run_argument, run_directories, run_id_of
+from vorox.records.run_lookup import fork_origin, run_argument, run_directories, run_id_of
 from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, recorded_state, write_statement
 from vorox.training.fork import ForkChange
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source
@@ -129,7 +128,7 @@ def unlearned_fork(parent: Path, step: int, change: ForkChange) -> Path | None:
     wanted = {"run_id": run_id_of(parent), "step": step, "change": change.to_json()}
     expected, _ = config_in_force(parent, step, overrides=change.overrides)
     for directory in run_directories(parent.parent):
-        origin = mapping(read_run_record(directory).get(FORKED_FROM))
+        origin = fork_origin(directory)
         if {key: origin.get(key) for key in wanted} == wanted:
             found = differences(expected, recorded_config(directory))
             if not any(decides_bits(entry.key) for entry in found):
@@ -195,7 +194,7 @@ def state_unlearned(
         )  # fmt: skip
     step = max(kept)
     metadata, state = recorded_state(run_directory, step)
-    origin = mapping(read_run_record(run_directory).get(FORKED_FROM))
+    origin = fork_origin(run_directory)
     predicate: dict[str, Any] = {
         "claim": CLAIM, "run": run_directory.name, "step": step, "documents": list(documents),
         "forked_from": {name: origin.get(name) for name in ("run_id", "step", "chain")},

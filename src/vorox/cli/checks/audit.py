@@ -27,7 +27,8 @@ from vorox.experiments.verdicts import record_verdict
 from vorox.records.run_lookup import find_run
 from vorox.run import with_states, workload_of_run
 from vorox.training import audit as auditing
-from vorox.training.audit import AuditedRun, AuditReport, SegmentResult, cost_of
+from vorox.training.audit import AuditReport, SegmentResult, cost_of
+from vorox.training.audit_records import AuditedRun, open_run
 from vorox.training.audit_sample import Chance, Segment, chances
 from vorox.training.checkpoints.signature import load_private_key, load_public_key, write_statement
 from vorox.training.steps.workload import Workload
@@ -61,7 +62,7 @@ def audit(
         raise typer.Exit(launch_ranks(nproc, [*words, *(["--json"] if as_json else [])], advice=""))
     member = membership()
     num_processes = nproc if member is None else member.world_size or nproc
-    audited = auditing.open_run(
+    audited = open_run(
         directory,
         num_processes=num_processes,
         key=None if public_key is None else load_public_key(public_key),
@@ -186,7 +187,7 @@ def _print_heads(audited: AuditedRun, challenge: str) -> None:
     names = {"chain": heads.chain, "states": heads.states, "plan": heads.plan}
     digests = ", ".join(f"{name} {digest[:16]}" for name, digest in names.items() if digest)
     signed = (
-        "not signed: whoever can write the files could have chosen them after the challenge"
+        "not signed: the files could have been changed after the challenge was known"
         if heads.key_id is None
         else f"signed by key {heads.key_id[:16]}"
     )
