@@ -23,6 +23,7 @@ from tiny_runs import configuration
 from vorox.cli import main
 from vorox.cli.launch import ray_driver
 from vorox.core.config import config_digest, load_config
+from vorox.core.ranks.ray_cluster import start_ray
 from vorox.experiments.artifacts import list_runs
 from vorox.records.replay_chain import read_chain
 
@@ -341,7 +342,7 @@ def test_a_ray_driver_restarts_by_exit_code(
 def test_a_ray_cluster_trains_two_ranks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    start_ray(ray, num_cpus=2, include_dashboard=False, log_to_driver=False)
     settings: dict[str, Any] = {"num_nodes": 1, "gpus_per_node": 0, "cpus_per_node": 2, "max_restarts": 0}
     try:
         command = ["train", str(place / "tiny.yaml"), "--nproc", "2"]

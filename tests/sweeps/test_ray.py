@@ -47,7 +47,11 @@ def test_a_killed_sweep_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = ["tune", "tiny.yaml", f"lr=choice({', '.join(map(str, sorted(LRS)))})", "--seed", "7", "--name", "lr"]
     child = subprocess.Popen([sys.executable, "-m", "vorox", *words], start_new_session=True)
     try:
-        wait_until(lambda: any(eval_losses(path) for path in tmp_path.glob("runs/lr-????-001-*")), START_SECONDS)
+        wait_until(
+            lambda: child.poll() is not None or any(eval_losses(path) for path in tmp_path.glob("runs/lr-????-001-*")),
+            START_SECONDS,
+        )
+        assert child.poll() is None, "the sweep ended"
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()

@@ -142,9 +142,18 @@ def validate(directory: Path) -> None:
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
     from huggingface_hub import ModelCard
+    from jsonschema import Draft7Validator
+    from rfc3986_validator import validate_rfc3986
+
+    @Draft7Validator.FORMAT_CHECKER.checks("iri-reference")  # jsonschema's own check needs rfc3987-syntax
+    def is_reference(value: object) -> bool:
+        return not isinstance(value, str) or validate_rfc3986(value, rule="URI_reference") is not None
 
     bom = (directory / "bom.cdx.json").read_text(encoding="utf-8")
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(bom) is None
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(bom) is None
+    astray = {**json.loads(bom), "externalReferences": [{"type": "website", "url": "not a reference"}]}
+    assert validator.validate_str(json.dumps(astray)) is not None
     assert not mlcroissant.Dataset(jsonld=directory / "croissant.json").metadata.ctx.issues.errors
     _, objects = spdx_python_model.load(directory / "model.spdx.json")
     assert not objects.missing_ids

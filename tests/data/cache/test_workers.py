@@ -17,6 +17,7 @@ import pytest
 from cache_corpus import ByteTokenizer, Corpus, build_corpus, small_corpus, work_of
 from eventually import PATIENCE_SECONDS, wait_until
 from vorox.core.errors import ConfigError, DataError, VoroxError
+from vorox.core.ranks.ray_cluster import start_ray
 from vorox.data.cache.build import BuildOptions, build, build_in_background
 from vorox.data.cache.building import ray_workers
 from vorox.data.cache.building.initialize import prepare_directory
@@ -202,7 +203,7 @@ def test_ray_tasks_build_the_same_and_report_errors(tmp_path: Path, digest: str)
     ray = pytest.importorskip("ray")
     here = str(Path(__file__).parents[2])
     environment = {"env_vars": {"PYTHONPATH": here, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    start_ray(ray, num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
     try:
         report = build_corpus(tmp_path / "ray", slow(seconds=0.02), executor="ray", workers=2)
         assert report.digest == digest

@@ -10,9 +10,11 @@ from collections.abc import Generator
 from typing import Any
 from unittest import mock
 
+from vorox.core.errors import StalledError
 from vorox.core.platform.telemetry import disable_telemetry
 
 _LOOPBACK = "127.0.0.1"
+_NUM_STARTS = 4
 
 
 @contextlib.contextmanager
@@ -21,6 +23,9 @@ def ray_cluster(ray: Any) -> Generator[None]:
 
     Args:
         ray: The package.
+
+    Raises:
+        StalledError: No cluster has started.
     """
     disable_telemetry()
     if ray.is_initialized():
@@ -32,11 +37,39 @@ def ray_cluster(ray: Any) -> Generator[None]:
         ray.init(**options)
     else:
         with _addresses_on_loopback():
-            ray.init(**options, include_dashboard=False, _node_ip_address=_LOOPBACK)
+            start_ray(ray, **options, include_dashboard=False, _node_ip_address=_LOOPBACK)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def start_ray(ray: Any, **options: Any) -> None:
+    """Start a cluster on this machine, more than once if need be.
+
+    Ray's node ends itself unless the Python processes that it starts report within 15 seconds, which no setting of Ray
+    changes. A busy machine, or one that reads them from a disk for the first time, takes longer.
+
+    Args:
+        ray: The package.
+        options: Of ``ray.init``.
+
+    Raises:
+        StalledError: It did not start.
+    """
+    for _ in range(_NUM_STARTS):
+        try:
+            ray.init(**options)
+        except Exception as error:  # Ray has no class for this
+            if "timed out during startup" not in str(error):
+                raise
+        else:
+            return
+    raise StalledError(
+        f"Ray did not start in {_NUM_STARTS} tries",
+        hint="Its logs are in /tmp/ray/session_latest/logs. Run the command again when the machine is less busy, or "
+        "start a cluster with `ray start --head` and set RAY_ADDRESS=auto.",
+    )
 
 
 @contextlib.contextmanager
