@@ -379,6 +379,46 @@ def test_other_tensors_under_a_true_manifest_are_found(run: Path, capsys: pytest
         assert "Loaded state has fingerprint" in capsys.readouterr().err
 
 
+def rewrite_checkpoint(run: Path, step: int, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit a JSON file of a checkpoint, and give it a manifest that is right for it."""
+    kept = RunLayout(run).checkpoint(step)
+    honest = Path(shutil.move(kept, run.parent / f"honest-{step}"))
+    with StagedDirectory(kept) as directory:
+        for file in read_manifest(honest)["files"]:
+            content = (honest / file).read_bytes()
+            if file == name:
+                value = json.loads(content)
+                edit(value)
+                content = json.dumps(value).encode()
+            directory.write(file, content)
+        directory.commit(read_manifest(honest)["metadata"])
+
+
+def swap_ids(tokenizer: dict[str, Any]) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+@pytest.mark.parametrize("is_start", [True, False])
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        ("state.json", lambda state: state["progress"]["cursor"].update(position=400), "than the run: position"),
+        ("state.json", lambda state: state["progress"]["cursor"].update(seed=5), "than the run: seed"),
+        ("state.json", lambda state: state["progress"].update(chain="0" * 64), "than the run: step or chain"),
+        ("tokenizer.json", swap_ids, "has another tokenizer"),
+    ],
+)  # fmt: skip
+def test_what_lies_beside_the_tensors_is_checked_under_a_true_manifest(
+    run: Path, name: str, edit: Callable[[dict[str, Any]], Any], words: str, is_start: bool
+) -> None:
+    opened = open_run(run)
+    eighth = next(str(n) for n in range(99) if (opened.sample(str(n), 1)[0].number == 8) is is_start)
+    rewrite_checkpoint(run, 7, name, edit)
+    with pytest.raises(CheckpointError, match=words):
+        audited(run, 1, eighth)
+
+
 @pytest.mark.slow
 def test_swapped_weights_are_found_wherever_the_sample_lies(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]

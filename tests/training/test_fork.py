@@ -23,6 +23,8 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics
 from vorox.records.log import RunLog
 from vorox.records.replay_chain import read_chain
+from vorox.training.audit import audit
+from vorox.training.audit_records import open_run
 from vorox.training.checkpoints.store import Checkpoint, verify
 from vorox.training.fork import ForkChange, fork
 from vorox.training.materialize import materialize, open_range
@@ -84,12 +86,14 @@ def test_an_empty_fork_is_its_parent(tmp_path: Path, case: str, step: int) -> No
     assert {path: path.stat().st_mtime_ns for path in before} == before, "the parent is not changed"
     assert step == 0 or max(chain(forked)) == step
     assert step == 0 or verify(step_directories(forked)[step]).step == step
+    assert step == 0 or step in open_run(forked).kept
     train_on(forked)
     assert chain(forked) == chain(parent)
     assert [verify(step_directories(one)[12]).metadata["fingerprint"] for one in (forked, parent)] == [
         verify(step_directories(parent)[12]).metadata["fingerprint"]
     ] * 2
     assert replay(forked, make_workload).is_exact
+    assert audit(open_run(forked), "7", 99, make_workload).verdict == "passed"
     numbers = [
         {at: found["loss"] for at, found in read_metrics(one).items() if "loss" in found} for one in (forked, parent)
     ]

@@ -30,11 +30,11 @@ from vorox.records.executed_steps import STEPS_NOTE
 from vorox.records.log import time_stamp
 from vorox.records.run_lookup import run_attempts, run_id_of
 from vorox.records.step_environments import StepEnvironments
-from vorox.training.audit_records import DAMAGED, AuditedRun
+from vorox.training.audit_records import DAMAGED, AuditedRun, check_companions
 from vorox.training.audit_sample import Chance, Segment, chances, group_into_passes
 from vorox.training.checkpoints.re_execution_times import expected_times
 from vorox.training.checkpoints.signature import STATEMENT_TYPE
-from vorox.training.checkpoints.store import UnreadableCheckpointError, verify
+from vorox.training.checkpoints.store import Checkpoint, UnreadableCheckpointError, verify
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
 from vorox.training.replay import ReplayDifference, first_difference, state_difference
 from vorox.training.resume import resume, resume_settings
@@ -231,7 +231,7 @@ def audit(
         on_step: Called after every step with the number of computed steps and of all.
 
     Raises:
-        CheckpointError: The tensors of a kept state do not have the recorded fingerprint.
+        CheckpointError: The tensors of a kept state do not have the recorded fingerprint; or as ``check_companions``.
         VoroxError: No segment can be audited, or a state, cache or record is missing or damaged.
     """
     sample = audited.sample(challenge, count)
@@ -246,6 +246,8 @@ def audit(
         execution = ReExecution(audited.directory, first, last, start=audited.supplied.get(first))
         if execution.start_step < first:
             unchecked[first] = DAMAGED
+        elif first in audited.kept:
+            check_companions(audited.directory, Checkpoint.read(audited.kept[first]))
         comparison = _PassComparison(audited, execution, part)
         with contextlib.closing(execution.steps(make_workload)) as steps:
             for step in steps:
@@ -263,7 +265,7 @@ def _check_tensors(audited: AuditedRun, steps: Collection[int], make_workload: M
     """Load kept states, the newest first, whose tensors must have the recorded fingerprint; return damaged ones.
 
     Raises:
-        CheckpointError: The tensors of one do not.
+        CheckpointError: The tensors of one do not; or as ``check_companions``.
     """
     damaged: dict[int, str] = {}
     config: RunConfig | None = None
@@ -277,6 +279,7 @@ def _check_tensors(audited: AuditedRun, steps: Collection[int], make_workload: M
             except CheckpointError:
                 damaged[step] = DAMAGED
                 continue
+            check_companions(audited.directory, checkpoint)
             in_force, _ = resume_settings.config_in_force(audited.directory, step)
             if workload is None or in_force != config:
                 opened.close()

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vorox.core.batch import DataCursor
 from vorox.core.errors import CheckpointError, ConfigError, DataError
 from vorox.core.files.json_reader import mapping
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.order.plan import DataPlan
+from vorox.data.tokenizers.loading import load as load_tokenizer
 from vorox.experiments.tracking import read_metrics
 from vorox.records.executed_steps import PLAN_NOTE
 from vorox.records.replay_chain import RecordedChain, RecordedState, bits, examine_chain, read_states
@@ -24,7 +26,8 @@ from vorox.records.run_lookup import notes_of_attempts, run_argument
 from vorox.records.step_environments import StepEnvironments
 from vorox.training.audit_sample import Heads, Segment, in_order
 from vorox.training.checkpoints.signature import newest_signed_step, verify_signature
-from vorox.training.checkpoints.store import Checkpoint, verify
+from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, read_state, verify
+from vorox.training.resume.resume_settings import config_in_force
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PublicKey
@@ -201,6 +204,35 @@ def _checked_states(
             raise _other_plan(plan, f"the checkpoint of step {step:,} has {_short(metadata.get('plan_digest'))}")
         found.add(step)
     return found
+
+
+def check_companions(run_directory: Path, checkpoint: Checkpoint) -> None:
+    """Check what a verified state of a run has beside its tensors: the place in the data, and the tokenizer.
+
+    Raises:
+        CheckpointError: The run would go on with other rows, or the tokenizer is not that of the manifest.
+    """
+    path, metadata, progress = checkpoint.path, checkpoint.metadata, read_state(checkpoint.path).progress
+    start = DataPlan.open(RunLayout(run_directory).plan).start
+    cursor = DataCursor(
+        metadata["plan_digest"], metadata["plan_events"], checkpoint.step,
+        start.batch_sizes.position_of(checkpoint.step), start.seed,
+    )  # fmt: skip
+    if (progress.cursor, progress.step, progress.chain) != (cursor, checkpoint.step, metadata["chain"]):
+        found, expected = progress.cursor.to_json(), cursor.to_json()
+        names = [name for name in expected if found[name] != expected[name]] or ["step or chain"]
+        raise CheckpointError(
+            f"The kept state after step {checkpoint.step:,} continues elsewhere than the run: {', '.join(names)}",
+            where=str(path / STATE_NAME), hint="restore the checkpoint from a copy; do not resume it", saved=_NOTHING,
+        )  # fmt: skip
+    config, _ = config_in_force(run_directory, checkpoint.step)
+    tokenizer = load_tokenizer(path, end_of_text=config.tokenizer.end_of_text).fingerprint
+    if tokenizer != metadata["tokenizer"]:
+        raise CheckpointError(
+            f"The kept state after step {checkpoint.step:,} has another tokenizer: {_short(tokenizer)}, on record "
+            f"{_short(metadata['tokenizer'])}",
+            where=str(path), hint="restore the checkpoint from a copy; do not use it", saved=_NOTHING,
+        )  # fmt: skip
 
 
 def _unchecked_states(

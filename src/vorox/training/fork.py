@@ -39,7 +39,7 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.attempts import Attempt, AttemptRecord
 from vorox.records.executed_steps import PLAN_NOTE, STEPS_NOTE, end_note, executed_attempts
 from vorox.records.log import time_stamp
-from vorox.records.replay_chain import examine_chain
+from vorox.records.replay_chain import StateChain, examine_chain, read_states
 from vorox.records.run_context import fresh_directory
 from vorox.records.run_lookup import CONFIG_NOTE, FORKED_FROM, INHERITED, read_run_record
 from vorox.training.checkpoints.store import Checkpoint, read_state
@@ -250,6 +250,9 @@ def _write(state: _State, layout: RunLayout, run_id: str, config: RunConfig, cha
             record.record_started(attempt.last_step)
             record.record_saved(attempt.saved_step)
     if state.checkpoint is not None:
+        if state.step not in read_states(layout.directory):  # the parent did not save it
+            progress = read_state(state.checkpoint.path).progress
+            StateChain(layout.directory, state.step).record(progress, str(state.checkpoint.metadata["fingerprint"]))
         _copy_checkpoint(state.checkpoint, layout.checkpoint(state.step))
     content = dump_yaml(config).encode()
     record = _record(state, run_id, config, change, attempts, plan)
