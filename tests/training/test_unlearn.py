@@ -280,8 +280,12 @@ def test_copies_other_runs_and_exports_are_named(tmp_path: Path, capsys: pytest.
     assert main(["checkpoints", "average", str(parent), "30", "60", "--to", str(tmp_path / "models" / "mean")]) == 0
     assert main(["checkpoints", "materialize", str(parent), "--step", "1", "--to", str(tmp_path / "models")]) == 0
     assert main(["checkpoints", "materialize", str(parent), "--step", "59", "--to", str(tmp_path / "models")]) == 0
+    for step in ("1", "59", "60"):  # two of states that are not kept
+        assert main(["export", f"{parent}@{step}", "--output", str(tmp_path / "models" / f"hf-{step}")]) == 0
+    shutil.rmtree(tmp_path / "cache" / "materialized")
     capsys.readouterr()
     command = ["unlearn", str(parent), "--document", "text.jsonl:7", "--search", str(tmp_path / "models")]
+    command += ["--search", str(tmp_path / "models" / ".." / "models")]
     before = sorted(path.name for path in parent.parent.iterdir())
     assert main([*command, "--plan", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -292,7 +296,7 @@ def test_copies_other_runs_and_exports_are_named(tmp_path: Path, capsys: pytest.
     assert set(copies) == {"text.jsonl:21", "text.jsonl:30"}
     assert told["checkpoints"] == ["step-00000030", "step-00000060"]
     assert set(told["runs"]) == {child.name}
-    assert {Path(one).name for one in told["directories"]} == {"mean", "step-00000059"}
+    assert sorted(Path(one).name for one in told["directories"]) == ["hf-59", "hf-60", "mean", "step-00000059"]
     assert main([*command, "--plan"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "100% " in said

@@ -44,7 +44,7 @@ from vorox.models.huggingface.spec import KIND, HuggingFaceSpec, auto_class
 from vorox.models.spec import ModelSpec
 from vorox.models.stored.spec import spec_from_json
 from vorox.models.stored.weights import stored_entries
-from vorox.training.checkpoints.origins import CHECKPOINTS, RUN
+from vorox.training.checkpoints.origins import CHECKPOINTS, RUN, origins_of
 from vorox.training.checkpoints.signature import file_digests
 from vorox.training.checkpoints.store import Checkpoint, latest_valid, verify
 from vorox.training.export.adapter import merged, write_peft
@@ -274,8 +274,9 @@ def _metadata(checkpoint: Checkpoint, spec: ModelSpec, dtype: NumberFormat) -> d
     if missing:
         raise CheckpointError(f"Checkpoint has no {missing[0]}", where=str(checkpoint.path))
     sources = {name: hashes[name] for name in named}
-    of = {CHECKPOINTS: checkpoint.metadata[CHECKPOINTS]} if CHECKPOINTS in checkpoint.metadata else {}
-    return {"format": EXPORT_FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources, **of}
+    of = [origin.to_json() for origin in origins_of(checkpoint.path, checkpoint.metadata)]
+    found: dict[str, Any] = {"format": EXPORT_FORMAT, "step": checkpoint.step, "dtype": dtype, "sources": sources}
+    return found | ({CHECKPOINTS: of} if of else {})
 
 
 def _hashes(directory: Path) -> dict[str, Any]:

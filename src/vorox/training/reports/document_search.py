@@ -117,17 +117,17 @@ def search_runs(
 def derived_directories(findings: Sequence[Finding], folders: Iterable[Path]) -> list[Path]:
     """Return the exports, averages and materialised states in folders that are of checkpoints that saw the document.
 
-    An export of a checkpoint that is gone is found only if it names its run.
+    An export of a checkpoint that is gone is found only if it names its run, as those of earlier versions do not.
 
     Args:
         findings: Of ``search_runs``.
         folders: Folders, searched to the bottom.
     """
-    family, found = _Family(findings), dict[Path, None]()
+    family, found = _Family(findings), dict[Path, Path]()
     for path in (path.parent for folder in folders for path in sorted(folder.rglob(MANIFEST_NAME))):
         if run_of_checkpoint(path) is None and any(family.has_seen(origin) for origin in origins(path)):
-            found[path] = None
-    return list(found)
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def search_run(directory: Path, query: DocumentQuery, opened: dict[Path, CacheReader] | None = None) -> Finding:
