@@ -10,23 +10,26 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import image_text_models
 import pictures
 import tiny_runs
 from vorox.api.teacher_logits import write_teacher_logits
+from vorox.cli import main
+from vorox.core.batch import IGNORED_LABEL, Batch
 from vorox.core.config import load_config
 from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.cache.units import packing
 from vorox.data.provenance.named_documents import named_documents
-from vorox.data.provenance.queries import when
+from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import read_chain
 from vorox.training.fork import ForkChange, fork
@@ -38,7 +41,8 @@ BASE = (
     "backend=torch", "data.validation.held_out_fraction=0", "eval.every_steps=null", "data.shuffle=false",
     "checkpoint.keep_last=9", "log.matmul_peak=false",
 )  # fmt: skip
-NUM_RECORDS = 60
+NUM_RECORDS = 25
+"""So few that every run reads all of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -116,9 +120,9 @@ def plain_case(corpora: Corpora, *overrides: str) -> list[RunConfig]:
     return [tiny(folder, *overrides) for folder in corpora.folders]
 
 
-def pair_case(corpora: Corpora) -> list[RunConfig]:
+def pair_case(corpora: Corpora, *start: str) -> list[RunConfig]:
     length = "data.sequence_length_tokens=96"
-    base = teacher(corpora, length)
+    start = start or (f"train.from_weights={teacher(corpora, length)}",)
     configs: list[RunConfig] = []
     for folder in corpora.folders:
         source = {
@@ -132,10 +136,18 @@ def pair_case(corpora: Corpora) -> list[RunConfig]:
                 length,
                 "loss.name=dpo",
                 "loss.dpo_beta=0.5",
-                f"train.from_weights={base}",
+                *start,
             )
         )
     return configs
+
+
+def transformers_pair_case(corpora: Corpora) -> list[RunConfig]:
+    from backends.torch_engine.transformers_models import write_model  # imports torch
+
+    base = corpora.shared / "base"
+    write_model(base, "llama", vocab_size=264, max_position_embeddings=256)
+    return pair_case(corpora, f"model={{kind: huggingface, name_or_path: {base}}}")
 
 
 def live_case(corpora: Corpora) -> list[RunConfig]:
@@ -190,12 +202,13 @@ def patches_case(corpora: Corpora) -> list[RunConfig]:
 
 
 EXPERTS = (
-    "model.num_experts=4", "model.num_experts_per_token=2", "loss.load_balancing_weight=0.02",
+    "model.num_experts=4", "model.experts_per_token=2", "loss.load_balancing_weight=0.02",
     "loss.router_z_loss_weight=0.003",
 )  # fmt: skip
 FLOAT8 = ("precision.float8=tensorwise", "precision.float8_emulate=true", "model.intermediate_size=48")
 CASES: dict[str, tuple[Callable[[Path], Corpora], Callable[[Corpora], list[RunConfig]]]] = {
     "pairs": (pairs, pair_case),
+    "pairs for transformers": (pairs, transformers_pair_case),
     "stored logits": (texts, stored_case),
     "live teacher": (texts, live_case),
     "image encoder": (lambda path: captions(path, ((20, 12), (9, 31)), lambda size: size[::-1]), encoder_case),
@@ -220,17 +233,27 @@ def masked(parent: Path, ordinal: int, step: int = 0) -> Path:
     with RunDataIndex.open(parent) as run_data:
         (file,) = run_data.readers[0].files
         change = ForkChange(named_documents(run_data, [f"{file.uri}:{ordinal}"], "here"))
-        assert when(run_data, file.uri, ordinal=ordinal)
+        assert any(one.step <= 12 for one in when(run_data, file.uri, ordinal=ordinal))
     forked = fork(parent, step, None, change, "masked")
     tiny_runs.run(load_config(RunLayout(forked).config), resume_from=forked)
     return forked
 
 
-@pytest.mark.parametrize("name", CASES)
+JAX = ("backend=jax", "runtime.num_threads=null")
+CASES_ON_JAX: dict[str, tuple[Callable[[Path], Corpora], Callable[[Corpora], list[RunConfig]]]] = {
+    "image encoder on JAX": (
+        CASES["image encoder"][0],
+        lambda corpora: [pictures.picture_configuration(folder, [*BASE, *JAX]) for folder in corpora.folders],
+    ),
+    "experts on JAX": (texts, lambda corpora: plain_case(corpora, *JAX, *EXPERTS)),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.jax) for name in CASES_ON_JAX)])
 def test_nothing_of_a_masked_document_reaches_the_run(tmp_path: Path, name: str) -> None:
     if name == "8-bit floats" and find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    make, configure = CASES[name]
+    make, configure = (CASES | CASES_ON_JAX)[name]
     corpora = make(tmp_path)
     parents = [tiny_runs.run(config).run_directory for config in configure(corpora)]
     plain = [outcome(parent) for parent in parents]
@@ -238,3 +261,110 @@ def test_nothing_of_a_masked_document_reaches_the_run(tmp_path: Path, name: str)
     assert filled[0] == filled[1]
     assert len({plain[0][1], plain[1][1], filled[0][1]}) == 3, "the comparison would be trivial"
     assert plain[0][0] != plain[1][0]
+
+
+def first_read(run_directory: Path, ordinal: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """The first step that reads a document; there, row of the batch, first token and end of each of its parts."""
+    with RunDataIndex.open(run_directory) as run_data:
+        (file,) = run_data.readers[0].files
+        step = min(one.step for one in when(run_data, file.uri, ordinal=ordinal))
+        return step, [
+            (index, part.row_token, part.row_token + part.num_tokens)
+            for index, row in enumerate(where(run_data, step)) for part in row.documents if part.ordinal == ordinal
+        ]  # fmt: skip
+
+
+def labels_within(batch: Batch, parts: list[tuple[int, int, int]]) -> Batch:
+    """The batch with the labels of some parts of its rows, and no others."""
+    labels_NT = np.full_like(batch.labels_ABT.reshape(-1, batch.row_tokens), IGNORED_LABEL)
+    before_NT = batch.labels_ABT.reshape(labels_NT.shape)
+    for row, start, end in parts:  # token i is the label of position i - 1
+        labels_NT[row, start : end - 1] = before_NT[row, start : end - 1]
+    return replace(batch, labels_ABT=labels_NT.reshape(batch.labels_ABT.shape))
+
+
+@pytest.mark.parametrize("name", ["pairs", "stored logits", "live teacher"])
+def test_the_gradient_is_that_of_the_whole_less_what_the_document_adds(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 2e-6 of the largest gradient in fp32; the log-probabilities of other pairs are equal bit for bit."""
+    from vorox.backends.torch_engine.engine import TorchEngine
+
+    batches: dict[int, Batch] = {}
+    found: list[tuple[dict[str, np.ndarray], int, list[np.ndarray]]] = []
+    step, parts = 0, list[tuple[int, int, int]]()
+    original = TorchEngine.train_step
+
+    def measured(engine: Any, batch: Batch, divisor: int) -> tuple[dict[str, np.ndarray], int, list[np.ndarray]]:
+        references = None if engine._reference is None else engine._reference.answer_log_probs(batch)
+        engine._train_micro_batches(batch, divisor, references)
+        gradients = engine.parameters.whole(engine.parameters.gradients)
+        arrays = {key: whole.double().numpy().copy() for key, whole in gradients}
+        engine.parameters.zero_gradients()
+        answers = [] if references is None else [
+            engine._network.answer_log_probs(batch, index).detach().numpy() for index in range(len(batch.tokens_ABT))
+        ]  # fmt: skip
+        return arrays, engine._num_examples(batch), answers
+
+    def train_step(self: Any, batch: Batch, **arguments: Any) -> Any:
+        before = batches.setdefault(batch.step + 1, batch)
+        if before is not batch and batch.step + 1 == step:  # the fork; its state is still that of its parent
+            divisor = self._num_examples(before)
+            found.extend(measured(self, one, divisor) for one in (batch, before, labels_within(before, parts)))
+        return original(self, batch, **arguments)
+
+    make, configure = CASES[name]
+    corpora = make(tmp_path)
+    config = configure(corpora)[0]
+    monkeypatch.setattr(TorchEngine, "train_step", train_step)
+    parent = tiny_runs.run(config).run_directory
+    step, parts = first_read(parent, corpora.ordinal)
+    masked(parent, corpora.ordinal)
+    (rest, divisor, answers), (whole, whole_divisor, whole_answers), (alone, _, _) = found
+    assert divisor == whole_divisor
+    largest = max(np.abs(one).max() for one in whole.values())
+    assert max(np.abs(one).max() for one in alone.values()) > 1e-3 * largest, "the comparison would be trivial"
+    for key, gradient in rest.items():
+        np.testing.assert_allclose(gradient, whole[key] - alone[key], rtol=0, atol=2e-6 * largest)
+    if name == "pairs":
+        rest_P2, whole_P2 = (np.concatenate(found).reshape(-1, 2) for found in (answers, whole_answers))
+        is_masked_P = (rest_P2 == 0).all(axis=1)
+        assert is_masked_P.sum() == 1
+        assert np.array_equal(rest_P2[~is_masked_P], whole_P2[~is_masked_P])
+
+
+def test_a_pair_is_explained_unlearned_and_erased(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpora = pairs(tmp_path)
+    parent = tiny_runs.run(pair_case(corpora)[0]).run_directory
+    step, _ = first_read(parent, corpora.ordinal)
+    capsys.readouterr()
+    assert main(["explain", str(parent), "--step", str(step), "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert f"text.jsonl:{corpora.ordinal}" in json.dumps(explained)
+    words = [str(parent), "--document", f"text.jsonl:{corpora.ordinal}"]
+    assert main(["unlearn", *words, "--erase", "--yes"]) == 0
+    (unlearned,) = (path for path in parent.parent.iterdir() if path.name.startswith("tiny-unlearned"))
+    assert main(["replay", str(unlearned)]) == 0, "the pair counts in the divisor after its text is gone"
+    assert main(["replay", str(parent)]) == 4
+    assert outcome(masked(parent, corpora.ordinal)) == outcome(unlearned)
+
+
+@pytest.mark.parametrize("name", ["stored logits", "image encoder"])
+def test_what_cannot_be_erased_is_unlearned_and_the_erasure_refused_first(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, configure = CASES[name]
+    corpora = make(tmp_path)
+    parent = tiny_runs.run(configure(corpora)[0]).run_directory
+    with RunDataIndex.open(parent) as run_data:
+        document = f"{Path(run_data.readers[0].files[0].uri).name}:{corpora.ordinal}"
+    capsys.readouterr()
+    assert main(["unlearn", str(parent), "--document", document, "--erase", "--yes"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        "finds the stored logits" if name == "stored logits" else "cannot be erased from a cache with images"
+    ) in said
+    assert [path.name for path in parent.parent.iterdir()] == [parent.name]
+    assert main(["unlearn", str(parent), "--document", document]) == 0
+    (unlearned,) = (path for path in parent.parent.iterdir() if path != parent)
+    assert main(["replay", str(unlearned)]) == 0

@@ -149,7 +149,7 @@ class LogitsReader:
                 f"the first with digest {int(digests_N[missing[0]]):016x}",
                 where=f"{_KEY}: {self.directory}",
                 hint=f"the rows have changed, or the run is longer: `{_COMMAND}` with the data settings of this run "
-                "and the same directory adds the missing rows",
+                "and the same directory adds the missing rows, unless a document of them was erased from the cache",
             )
         ids_NTK, logits_NTK = (
             np.zeros((digests_N.size, *shape[2:]), np.int32),
