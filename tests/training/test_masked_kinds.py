@@ -231,13 +231,13 @@ def outcome(run_directory: Path) -> tuple[list[str], str]:
     )
 
 
-def masked(parent: Path, ordinal: int, step: int = 0) -> Path:
+def masked(parent: Path, ordinal: int) -> Path:
     """The trained fork of a run that masks a document from its start on."""
     with RunDataIndex.open(parent) as run_data:
         (file,) = run_data.readers[0].files
         change = ForkChange(named_documents(run_data, [f"{file.uri}:{ordinal}"], "here"))
         assert any(one.step <= 12 for one in when(run_data, file.uri, ordinal=ordinal))
-    forked = fork(parent, step, None, change, "masked")
+    forked = fork(parent, 0, None, change, "masked")
     tiny_runs.run(load_config(RunLayout(forked).config), resume_from=forked)
     return forked
 
@@ -269,6 +269,16 @@ def first_read(run_directory: Path, ordinal: int) -> tuple[int, list[tuple[int, 
         ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Gradients of a batch, sum of its losses, what they are divided by, and log-probabilities of answers."""
+
+    gradients: dict[str, np.ndarray]
+    loss: float
+    divisor: int
+    answers: list[np.ndarray]
+
+
 def labels_within(batch: Batch, parts: list[tuple[int, int, int]]) -> Batch:
     """The batch with the labels of some parts of its rows, and no others."""
     labels_NT = np.full_like(batch.labels_ABT.reshape(-1, batch.row_tokens), IGNORED_LABEL)
@@ -286,20 +296,20 @@ def test_the_gradient_is_that_of_the_whole_less_what_the_document_adds(
     from vorox.backends.torch_engine.engine import TorchEngine
 
     batches: dict[int, Batch] = {}
-    found: list[tuple[dict[str, np.ndarray], int, list[np.ndarray]]] = []
+    found: list[Measured] = []
     step, parts = 0, list[tuple[int, int, int]]()
     original = TorchEngine.train_step
 
-    def measured(engine: Any, batch: Batch, divisor: int) -> tuple[dict[str, np.ndarray], int, list[np.ndarray]]:
+    def measured(engine: Any, batch: Batch, divisor: int) -> Measured:
         references = None if engine._reference is None else engine._reference.answer_log_probs(batch)
-        engine._train_micro_batches(batch, divisor, references)
+        loss = sum(float(part.loss) for part in engine._train_micro_batches(batch, divisor, references))
         gradients = engine.parameters.whole(engine.parameters.gradients)
         arrays = {key: whole.double().numpy().copy() for key, whole in gradients}
         engine.parameters.zero_gradients()
         answers = [] if references is None else [
             engine._network.answer_log_probs(batch, index).detach().numpy() for index in range(len(batch.tokens_ABT))
         ]  # fmt: skip
-        return arrays, engine._num_examples(batch), answers
+        return Measured(arrays, loss, engine._num_examples(batch), answers)
 
     def train_step(self: Any, batch: Batch, **arguments: Any) -> Any:
         before = batches.setdefault(batch.step + 1, batch)
@@ -315,14 +325,17 @@ def test_the_gradient_is_that_of_the_whole_less_what_the_document_adds(
     parent = tiny_runs.run(config).run_directory
     step, parts = first_read(parent, corpora.ordinal)
     masked(parent, corpora.ordinal)
-    (rest, divisor, answers), (whole, whole_divisor, whole_answers), (alone, _, _) = found
-    assert divisor == whole_divisor
-    largest = max(np.abs(one).max() for one in whole.values())
-    assert max(np.abs(one).max() for one in alone.values()) > 1e-3 * largest, "the comparison would be trivial"
-    for key, gradient in rest.items():
-        np.testing.assert_allclose(gradient, whole[key] - alone[key], rtol=0, atol=2e-6 * largest)
+    rest, whole, alone = found
+    assert rest.divisor == whole.divisor
+    assert rest.loss == pytest.approx(whole.loss - alone.loss, rel=1e-5)
+    largest = max(np.abs(one).max() for one in whole.gradients.values())
+    added = max(np.abs(one).max() for one in alone.gradients.values())
+    assert added > 1e-3 * largest, "the comparison would be trivial"
+    for key, gradient in rest.gradients.items():
+        expected = whole.gradients[key] - alone.gradients[key]
+        np.testing.assert_allclose(gradient, expected, rtol=0, atol=2e-6 * largest)
     if name == "pairs":
-        rest_P2, whole_P2 = (np.concatenate(found).reshape(-1, 2) for found in (answers, whole_answers))
+        rest_P2, whole_P2 = (np.concatenate(found).reshape(-1, 2) for found in (rest.answers, whole.answers))
         is_masked_P = (rest_P2 == 0).all(axis=1)
         assert is_masked_P.sum() == 1
         assert np.array_equal(rest_P2[~is_masked_P], whole_P2[~is_masked_P])
