@@ -302,13 +302,14 @@ def test_the_gradient_is_that_of_the_whole_less_what_the_document_adds(
 
     def measured(engine: Any, batch: Batch, divisor: int) -> Measured:
         references = None if engine._reference is None else engine._reference.answer_log_probs(batch)
-        loss = sum(float(part.loss) for part in engine._train_micro_batches(batch, divisor, references))
+        sums = engine._train_micro_batches(batch, divisor, references).values()
         gradients = engine.parameters.whole(engine.parameters.gradients)
         arrays = {key: whole.double().numpy().copy() for key, whole in gradients}
         engine.parameters.zero_gradients()
         answers = [] if references is None else [
             engine._network.answer_log_probs(batch, index).detach().numpy() for index in range(len(batch.tokens_ABT))
         ]  # fmt: skip
+        loss = sum(float(part.loss) for part in sums)
         return Measured(arrays, loss, engine._num_examples(batch), answers)
 
     def train_step(self: Any, batch: Batch, **arguments: Any) -> Any:
