@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fake_rows import FakeRows
+from pictures import picture
 from vorox.core.errors import ConfigError
 from vorox.data.documents import DocumentSpan, SourceFile, Unit, UnitSpan
-from vorox.data.images.layout import ImageLayout
-from vorox.data.order.document_masks import DocumentMasks, check_masks
+from vorox.data.images.decoding import ImageInput, PatchInput
+from vorox.data.images.layout import ImageLayout, PatchGrid
+from vorox.data.images.tokens import FIRST_IMAGE_ID, find_images
+from vorox.data.order.document_masks import DocumentMasks, _filler, check_masks
 from vorox.data.order.plan_events import Bucket, MaskedDocument, MaskEvent, PlanSource, PlanStart
 from vorox.data.order.plan_state import PlanState
 
@@ -77,22 +80,48 @@ def test_a_mask_moves_no_row_and_counts_from_its_position_on() -> None:
     assert after.digests[0] == before.digests[0] != after.digests[-1]
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no document mask": ({"document_mask": False}, {}, "data.document_mask"),
-    "teacher": ({"has_teacher": True}, {}, "train.distillation.logits"),
-    "pairs": ({}, {"source": {"format": "jsonl", "preference_pairs": "true"}}, "data.sources"),
-    "images": ({}, {"images": ImageLayout(4)}, "model.vision"),
-}
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_what_would_leak_is_refused_by_name(is_planned: bool) -> None:
+    state = state_of(MaskEvent(0, (MaskedDocument("code", "v", 0),)))
+    check_masks(state_of(), document_mask=False)
+    check_masks(state, document_mask=True, is_planned=is_planned)
+    words = "masks documents, which is not possible with" if is_planned else "cannot be masked, because of"
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_masks(state, document_mask=False, is_planned=is_planned)
+    assert caught.value.where == "data.document_mask"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_would_leak_or_be_left_is_refused_by_name(name: str) -> None:
-    facts, changes, key = CASES[name]
-    reader = FakeRows("code", [3])
-    reader.recipe = replace(reader.recipe, **changes)
-    given = {"document_mask": True, "has_teacher": False} | facts
-    check_masks(state_of(), [None, reader], **given)
-    with pytest.raises(ConfigError, match="masks documents, which is not possible with") as caught:
-        check_masks(state_of(MaskEvent(0, (MaskedDocument("code", "v", 0),))), [None, reader], **given)
-    assert caught.value.where == key
-    check_masks(state_of(MaskEvent(0, (MaskedDocument("code", "v", 0),))), [], document_mask=True, has_teacher=False)
+GRID = PatchGrid(patch_size_pixels=4, merge_size=2, min_pixels=256, max_pixels=1024)
+SIZES = ((20, 12), (9, 31), (40, 24), (16, 16), (70, 50), (3, 500), (33, 32))
+
+
+@pytest.mark.parametrize("layout", [ImageLayout(6), ImageLayout(0, GRID, (7,), (8,))])
+def test_a_masked_picture_is_blank_and_keeps_its_positions(layout: ImageLayout) -> None:
+    """A row of text and pictures of random sizes, by an own computation of where they are."""
+    pytest.importorskip("PIL")
+    chooser = np.random.default_rng()
+    sizes = [SIZES[index] for index in chooser.integers(len(SIZES), size=3)]
+    contents = [picture("red", int(chooser.integers(1 << 30)), size) for size in sizes]
+    digests = [int(digest) for digest in chooser.integers(1 << 63, size=3)]
+    parts = [layout.ids(digest, layout.num_tokens(size)) for digest, size in zip(digests, sizes, strict=True)]
+    text = chooser.integers(9, 99, 5).astype(np.uint32)
+    row = np.concatenate([text, *itertools.chain(*((part, text) for part in parts))])
+    reader = OneDocumentPerRow()
+    recipe, images = replace(reader.recipe, images=layout), dict(zip(digests, contents, strict=True))
+    filler, blanks = _filler(row, recipe, images)
+    is_picture = row >= FIRST_IMAGE_ID
+    assert np.array_equal(filler >= FIRST_IMAGE_ID, is_picture)
+    assert (filler[~is_picture] == recipe.filler_id).all()
+    rows, addresses = find_images(filler[None])
+    assert rows.tolist() == [0, 0, 0]
+    input_ = ImageInput(8, 5) if layout.grid is None else PatchInput(layout.grid, 5)
+    of_blanks = input_.read([blanks[address] for address in addresses], rows)
+    before = input_.read(contents, rows)
+    for (name, blank), (_, array) in zip(of_blanks.arrays(), before.arrays(), strict=True):
+        assert blank.shape == array.shape
+        assert np.array_equal(blank, array if name == "grids" else np.zeros_like(array))
+        assert array.any()
+    other = layout.ids(digests[0] ^ 1, layout.num_tokens(sizes[0]))
+    assert not np.array_equal(other, parts[0])
+    again, _ = _filler(np.concatenate([text, other]), recipe, {digests[0] ^ 1: contents[0]})
+    assert np.array_equal(again, filler[: len(again)]), "nothing of the bytes of a picture stays"

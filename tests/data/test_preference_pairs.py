@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import tiny_runs
-from vorox.core.batch import IGNORED_LABEL
+from vorox.core.batch import IGNORED_LABEL, Batch, DataCursor
 from vorox.core.config import load_config
 from vorox.core.config.config_for_text import config_for_text
 from vorox.core.errors import ConfigError
-from vorox.core.preference_pairs import find_pairs
+from vorox.core.preference_pairs import count_pairs, find_pairs
 from vorox.data.cache.units.packing import pack, split_pairs
 from vorox.data.chat.conversations import read_pair
 from vorox.data.documents import Message, PreferencePair, UnreadableRecord
@@ -114,7 +114,8 @@ def test_the_targets_of_a_batch_are_found() -> None:
     labels_BT[chooser.random((3, 60)) < 0.6] = IGNORED_LABEL
     labels_BT[segments_BT == 0] = IGNORED_LABEL
     labels_BT[0, 9:18] = IGNORED_LABEL  # the rejected answer of the first pair
-    found = find_pairs(segments_BT, labels_BT)
+    batch = batch_of(segments_BT, labels_BT)
+    found = find_pairs(batch, 0)
     expected: list[list[int]] = []
     for row, pair in ((row, pair) for row in range(3) for pair in range(3)):
         halves = [np.flatnonzero((segments_BT[row] == s) & (labels_BT[row] >= 0)) for s in (2 * pair + 1, 2 * pair + 2)]
@@ -124,6 +125,30 @@ def test_the_targets_of_a_batch_are_found() -> None:
     padded = np.append(found.position_K, -1)
     assert [[p for p in padded[row].tolist() if p >= 0] for row in found.target_HL] == expected
     np.testing.assert_array_equal(found.label_K, labels_BT.reshape(-1)[found.position_K])
+    assert (found.masked_P, count_pairs(batch)) == (None, len(expected) // 2)
+
+    row, pair = divmod(int(chooser.integers(5)), 3)  # the third row has two pairs
+    chosen_BT = np.isin(segments_BT, (2 * pair + 1, 2 * pair + 2)) & (np.arange(3)[:, None] == 2 * row)
+    is_masked_BT = chosen_BT & (labels_BT != IGNORED_LABEL)
+    filled_BT = np.where(is_masked_BT, IGNORED_LABEL, labels_BT)
+    masked_batch = batch_of(segments_BT, filled_BT, is_masked_BT)
+    masked = find_pairs(masked_batch, 0)
+    assert count_pairs(masked_batch) == len(expected) // 2, "the divisor stays"
+    np.testing.assert_array_equal(masked.position_K, found.position_K)
+    is_masked_K = is_masked_BT.reshape(-1)[found.position_K]
+    np.testing.assert_array_equal(masked.label_K, np.where(is_masked_K, 0, found.label_K))
+    kept_H = [not is_masked_BT.reshape(-1)[half].any() for half in expected]
+    for here, before, is_kept in zip(masked.target_HL, found.target_HL, kept_H, strict=True):
+        np.testing.assert_array_equal(here, before if is_kept else len(found.position_K))
+    masked_P = [False] * (len(expected) // 2) if masked.masked_P is None else masked.masked_P.tolist()
+    assert masked_P == [not is_kept for is_kept in kept_H[::2]]
+
+
+def batch_of(segments_BT: np.ndarray, labels_BT: np.ndarray, is_masked_BT: np.ndarray | None = None) -> Batch:
+    return Batch(
+        0, labels_BT[None], labels_BT[None], segments_BT[None], None, np.zeros((1, 3), np.uint64), 0,
+        DataCursor("", 0, 0, 0, 0), masked_targets_ABT=None if is_masked_BT is None else is_masked_BT[None],
+    )  # fmt: skip
 
 
 def test_data_detects_pairs_and_sets_the_loss(tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ class Batch:
         images_A: Images of each micro-batch; ``None`` for a model that reads text only.
         teacher: Stored logits of a teacher; ``None`` without ``train.distillation.logits``.
         lanes: Sum over the elements of its rows (``core/row_set_hash.py``); ``None`` for a batch without slots.
+        masked_targets_ABT: Whether a position was a target before its document was masked; ``None``: none is masked.
+        stored_digests_AB: ``row_digests_AB`` before documents were masked; ``None``: none is masked.
     """
 
     step: int
@@ -187,6 +189,8 @@ class Batch:
     images_A: tuple[AnyImages, ...] | None = None
     teacher: TeacherLogits | None = None
     lanes: LaneArray | None = None
+    masked_targets_ABT: npt.NDArray[np.bool_] | None = None
+    stored_digests_AB: npt.NDArray[np.uint64] | None = None
 
     @property
     def num_tokens(self) -> int:

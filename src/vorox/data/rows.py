@@ -23,7 +23,7 @@ import xxhash
 
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, DataCursor, Int32Array
 from vorox.core.errors import DataError
-from vorox.data.images.decoding import ImageInput, PatchInput
+from vorox.data.images.decoding import BlankImage, ImageInput, PatchInput
 from vorox.data.images.tokens import FIRST_IMAGE_ID, find_images
 from vorox.data.recipe import Recipe
 
@@ -44,9 +44,10 @@ class RowBlock:
         segment_lengths: Tokens per segment, int32, at least 1.
         segment_document_offsets: Token offset of each segment in its document, int32; 0 where a document starts.
         loss_mask_NC: Whether each token is trained on, ``[N, row_tokens]``; ``None``: all are.
-        images: The encoded bytes of the images in the rows, by their hash.
+        images: The encoded bytes of the images in the rows, by their hash; blank ones in masked documents.
         masked_NC: Whether each token is of a masked document, ``[N, row_tokens]``: a filler and no target, although the
             number of targets is that of the stored row; ``None``: none are.
+        stored_digests_N: Digest of each row before documents were masked; ``None``: none are.
         erased_NC: Whether each token is of a document that was erased from its cache, ``[N, row_tokens]``; ``None``:
             none are.
         segment_start_tokens: Leading tokens of each segment that are no targets although the mask may say so, int32:
@@ -58,10 +59,11 @@ class RowBlock:
     segment_lengths: npt.NDArray[np.int32]
     segment_document_offsets: npt.NDArray[np.int32]
     loss_mask_NC: npt.NDArray[np.bool_] | None = None
-    images: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    images: Mapping[int, bytes | BlankImage] = field(default_factory=dict[int, bytes | BlankImage])
     segment_start_tokens: npt.NDArray[np.int32] | None = None
     masked_NC: npt.NDArray[np.bool_] | None = None
     erased_NC: npt.NDArray[np.bool_] | None = None
+    stored_digests_N: npt.NDArray[np.uint64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -164,15 +166,18 @@ def assemble(
     # One allocation: with several of this size, malloc returns the memory and faults it in again for each batch.
     shape = (4 if document_mask else 2, block.num_rows + padding_rows, num_positions)
     arrays = np.empty(shape, np.int32)
-    num_target_tokens = _write_rows(block, arrays[:, : block.num_rows], document_mask=document_mask)
+    num_target_tokens, masked_targets_NT = _write_rows(block, arrays[:, : block.num_rows], document_mask=document_mask)
     if padding_rows:
         arrays[:, block.num_rows :] = 0
         arrays[1, block.num_rows :] = IGNORED_LABEL
     if image_input is not None:
         ids = arrays[:2, : block.num_rows]
         ids[ids >= FIRST_IMAGE_ID] = image_input.token_id
-    digests = np.zeros((block.num_rows + padding_rows, row_pieces), np.uint64)
-    digests[: block.num_rows] = _piece_digests(row_digests(block), row_pieces)
+
+    def digests_AB(digests_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        padding = np.zeros((padding_rows, row_pieces), np.uint64)
+        return np.concatenate([_piece_digests(digests_N, row_pieces), padding]).reshape(num_micro_batches, -1)
+
     if row_pieces > 1:
         arrays = _split_rows(arrays, row_pieces)
     arrays_kABT = arrays.reshape(len(arrays), num_micro_batches, -1, arrays.shape[-1])
@@ -182,10 +187,14 @@ def assemble(
         labels_ABT=arrays_kABT[1],
         segment_ids_ABT=arrays_kABT[2] if document_mask else None,
         position_ids_ABT=arrays_kABT[3] if document_mask else None,
-        row_digests_AB=digests.reshape(num_micro_batches, -1),
+        row_digests_AB=digests_AB(row_digests(block)),
         num_target_tokens=num_target_tokens,
         cursor_after=cursor_after,
         images_A=None if image_input is None else _images(block, image_input, num_micro_batches, padding_rows),
+        masked_targets_ABT=None
+        if masked_targets_NT is None
+        else np.pad(masked_targets_NT, ((0, padding_rows), (0, 0))).reshape(arrays_kABT.shape[1:]),
+        stored_digests_AB=None if block.stored_digests_N is None else digests_AB(block.stored_digests_N),
     )
 
 
@@ -202,8 +211,14 @@ def _images(
     )
 
 
-def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> int:
-    """Fill tokens, labels and, with a document mask, segment and position ids; return the number of targets."""
+def _write_rows(
+    block: RowBlock, arrays: Int32Array, *, document_mask: bool
+) -> tuple[int, npt.NDArray[np.bool_] | None]:
+    """Fill tokens, labels and, with a document mask, segment and position ids.
+
+    Returns:
+        The number of targets, masked ones included, and which are masked, ``[N, T]``; ``None`` if none are.
+    """
     num_positions = block.row_tokens - 1
     arrays[0], arrays[1] = block.tokens_NC[:, :-1], block.tokens_NC[:, 1:]
     labels_NT = arrays[1]
@@ -225,9 +240,12 @@ def _write_rows(block: RowBlock, arrays: Int32Array, *, document_mask: bool) -> 
         _ignore_starts(block, labels_NT)
     if block.loss_mask_NC is not None or block.segment_start_tokens is not None:
         num_target_tokens = int(np.count_nonzero(labels_NT != IGNORED_LABEL))
-    if block.masked_NC is not None:  # after counting: the share of every other document in the loss stays
-        labels_NT[block.masked_NC[:, 1:]] = IGNORED_LABEL
-    return num_target_tokens
+    if block.masked_NC is None:
+        return num_target_tokens, None
+    # After counting: the share of every other document in the loss stays.
+    masked_targets_NT = block.masked_NC[:, 1:] & (labels_NT != IGNORED_LABEL)
+    labels_NT[masked_targets_NT] = IGNORED_LABEL
+    return num_target_tokens, masked_targets_NT
 
 
 def _ignore_starts(block: RowBlock, labels_NT: npt.NDArray[np.int32]) -> None:

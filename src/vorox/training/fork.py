@@ -177,12 +177,7 @@ def check_change(run_data: RunDataIndex, step: int, change: ForkChange) -> None:
         )  # fmt: skip
     if change.documents:
         event = MaskEvent(plan.start.batch_sizes.position_of(step), change.masked)
-        has_teacher = config.train.distillation.logits is not None
-        document_mask = config.data.document_mask
-        check_masks(
-            plan.state.apply(event), run_data.readers, document_mask=document_mask, has_teacher=has_teacher,
-            is_planned=False,
-        )  # fmt: skip
+        check_masks(plan.state.apply(event), document_mask=config.data.document_mask, is_planned=False)
 
 
 def _configs(parent: Path, step: int, change: ForkChange, name: str | None) -> tuple[RunConfig, RunConfig]:

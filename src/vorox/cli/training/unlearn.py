@@ -19,7 +19,7 @@ from vorox.cli.training.train import train
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
-from vorox.data.cache.upkeep.erasure import Record, erase_documents
+from vorox.data.cache.upkeep.erasure import Record, check_erasable, erase_documents
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.run_data_index import RunDataIndex
@@ -106,6 +106,8 @@ def unlearn(
     private_key = None if key is None else load_private_key(key)
     names = _names(document or [], listed)
     case = _examine(find_run(root, run), names, Path(root), search or [])
+    if erase:
+        _check_erasable(case)
     if plan:
         _print_plan(case, as_json=as_json)
         return
@@ -231,6 +233,19 @@ def _state(directory: Path, case: _Case, key: PrivateKey | None) -> None:
     typer.echo(f"{'Statement' if key is None else 'Signed statement'}: {path}")
     _print_rest(case)
     typer.echo(f"\nCompare: vorox runs compare --paired {run_argument(case.run)} {run_argument(directory)}")
+
+
+def _check_erasable(case: _Case) -> None:
+    """Refuse an erasure in the end before anything is computed."""
+    logits = recorded_config(case.run).train.distillation.logits
+    if logits is not None:
+        raise ConfigError(
+            f"{case.run.name} finds the stored logits of its teacher by rows as they were before an erasure",
+            where=f"--erase, train.distillation.logits={logits}", saved="nothing was written",
+            hint="leave --erase out; the stored logits also hold what the teacher predicted for the documents",
+        )  # fmt: skip
+    for directory in case.caches:
+        check_erasable(directory)
 
 
 def _confirm_erasure(case: _Case, *, yes: bool) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vorox.core.batch import BatchImages, BatchPatches
 from vorox.core.errors import ConfigError
 from vorox.core.platform.installation import install_command
-from vorox.data.images.layout import PatchGrid
+from vorox.data.images.layout import ImageLayout, PatchGrid
 
 MAX_PIXELS = 1 << 27
 """Larger images are refused: a small file can decode to more than memory holds."""
@@ -25,6 +25,36 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 _BICUBIC = 3
 """Pillow's ``Resampling.BICUBIC``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlankImage:
+    """A black image in the place of one whose document is masked; it has the shape of that one, and no bytes.
+
+    Attributes:
+        rows: Rows of its patches; 0 for a model that reads images of one size.
+        columns: Columns of its patches.
+    """
+
+    rows: int = 0
+    columns: int = 0
+
+    @classmethod
+    def like(cls, content: bytes, layout: ImageLayout) -> BlankImage:
+        """Return a blank image that takes the positions of another.
+
+        Raises:
+            ValueError: The other one cannot be opened.
+        """
+        if layout.grid is None:
+            return cls()
+        with _opened(content) as opened:
+            return cls(*layout.grid.patches(opened.width, opened.height))
+
+    @property
+    def address(self) -> int:
+        """What stands in a row for the hash of the bytes of an image."""
+        return self.rows << 32 | self.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +69,7 @@ class ImageInput:
     size_pixels: int
     token_id: int
 
-    def read(self, contents: Sequence[bytes], rows_I: npt.NDArray[np.int64]) -> BatchImages:
+    def read(self, contents: Sequence[bytes | BlankImage], rows_I: npt.NDArray[np.int64]) -> BatchImages:
         """Decode the images of a micro-batch; one that occurs twice is decoded once.
 
         Args:
@@ -68,7 +98,7 @@ class PatchInput:
     grid: PatchGrid
     token_id: int
 
-    def read(self, contents: Sequence[bytes], rows_I: npt.NDArray[np.int64]) -> BatchPatches:
+    def read(self, contents: Sequence[bytes | BlankImage], rows_I: npt.NDArray[np.int64]) -> BatchPatches:
         """As ``ImageInput.read``."""
         decoded = {content: decode_patches(content, self.grid) for content in dict.fromkeys(contents)}
         side = self.grid.patch_size_pixels
@@ -77,18 +107,20 @@ class PatchInput:
         return BatchPatches(np.concatenate(patches), grids_I2, rows_I, self.token_id)
 
 
-def decode_image(content: bytes, size_pixels: int) -> npt.NDArray[np.uint8]:
+def decode_image(content: bytes | BlankImage, size_pixels: int) -> npt.NDArray[np.uint8]:
     """Return an image as RGB, ``[size, size, 3]``, resized without its aspect ratio (as SigLIP's processor).
 
     Raises:
         ValueError: It cannot be decoded.
     """
+    if isinstance(content, BlankImage):
+        return np.zeros((size_pixels, size_pixels, 3), np.uint8)
     with _opened(content) as opened:
         opened.draft("RGB", (size_pixels, size_pixels))
         return np.array(opened.convert("RGB").resize((size_pixels, size_pixels), _BICUBIC), np.uint8)
 
 
-def decode_patches(content: bytes, grid: PatchGrid) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
+def decode_patches(content: bytes | BlankImage, grid: PatchGrid) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
     """Return the patches of an image, RGB ``[patches, 3, side, side]``, with their rows and columns.
 
     Resized as by transformers' Qwen2-VL processor without torchvision. The patches of a token follow each other.
@@ -96,9 +128,12 @@ def decode_patches(content: bytes, grid: PatchGrid) -> tuple[npt.NDArray[np.uint
     Raises:
         ValueError: It cannot be decoded, or the model does not read images of its size.
     """
+    side, merge = grid.patch_size_pixels, grid.merge_size
+    if isinstance(content, BlankImage):
+        rows, columns = content.rows, content.columns
+        return np.zeros((rows * columns, 3, side, side), np.uint8), (rows, columns)
     with _opened(content) as opened:
         rows, columns = grid.patches(opened.width, opened.height)
-        side, merge = grid.patch_size_pixels, grid.merge_size
         pixels = np.array(opened.convert("RGB").resize((columns * side, rows * side), _BICUBIC), np.uint8)
     parts = pixels.reshape(rows // merge, merge, side, columns // merge, merge, side, 3)
     return parts.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, side, side), (rows, columns)

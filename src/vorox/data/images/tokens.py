@@ -9,6 +9,7 @@ Invariant: a document with images is never divided, so a row holds whole images 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,18 @@ def find_images(tokens_NC: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], lis
     rows, columns = np.nonzero((tokens_NC >= FIRST_IMAGE_ID) & (tokens_NC < _CONTINUATION_ID))
     parts = (tokens_NC[rows, columns] - FIRST_IMAGE_ID).astype(np.uint64).reshape(-1, ADDRESS_IDS)
     return rows[::ADDRESS_IDS], (parts << _SHIFTS).sum(axis=1, dtype=np.uint64).tolist()
+
+
+def is_image(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return whether each stored token is a position of an image."""
+    return tokens >= FIRST_IMAGE_ID
+
+
+def replace_addresses(tokens_C: npt.NDArray[Any], addresses: Sequence[int]) -> None:
+    """Replace the addresses of the images in a part of a row, in the order of their positions, in place."""
+    places = np.flatnonzero((tokens_C >= FIRST_IMAGE_ID) & (tokens_C < _CONTINUATION_ID))
+    ids = [image_ids(address, ADDRESS_IDS) for address in addresses]
+    tokens_C[places] = np.concatenate([np.zeros(0, np.uint32), *ids])
 
 
 def one_id_per_image(ids: npt.NDArray[Any], image_token_id: int) -> npt.NDArray[Any]:

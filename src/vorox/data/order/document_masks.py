@@ -1,7 +1,8 @@
 """Masked documents: rows of caches in, rows in which the documents of ``mask`` events are a filler out.
 
 The tokens of a masked document become the end-of-text token, so that segments, positions and lengths stay, and none of
-its tokens is a target; the number of targets of a row stays that of the stored row (``rows.py: assemble``). A document
+its tokens is a target; the number of targets of a row stays that of the stored row (``rows.py: assemble``). The
+positions of its images stay, and the images become blank. A preference pair is one document. A document
 is named by source, version of its file, and record, which stay when a cache is shared, grows or moves. Only rows of
 units that may hold a masked document are looked at one by one; a plan without ``mask`` events costs nothing.
 
@@ -23,10 +24,13 @@ import numpy.typing as npt
 
 from vorox.core.errors import ConfigError, DataError
 from vorox.data.documents import units_with
+from vorox.data.images.decoding import BlankImage
+from vorox.data.images.tokens import find_images, is_image, replace_addresses
 from vorox.data.order.difficulty_buckets import SourceReader, cache_of
 from vorox.data.order.plan_events import MaskEvent
 from vorox.data.order.plan_state import PlanState, Positions
-from vorox.data.rows import RowBlock, RowReader
+from vorox.data.recipe import Recipe
+from vorox.data.rows import RowBlock, RowReader, TokenArray, row_digests
 
 Record = tuple[str, int]
 """Version of a file, and index of a record in it."""
@@ -86,7 +90,7 @@ class DocumentMasks:
             DataError: A chunk is missing or damaged.
         """
         masked_NC = np.zeros(block.tokens_NC.shape, np.bool_)
-        tokens_NC = block.tokens_NC.copy()
+        tokens_NC, blanks = block.tokens_NC.copy(), dict[int, BlankImage]()
         for index in np.unique(source_index).tolist():
             reader = cast("SourceReader | None", readers[index])
             if reader is None or not self._of(index):
@@ -99,10 +103,14 @@ class DocumentMasks:
                     start, end = end, end + span.length
                     version = reader.files[span.file_index].version
                     masked_NC[at, start:end] = self.is_masked(index, version, span.ordinal, int(positions[at]))
-                tokens_NC[at, masked_NC[at]] = reader.recipe.filler_id
+                filler_C, found = _filler(tokens_NC[at, masked_NC[at]], reader.recipe, block.images)
+                tokens_NC[at, masked_NC[at]], blanks = filler_C, blanks | found
         if not masked_NC.any():
             return block
-        return replace(block, tokens_NC=tokens_NC, masked_NC=masked_NC)
+        return replace(
+            block, tokens_NC=tokens_NC, masked_NC=masked_NC, images={**block.images, **blanks},
+            stored_digests_N=row_digests(block),
+        )  # fmt: skip
 
     def _of(self, source_index: int) -> Mapping[Record, int]:
         return self.starts_of(self._sources[source_index])
@@ -116,6 +124,20 @@ class DocumentMasks:
                 known = num_units, units_with(self._of(source_index), reader.files, reader.units)
                 self._units[reader] = known
             return known[1]
+
+
+def _filler(
+    tokens_C: TokenArray, recipe: Recipe, images: Mapping[int, bytes | BlankImage]
+) -> tuple[TokenArray, dict[int, BlankImage]]:
+    """Return what stands for the tokens of masked documents, and the blank images in it by their addresses."""
+    filler_C = np.full_like(tokens_C, recipe.filler_id)
+    if recipe.images is None:
+        return filler_C, {}
+    _, digests = find_images(tokens_C[None])
+    blanks = [BlankImage.like(cast("bytes", images[digest]), recipe.images) for digest in digests]
+    filler_C = np.where(is_image(tokens_C), tokens_C, filler_C)
+    replace_addresses(filler_C, [blank.address for blank in blanks])
+    return filler_C, {blank.address: blank for blank in blanks}
 
 
 def check_erased(
@@ -153,45 +175,26 @@ def check_erased(
     )  # fmt: skip
 
 
-def check_masks(
-    state: PlanState,
-    readers: Sequence[RowReader | None],
-    *,
-    document_mask: bool,
-    has_teacher: bool,
-    is_planned: bool = True,
-) -> None:
-    """Refuse masked documents where they would leak into others, or where rows hold more than their tokens.
+def check_masks(state: PlanState, *, document_mask: bool, is_planned: bool = True) -> None:
+    """Refuse masked documents where other documents of their rows see them.
 
     Args:
         state: The plan, with the masks.
-        readers: The caches of its sources.
         document_mask: Whether attention is confined to a document.
-        has_teacher: Whether rows have stored logits.
         is_planned: Whether the plan masks them already; ``False`` to check a mask before it is added.
 
     Raises:
-        ConfigError: A row of the run is not separated into documents, or has images, preference pairs or stored logits.
+        ConfigError: Rows are not separated into documents.
     """
-    if not state.masks:
+    if not state.masks or document_mask:
         return
-    recipes = [reader.recipe for reader in readers if reader is not None]
-    refused = {
-        "data.document_mask": (not document_mask, "documents of a row that see each other (data.document_mask=false)"),
-        "train.distillation.logits": (has_teacher, "stored logits of a teacher (train.distillation.logits)"),
-        "data.sources": (
-            any("preference_pairs" in recipe.source for recipe in recipes), "preference pairs (preference_pairs)"
-        ),
-        "model.vision": (any(recipe.images is not None for recipe in recipes), "images (images_field)"),
-    }  # fmt: skip
-    for key, (is_refused, what) in refused.items():
-        if is_refused and is_planned:
-            raise ConfigError(
-                f"The data plan masks documents, which is not possible with {what}", where=key,
-                hint="continue from a checkpoint before the documents were masked, or start a new run without them",
-            )  # fmt: skip
-        if is_refused:
-            raise ConfigError(
-                f"Documents of this run cannot be masked, because of {what}", where=key,
-                hint="fork it without a source, or with other settings, instead",
-            )  # fmt: skip
+    what = "documents of a row that see each other (data.document_mask=false)"
+    if is_planned:
+        raise ConfigError(
+            f"The data plan masks documents, which is not possible with {what}", where="data.document_mask",
+            hint="continue from a checkpoint before the documents were masked, or start a new run without them",
+        )  # fmt: skip
+    raise ConfigError(
+        f"Documents of this run cannot be masked, because of {what}", where="data.document_mask",
+        hint="fork it without a source, or with other settings, instead",
+    )  # fmt: skip

@@ -99,7 +99,7 @@ def open_batches(
     _check_cursor(plan, cursor)
     plan.check(readers)
     _check_same_shape([reader for reader in readers if reader is not None])
-    check_masks(plan.state, readers, document_mask=document_mask, has_teacher=read_teacher is not None)
+    check_masks(plan.state, document_mask=document_mask)
     source = RowSource(plan, readers, grower=grower, stop=stop)
     batches = _BatchReader(source, slots, document_mask, cursor, image_input, read_teacher)
 

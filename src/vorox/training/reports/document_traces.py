@@ -222,13 +222,16 @@ def traces_of(
     tokens = f"{pluralize(num_tokens, 'token')} in {pluralize(num_rows, 'row')}"
     sources = [source for source in config.data.sources if source.name in {text.source for text in texts}]
     train = config.train
+    has_images = any(cache.recipe.images is not None for cache in caches_by_source(run_data).values())
+    filler = "filler and black images of the same shape" if has_images else "filler"
+    counted = "preference pairs" if config.loss.name == "dpo" else "targets"
     return [
         _base_weights(run_data.directory, config, findings, is_erased=is_erased),
         _teacher(config, findings, is_erased=is_erased),
         _tokenizer(run_data, config),
-        Trace("borders of rows", "yes", f"its {tokens} keep their places, as filler: other text lies where it lay"),
+        Trace("borders of rows", "yes", f"its {tokens} keep their places, as {filler}: other text lies where it lay"),
         Trace("order of rows", "yes", "the keys that shuffle rows hash their text, its own among it"),
-        Trace("divisor of the loss", "yes", "steps divide by the recorded number of targets, its own among them"),
+        Trace("divisor of the loss", "yes", f"steps divide by the recorded number of {counted}, its own among them"),
         _deduplication(run_data, config, sources),
         _buckets(sources),
         Trace("mixture of sources", "yes", "a source counts its rows, which also hold its filler")
@@ -263,7 +266,9 @@ def _base_weights(directory: Path, config: RunConfig, findings: Sequence[Finding
 
 
 def _teacher(config: RunConfig, findings: Sequence[Finding], *, is_erased: bool) -> Trace:
-    teacher = config.train.distillation.teacher
+    teacher, logits = config.train.distillation.teacher, config.train.distillation.logits
+    if logits is not None:
+        return Trace("teacher", "unknown", f"nothing says what the teacher of the stored logits in {logits} read")
     if teacher is None:
         return Trace("teacher", "no", "the run has none")
     name, _, step = teacher.partition("@")

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vorox.core.batch import Batch, TeacherLogits
+from vorox.core.batch import IGNORED_LABEL, Batch, TeacherLogits
 from vorox.core.errors import ConfigError, DataError
 from vorox.core.files import atomic
 from vorox.core.files.atomic import canonical_json, pretty_json
@@ -132,11 +132,15 @@ class LogitsReader:
     def read(self, batch: Batch) -> TeacherLogits:
         """Read the logits of the rows of a batch; rows that only pad it have zeros.
 
+        A row with masked documents has those of the stored row, and zeros at the positions without a label: those of
+        masked documents are among them, and no loss reads them.
+
         Raises:
             DataError: A row is missing or damaged.
         """
-        digests_AB, shape = batch.row_digests_AB, (*batch.row_digests_AB.shape, batch.row_tokens, self.header.top_k)
-        digests_N = digests_AB.reshape(-1)
+        shape = (*batch.row_digests_AB.shape, batch.row_tokens, self.header.top_k)
+        trained_N = batch.row_digests_AB.reshape(-1)
+        digests_N = trained_N if batch.stored_digests_AB is None else batch.stored_digests_AB.reshape(-1)
         numbers_N = self.find(digests_N)
         missing = np.flatnonzero((numbers_N < 0) & (digests_N != 0))
         if missing.size:
@@ -145,7 +149,7 @@ class LogitsReader:
                 f"the first with digest {int(digests_N[missing[0]]):016x}",
                 where=f"{_KEY}: {self.directory}",
                 hint=f"the rows have changed, or the run is longer: `{_COMMAND}` with the data settings of this run "
-                "and the same directory adds the missing rows",
+                "and the same directory adds the missing rows, unless a document of them was erased from the cache",
             )
         ids_NTK, logits_NTK = (
             np.zeros((digests_N.size, *shape[2:]), np.int32),
@@ -153,6 +157,9 @@ class LogitsReader:
         )
         for row in np.flatnonzero(digests_N != 0).tolist():
             ids_NTK[row], logits_NTK[row] = self._read_row(int(numbers_N[row]), int(digests_N[row]))
+        unread_NT = batch.labels_ABT.reshape(digests_N.size, -1) == IGNORED_LABEL
+        unread_NT &= (trained_N != digests_N)[:, None]
+        ids_NTK[unread_NT], logits_NTK[unread_NT] = 0, 0
         return TeacherLogits(ids_NTK.reshape(shape), logits_NTK.reshape(shape))
 
     def _read_row(self, number: int, digest: int) -> tuple[Array, Array]:

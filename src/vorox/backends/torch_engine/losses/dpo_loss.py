@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,12 +72,20 @@ def answer_log_probs(log_prob_K: Tensor, targets: DeviceTargets) -> Tensor:
     return padded[targets.target_HL].sum(1)
 
 
-def dpo_loss(policy_H: Tensor, reference_H: Tensor, config: LossConfig) -> tuple[Tensor, PairSums]:
-    """Return the loss, summed over pairs, and the sums for metrics."""
+def dpo_loss(
+    policy_H: Tensor, reference_H: Tensor, config: LossConfig, masked_P: npt.NDArray[np.bool_] | None = None
+) -> tuple[Tensor, PairSums]:
+    """Return the loss, summed over the pairs that are not masked, and the sums for metrics.
+
+    A masked pair has rewards of zero, because its conversations have no targets (``Pairs.target_HL``).
+    """
     reward_P2 = config.dpo_beta * (policy_H - reference_H).view(-1, 2)
     margin_P = reward_P2[:, 0] - reward_P2[:, 1]
     smoothing = config.dpo_label_smoothing_fraction
-    loss = -((1 - smoothing) * F.logsigmoid(margin_P) + smoothing * F.logsigmoid(-margin_P)).sum()
+    log_likelihood_P = (1 - smoothing) * F.logsigmoid(margin_P) + smoothing * F.logsigmoid(-margin_P)
+    if masked_P is not None:
+        log_likelihood_P = log_likelihood_P.masked_fill(to_device(masked_P, margin_P.device), 0)
+    loss = -log_likelihood_P.sum()
     chosen, rejected = reward_P2.detach().sum(0)
     return loss, PairSums(loss.detach(), (margin_P.detach() > 0).sum().to(loss.dtype), chosen, rejected)
 

@@ -53,7 +53,7 @@ from vorox.backends.torch_engine.ranks.rank_group import num_here
 from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
-from vorox.core.preference_pairs import find_pairs
+from vorox.core.preference_pairs import Pairs, find_pairs
 from vorox.core.schema import OptimizerConfig, ParallelConfig, RunConfig
 from vorox.models.decoder.document_separation import DocumentAttention, separation
 from vorox.models.decoder.spec import DecoderSpec
@@ -182,8 +182,9 @@ class DecoderNetwork(Network):
         tokens_M, context = self._inputs(batch, index, is_training=True)
         run_block = self._run_block if compiled else None
         if reference_H is not None:
-            policy_H = self._forward(tokens_M, context, self._answer_log_probs(batch, index), run_block)
-            loss, pair_sums = dpo_loss(policy_H, reference_H, self._config.loss)
+            pairs = find_pairs(batch, index)
+            policy_H = self._forward(tokens_M, context, self._answer_log_probs(pairs), run_block)
+            loss, pair_sums = dpo_loss(policy_H, reference_H, self._config.loss, pairs.masked_P)
             self.parameters.backward(loss * scale, loss_scale)
             return pair_sums
         labels = self._labels(batch, index)
@@ -231,12 +232,10 @@ class DecoderNetwork(Network):
 
     def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
         tokens_M, context = self._inputs(batch, index, is_training=False)
-        return self._forward(tokens_M, context, self._answer_log_probs(batch, index))
+        return self._forward(tokens_M, context, self._answer_log_probs(find_pairs(batch, index)))
 
-    def _answer_log_probs(self, batch: Batch, index: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def _answer_log_probs(self, pairs: Pairs) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a function from final hidden state and head to the log-probability of each answer."""
-        assert batch.segment_ids_ABT is not None
-        pairs = find_pairs(batch.segment_ids_ABT[index], batch.labels_ABT[index])
         targets = targets_to_device(pairs, self._compute.device)
 
         def finish(hidden_MD: Tensor, head_VD: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from vorox.backends.torch_engine.taps import Taps
 from vorox.core.batch import IGNORED_LABEL, AnyImages, Batch, Int32Array
 from vorox.core.engine import NamedArray
 from vorox.core.errors import ConfigError
-from vorox.core.preference_pairs import find_pairs
+from vorox.core.preference_pairs import Pairs, find_pairs
 from vorox.core.schema import RunConfig
 from vorox.models.module_spec import ModuleSpec
 from vorox.models.optimizer_groups import optimizer_groups
@@ -238,8 +238,9 @@ class ModuleNetwork(Network):
     def _train_on_pairs(
         self, batch: Batch, index: int, reference_H: Tensor, scale: float, loss_scale: Tensor | None
     ) -> PairSums:
-        policy_H, auxiliary = self._answer_log_probs(batch, index)
-        loss, sums = dpo_loss(policy_H, reference_H, self._config.loss)
+        pairs = find_pairs(batch, index)
+        policy_H, auxiliary = self._answer_log_probs(batch, index, pairs)
+        loss, sums = dpo_loss(policy_H, reference_H, self._config.loss, pairs.masked_P)
         if auxiliary is not None:
             loss = loss + auxiliary * (len(policy_H) // 2)
         self.parameters.backward(loss * scale, loss_scale)
@@ -248,15 +249,13 @@ class ModuleNetwork(Network):
     @torch.no_grad()
     def answer_log_probs(self, batch: Batch, index: int) -> Tensor:
         self.module.eval()
-        found, _ = self._answer_log_probs(batch, index)
+        found, _ = self._answer_log_probs(batch, index, find_pairs(batch, index))
         self.parameters.release()
         return found
 
-    def _answer_log_probs(self, batch: Batch, index: int) -> tuple[Tensor, Tensor | None]:
+    def _answer_log_probs(self, batch: Batch, index: int, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each answer, and the auxiliary loss of the model, if it has one."""
-        assert batch.segment_ids_ABT is not None
         ((inputs, _),) = self._forward_passes(batch, index)
-        pairs = find_pairs(batch.segment_ids_ABT[index], batch.labels_ABT[index])
         targets = targets_to_device(pairs, self._compute.device)
         logits_MV, auxiliary = self._forward(**inputs)
         return answer_log_probs(log_probs_of_logits(logits_MV, targets), targets), auxiliary

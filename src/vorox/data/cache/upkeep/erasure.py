@@ -35,7 +35,7 @@ from vorox.data.cache.upkeep.gc import caches_beside
 from vorox.data.cache.upkeep.replacement import refuse_builders
 from vorox.data.cache.upkeep.unit_store import UnitStore
 from vorox.data.documents import SourceFile, Unit, units_with
-from vorox.data.recipe import read_files, read_recipe, read_units
+from vorox.data.recipe import Recipe, read_files, read_recipe, read_units
 
 Record = tuple[str, int]
 """Version of a file, and index of a record in it."""
@@ -59,6 +59,22 @@ class Erased:
     remaining: tuple[Path, ...]
 
 
+def check_erasable(directory: Path) -> Recipe:
+    """Return the recipe of a cache that documents can be erased from.
+
+    Raises:
+        ConfigError: It has images.
+        DataError: The cache is damaged.
+    """
+    recipe = read_recipe(directory)
+    if recipe.images is not None:
+        raise ConfigError(
+            "Documents cannot be erased from a cache with images", where=str(directory), saved="the cache is unchanged",
+            hint="remove them from the source, and set data.cache.directory to another directory",
+        )  # fmt: skip
+    return recipe
+
+
 def erase_documents(directory: Path, records: Collection[Record]) -> Erased:
     """Erase documents from a cache, durably. Erasing them again does nothing, or finishes an interrupted erasure.
 
@@ -72,12 +88,7 @@ def erase_documents(directory: Path, records: Collection[Record]) -> Erased:
         DataError: The cache is damaged. Nothing is written.
         OSError: A file cannot be written.
     """
-    recipe = read_recipe(directory)
-    if recipe.images is not None:
-        raise ConfigError(
-            "Documents cannot be erased from a cache with images", where=str(directory), saved="the cache is unchanged",
-            hint="remove them from the source, and set data.cache.directory to another directory",
-        )  # fmt: skip
+    recipe = check_erasable(directory)
     refuse_builders(directory, "erase the documents")
     with Manifest.open(directory).exclusive(directory) as manifest:
         manifest.check_recipe(directory, recipe.digest)
