@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def explain(
 ) -> None:
     run, step = step_of(root, run, step)
     directory = find_run(root, run)
-    with RunDataIndex.open(directory) as run_data, tempfile.TemporaryDirectory(prefix="vorox-explain-") as scratch:
+    with RunDataIndex.open(directory) as run_data:
         last = last_step(run_data, step, by, next_steps)
         if plan:
             num_documents = len(documents_of_step(run_data, step))
@@ -54,7 +53,7 @@ def explain(
             return
         start = None if state is None else verify(state)
         if start is None and step > 1:
-            start = state_after(directory, step - 1, Path(scratch), root, nproc)
+            start = state_after(directory, step - 1, root, nproc)
         if nproc > 1:
             words = ["explain", str(directory), "--step", str(step), "--by", by, "--next", str(next_steps)]
             words += ["--limit", str(limit), *(["--json"] if as_json else [])]
