@@ -81,7 +81,8 @@ def test_unlearn_prints_the_statement(terminal: Terminal, parent: Path) -> None:
     planned = terminal.json([*command, "--plan"])
     done = terminal.json([*command, "--erase", "--yes"])
     assert {**planned, "num_steps": 0, "seconds": 0, "size_bytes": 0} == {
-        **{name: value for name, value in done.items() if name in planned}, "num_steps": 0, "seconds": 0, "size_bytes": 0,
+        **{name: value for name, value in done.items() if name in planned},
+        "num_steps": 0, "seconds": 0, "size_bytes": 0,
     }  # fmt: skip
     assert 7 in done["steps"]
     directory = Path(done["directory"])

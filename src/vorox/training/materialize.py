@@ -44,7 +44,14 @@ from vorox.training.checkpoints.materialized_cache import (
 from vorox.training.checkpoints.re_execution_times import ReExecutionTimes, record_times
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, verify
 from vorox.training.export.derived import materialized
-from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, cost_of, save_state
+from vorox.training.re_execution import (
+    TEMPORARY_SUFFIX,
+    MakeWorkload,
+    ReExecutedStep,
+    ReExecution,
+    cost_of,
+    save_state,
+)
 from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.resume import resume, resume_settings
 from vorox.training.steps.workload import Workload
@@ -131,10 +138,13 @@ def materialize(
     found: list[Materialized] = []
     unproven: tuple[Path, Path] | None = None
     began, ends = time.perf_counter(), list[float]()
+    scratch = (
+        directory if directory.absolute() == folder(execution.run_directory).absolute() else None
+    )  # where ``states_after`` removes it
     try:
         if (target := targets.get(0)) is not None:
             unproven = _write_initial(execution, make_workload, _unproven(target)), target
-        with contextlib.closing(execution.steps(make_workload)) as computed:
+        with contextlib.closing(execution.steps(make_workload, scratch=scratch)) as computed:
             for one in computed:
                 dist = one.workload.distributed
                 difference = first_difference(execution.recorded.entries[one.step], one.entry)
@@ -174,7 +184,7 @@ def _recorded_fingerprint(execution: ReExecution, one: ReExecutedStep) -> str | 
 
 
 def _unproven(target: Path) -> Path:
-    return target.with_name(f".{target.name}.unproven")
+    return target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
 
 
 def _write(execution: ReExecution, one: ReExecutedStep, path: Path) -> Path:
@@ -296,7 +306,7 @@ def states_after(
             if any(_cached(run_directory, step, notices) is None for step in missing):  # no other process was faster
                 for step in missing:
                     remove_state(directory / RunLayout(run_directory).checkpoint(step).name)
-                for left in directory.glob(_unproven(Path("*")).name):
+                for left in directory.glob(f".*{TEMPORARY_SUFFIX}"):
                     shutil.rmtree(left, ignore_errors=True)
                 notices.computes(execution, missing)
                 try:
