@@ -13,7 +13,7 @@ import binascii
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,14 +62,14 @@ class WrittenStatement:
     Attributes:
         path: The file.
         content: The statement, without its envelope.
-        files: SHA-256 of the files that it is about, hex, by name.
+        subjects: Digests of what it is about, hex, by name.
         predicate_type: What it states.
         key_ids: SHA-256 of the public keys that are said to have signed it, hex; not verified.
     """
 
     path: Path
     content: Mapping[str, Any]
-    files: Mapping[str, str]
+    subjects: Mapping[str, Collection[str]]
     predicate_type: str
     key_ids: tuple[str, ...]
 
@@ -133,7 +133,7 @@ def read_statement(path: Path) -> WrittenStatement:
         if "payload" in content:
             key_ids = tuple(str(entry["keyid"]) for entry in content["signatures"])
             content = parse_json(base64.b64decode(content["payload"], validate=True), path, dict)
-        subjects = {str(entry["name"]): str(entry["digest"]["sha256"]) for entry in content["subject"]}
+        subjects = {str(one["name"]): {*map(str, one["digest"].values())} for one in content["subject"]}
         return WrittenStatement(path, content, subjects, str(content["predicateType"]), key_ids)
     except OSError as error:
         raise unreadable_error(error, path) from error
