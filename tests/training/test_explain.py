@@ -336,3 +336,39 @@ def test_the_command_names_the_document_that_ended_the_run(tmp_path: Path, capsy
     said = " ".join(capsys.readouterr().out.split())
     assert f"text.jsonl:{ordinal}: without it the loss is " in said
     assert "The first value that is not finite: micro-batch 0, the loss" in said
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_an_own_loss_that_is_not_finite_on_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()  # the engine is that of PyTorch
+    code = """
+import torch.nn.functional as F
+
+def loss(logits, labels):
+    factor = float("nan") if (labels == ord("~")).any() else 1
+    return factor * F.cross_entropy(logits, labels, reduction="sum")
+"""
+    (tmp_path / "parts.py").write_text(code, encoding="utf-8")
+    chooser = random.Random()
+    texts = [" ".join(chooser.choices(tiny_runs.WORDS, k=6)) for _ in range(40)]
+    ordinal = chooser.randrange(40)
+    texts[ordinal] = texts[ordinal].replace(" ", "~", 1)
+    (tmp_path / "text").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "text" / "text.jsonl").write_text(lines, encoding="utf-8")
+    settings = [
+        *BASE, f"loss.name={tmp_path / 'parts.py'}:loss", "data.sequence_length_tokens=64", "backend=torch",
+        "train.max_nonfinite_steps=0", "checkpoint.every_steps=4", "runtime.compile=false", "data.document_mask=true",
+    ]  # fmt: skip
+    with pytest.raises(NumericalError):
+        tiny_runs.run(tiny_runs.configuration(tmp_path, settings))
+    (run,) = run_directories(tmp_path / "runs")
+    capsys.readouterr()
+    assert main(["explain", f"{run}@{last_step_of(run)}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (one,) = found["nonfinite"]["documents"]
+    assert one["name"].endswith(f"text.jsonl:{ordinal}")
+    assert found["culprit"]["name"] == one["name"]
