@@ -104,8 +104,8 @@ def test_two_ranks_print_one_json_document_and_leave_nothing_behind(tmp_path: Pa
 
     def start(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "vorox", *words, "--nproc", "2", "--json"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, env=variables, cwd=tmp_path, text=True, **pipes)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=variables, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe)
 
     def printed(*words: str) -> Any:
         process = start(*words)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:vorox:checkpoint:2"
+UNLEARNED_TYPE = "urn:vorox:unlearned:1"
+AUDIT_TYPE = "urn:vorox:audit:1"
 _KINDS = "an Ed25519 or ECDSA P-256 key in PEM, as of `openssl genpkey -algorithm ed25519`"
 
 

@@ -18,8 +18,7 @@ from vorox.core.files.json_reader import mapping
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
 from vorox.records.replay_chain import examine_chain
-from vorox.training import audit, unlearn
-from vorox.training.checkpoints.signature import WrittenStatement, read_statement
+from vorox.training.checkpoints.signature import AUDIT_TYPE, UNLEARNED_TYPE, WrittenStatement, read_statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,6 @@ def _audited(run_directory: Path, statement: WrittenStatement, predicate: Mappin
 
 
 _KINDS: Mapping[str, Callable[[Path, WrittenStatement, Mapping[str, Any]], tuple[str, bool]]] = {
-    unlearn.PREDICATE_TYPE: _unlearned,
-    audit.PREDICATE_TYPE: _audited,
+    UNLEARNED_TYPE: _unlearned,
+    AUDIT_TYPE: _audited,
 }
