@@ -293,6 +293,7 @@ def test_the_documents_of_the_step_that_ended_a_run_are_named(tmp_path: Path, po
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_step_that_no_document_makes_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +311,7 @@ def test_a_step_that_no_document_makes_finite(
     assert json.loads(capsys.readouterr().out)["nonfinite"]["documents"] == []
 
 
+@pytest.mark.slow
 def test_a_step_that_is_finite_now_is_not_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,8 +322,13 @@ def test_a_step_that_is_finite_now_is_not_explained(
     (run,) = run_directories(tmp_path / "runs")
     assert main(["explain", f"{run}@6"]) == 7
     assert "Replay differs at step 6" in " ".join(capsys.readouterr().err.split())
+    config = tiny_runs.configuration(tmp_path, [*BASE, "train.max_nonfinite_steps=0"])
+    assert tiny_runs.run(config).start_step == 4
+    whole = tiny_runs.configuration(tmp_path / "whole", [*BASE, "train.max_nonfinite_steps=0"])
+    assert read_chain(run) == read_chain(tiny_runs.run(whole).run_directory), "a resume voids the step that ended it"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_not_finite")
 def test_the_command_names_the_document_that_ended_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, planted = ended_run(tmp_path, {NAN_LOSS: 1}, 5)

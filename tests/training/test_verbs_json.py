@@ -19,6 +19,8 @@ from vorox.data.provenance.queries import where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.run_lookup import run_directories
 
+pytestmark = pytest.mark.slow
+
 EVERY_DOCUMENT = ["data.validation.held_out_fraction=0", "eval.every_steps=null"]
 
 
@@ -64,7 +66,6 @@ def read_at(run: Path, step: int) -> int:
         return where(run_data, step)[0].documents[0].ordinal
 
 
-@pytest.mark.slow
 def test_a_fork_prints_one_document_after_its_training(terminal: Terminal, parent: Path) -> None:
     planned = terminal.json(["fork", f"{parent}@6", "optimizer.lr=0.001", "--plan"])
     assert (planned["step"], planned["is_kept"]) == (6, False)
@@ -74,7 +75,6 @@ def test_a_fork_prints_one_document_after_its_training(terminal: Terminal, paren
     assert "has no step 13" in terminal.refused(["fork", f"{parent}@13"], 2)
 
 
-@pytest.mark.slow
 def test_unlearn_prints_the_statement(terminal: Terminal, parent: Path) -> None:
     ordinal = read_at(parent, 7)
     command = ["unlearn", parent, "--document", f"text.jsonl:{ordinal}"]
@@ -107,7 +107,6 @@ def test_nothing_to_unlearn_is_an_answer(terminal: Terminal, tmp_path: Path) -> 
     assert run_directories(parent.parent) == [parent]
 
 
-@pytest.mark.slow
 def test_the_other_verbs(terminal: Terminal, parent: Path, tmp_path: Path) -> None:
     states = ["checkpoints", "materialize", parent, "--step", 6]
     assert terminal.json([*states, "--plan"])["num_checkpoints"] == 1
@@ -125,7 +124,6 @@ def test_the_other_verbs(terminal: Terminal, parent: Path, tmp_path: Path) -> No
     assert "missing" in terminal.refused(["runs", "time", tmp_path / "missing"], 2)
 
 
-@pytest.mark.slow
 def test_claims(terminal: Terminal, tmp_path: Path) -> None:
     settings = ["log.every_steps=1", "eval.every_steps=4", "eval.num_sequences=4"]
     tiny_runs.configuration(tmp_path, settings)
