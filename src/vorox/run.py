@@ -52,7 +52,7 @@ from vorox.training.loop.display import Display, NoDisplay
 from vorox.training.loop.scheduled_tasks import open_tasks
 from vorox.training.loop.session import open_log, open_session
 from vorox.training.loop.startup import attach, compare_plans, initialize_or_resume
-from vorox.training.materialize import StateNotices, cost_line, states_after
+from vorox.training.materialize import ComputeStates, StateNotices, cost_line, states_after
 from vorox.training.mirror import Mirror, open_mirror
 from vorox.training.origin.model_origin import explaining_moved_model
 from vorox.training.origin.origin_checks import check_origin
@@ -340,9 +340,11 @@ def workload_of_run(run_directory: Path, config: RunConfig, *, only_cache_root: 
     )
 
 
-def states_of_run(run_directory: Path, steps: Collection[int], notices: StateNotices) -> dict[int, Checkpoint]:
+def states_of_run(
+    run_directory: Path, steps: Collection[int], notices: StateNotices, ranks: ComputeStates | None = None
+) -> dict[int, Checkpoint]:
     """Return the states after steps of a run, computed again where they are not on disk (``states_after``)."""
-    return states_after(run_directory, steps, functools.partial(workload_of_run, run_directory), notices)
+    return states_after(run_directory, steps, functools.partial(workload_of_run, run_directory), notices, ranks)
 
 
 def with_states(action: Callable[[], T], notices: StateNotices) -> T:

@@ -29,9 +29,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 HOSTILE = "<img src=x onerror=alert(1)>"
-PAGES = ("curves", "samples", "data", "health", "plan", "checkpoints", "settings")
+PAGES = ("curves", "samples", "data", "health", "plan", "checkpoints", "re_execution", "settings")
 OPENED = {"samples": "eval.prompts", "data": "Mixture", "health": "Warnings and errors",
           "plan": "Estimate against actual", "checkpoints": "Commands for step", "settings": "Attempts",
+          "re_execution": "Where the time went",
           "curves": "Gradient norm"}  # fmt: skip
 
 

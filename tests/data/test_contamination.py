@@ -14,13 +14,18 @@ from typer.testing import CliRunner
 
 import tiny_runs
 from vorox.cli import app
+from vorox.core.config import load_config
 from vorox.core.errors import ConfigError, DataError
+from vorox.core.run_layout import RunLayout, step_directories
 from vorox.data.provenance import contamination, run_data_index
 from vorox.data.provenance.contamination import find_contamination
 from vorox.data.provenance.evaluation_records import read_evaluation_records
+from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.queries import RunDataIndex, rows_at
 from vorox.data.tokenizers.loading import load
 from vorox.records.attempts import AttemptRecord
+from vorox.training.checkpoints.store import verify
+from vorox.training.fork import ForkChange, fork
 
 LENGTH = 12
 STEPS = 5
@@ -61,7 +66,7 @@ def trained_ngrams(run_data: RunDataIndex, steps: range) -> dict[bytes, dict[Pla
     found: dict[bytes, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     batch = run_data.plan.start.global_batch_sequences
     for row in rows_at(run_data, np.arange((steps.start - 1) * batch, (steps.stop - 1) * batch)):
-        for document in row.documents:
+        for document in (one for one in row.documents if not one.is_masked):
             with Path(document.uri).open("rb") as file:
                 file.seek(document.byte_offset)
                 text = json.loads(file.read(document.byte_length))["text"].encode()
@@ -69,6 +74,60 @@ def trained_ngrams(run_data: RunDataIndex, steps: range) -> dict[bytes, dict[Pla
             for start in range(len(part) - LENGTH + 1):
                 found[part[start : start + LENGTH]][document.uri, document.ordinal].add(row.step)
     return found
+
+
+@pytest.fixture(scope="module")
+def masked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of more than two epochs, in which some documents are masked from step 7 on; others were, before."""
+    directory = tmp_path_factory.mktemp("masked")
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_runs.use_numpy_engine(patch)
+        settings = ["data.sequence_length_tokens=48", "eval.every_steps=null", "checkpoint.every_steps=6"]
+        settings += ["train.global_batch_sequences=32", "train.micro_batch_sequences=32", "train.num_steps=12"]
+        parent = tiny_runs.run(tiny_runs.configuration(directory, settings)).run_directory
+        with RunDataIndex.open(parent) as run_data:
+            trained = {part.ordinal for row in rows_at(run_data, np.arange(12 * 32)) for part in row.documents}
+            names = [f"text.jsonl:{ordinal}" for ordinal in random.sample(sorted(trained), 20)]
+            change = ForkChange(named_documents(run_data, names, "here"))
+        first = {name: documents for name, documents in change.documents.items() if name in names[:10]}
+        masked = fork(parent, 0, None, ForkChange(first), "masked")
+        tiny_runs.run(load_config(RunLayout(masked).config), resume_from=masked)
+        again = fork(masked, 6, verify(step_directories(masked)[6]), change, "again")
+        return tiny_runs.run(load_config(RunLayout(again).config), resume_from=again).run_directory
+
+
+@pytest.mark.slow
+def test_a_masked_document_counts_only_where_it_is_not_masked(masked_run: Path, tmp_path: Path) -> None:
+    with RunDataIndex.open(masked_run) as run_data:
+        parts = [part for row in rows_at(run_data, np.arange(12 * 32)) for part in row.documents]
+        hidden = {part.ordinal for part in parts if part.is_masked}
+        late = hidden & {part.ordinal for part in parts if not part.is_masked}
+        assert hidden > late > set(), "some are masked in all epochs, and some from a later one on"
+        text = masked_run.parent.parent / "text" / "text.jsonl"
+        lines = text.read_text(encoding="utf-8").splitlines()
+        questions = tmp_path / "questions.jsonl"
+        questions.write_text("".join(f"{lines[ordinal]}\n" for ordinal in sorted(hidden)), encoding="utf-8")
+        records = read_evaluation_records([str(questions)], load(masked_run / "tokenizer"), text_field="text")
+        found = find_contamination(run_data, records, ngram_tokens=LENGTH, num_documents=1 << 30)
+        trained = trained_ngrams(run_data, range(1, 13))
+    read: dict[Place, set[int]] = {}
+    for record in found.records:
+        for one in record.documents:
+            read.setdefault((one.uri, one.ordinal), set()).update(one.steps)
+    expected: dict[int, int] = {}
+    places: dict[Place, set[int]] = defaultdict(set)
+    for number, ordinal in enumerate(sorted(hidden)):
+        tokens, covered = json.loads(lines[ordinal])["text"].encode(), set[int]()
+        for start in range(len(tokens) - LENGTH + 1):
+            for place, steps in trained.get(tokens[start : start + LENGTH], {}).items():
+                covered.update(range(start, start + LENGTH))
+                places[place] |= steps
+        if covered:
+            expected[number] = len(covered)
+    assert {record.ordinal: record.contaminated_tokens for record in found.records} == expected
+    assert {place: steps for place, steps in read.items() if place[1] in hidden} == {
+        place: steps for place, steps in places.items() if place[1] in hidden
+    }
 
 
 def test_equals_a_search_of_the_files(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ranks.processes import Runs
+from eventually import wait_until
+from ranks.processes import PATIENCE_SECONDS, Runs, environment
 from ranks.test_processes import MODEL as JAX_MODEL
 from ranks.test_rank_data import ranks
 from ranks.test_torch_ranks import MODEL as TORCH_MODEL
 from vorox.core.run_layout import RunLayout
-from vorox.data.provenance.queries import when
+from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import read_chain
+from vorox.training.checkpoints.materialized_cache import folder
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +92,45 @@ def test_two_ranks_unlearn(tmp_path: Path) -> None:
     same = [step for step, head in chain(clean).items() if head == chain(parent)[step]]
     assert same == list(range(1, read[ordinal]))
     assert "bit-exact" in runs.vorox(["replay", "clean", "--nproc", "2"])
+
+
+@pytest.mark.torch
+def test_two_ranks_print_one_json_document_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """Also after a kill: what a computation was writing is gone once the next one has ended."""
+    runs, temporary = Runs(tmp_path, TORCH_MODEL), tmp_path / "temporary"
+    temporary.mkdir()
+    parent, _ = runs.train("parent", ranks(runs, 2))
+    variables = environment() | {"TMPDIR": str(temporary)}
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "vorox", *words, "--nproc", "2", "--json"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=variables, cwd=tmp_path, text=True, stdout=pipe, stderr=pipe)
+
+    def printed(*words: str) -> Any:
+        process = start(*words)
+        output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, errors
+        return json.loads(output)
+
+    with RunDataIndex.open(parent) as run_data:
+        ordinal = where(run_data, 7)[0].documents[0].ordinal
+    unlearn = ["unlearn", parent.name, "--document", f"text.jsonl:{ordinal}", "--name", "clean"]
+    states = folder(parent)
+    killed = start("explain", f"{parent.name}@7", "--next", "0")
+    wait_until(lambda: any(states.glob(".*.unproven")) or killed.poll() is not None, PATIENCE_SECONDS)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -9, "it was killed while it computed the state"
+    assert any(states.glob(".*.unproven"))
+    assert not list(temporary.glob("*vorox-*"))
+    explained = printed("explain", f"{parent.name}@7", "--next", "0")
+    assert explained["step"] == 7
+    assert not list(states.glob(".*.unproven"))
+    assert printed("fork", f"{parent.name}@6", "--name", "same", "--no-train")["is_trained"] is False
+    (written,) = printed("checkpoints", "materialize", parent.name, "--step", "5")
+    assert written["step"] == 5
+    done = printed(*unlearn)
+    assert done["directory"] == str(runs.find("clean").relative_to(tmp_path))
+    assert done["statement"]["content"]["predicate"]["acts"] == done["acts"]
+    assert not list(temporary.glob("*vorox-*"))

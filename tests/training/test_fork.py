@@ -204,7 +204,6 @@ def test_a_fork_without_a_source_reads_the_others(tmp_path: Path, capsys: pytest
         (["--step", "4", "optimizer.lr=fast"], 2, "optimizer.lr"),
         (["--step", "8", "train.num_steps=6"], 2, "would end before it begins"),
         (["--step", "4", "run.name=other"], 2, "--name names it"),
-        (["--step", "4", "--json"], 2, "A training prints no JSON"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_is_written(

@@ -362,7 +362,6 @@ def test_its_text_can_go_and_the_run_keeps_its_bits(tmp_path: Path, capsys: pyte
         (["--document", "text.jsonl"], "names no document"),
         (["--document", "text.jsonl:600"], "reads no record 600"),
         (["--list", "missing.txt"], "The list cannot be read"),
-        (["--document", "text.jsonl:3", "--json"], "A training prints no JSON"),
         (["--document", "text.jsonl:3", "--key", "missing.pem"], "missing.pem"),
         (["--document", "text.jsonl:3", "--search", "missing"], "There is no such folder"),
     ],

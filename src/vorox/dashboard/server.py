@@ -32,6 +32,7 @@ from vorox.dashboard.pages import comparison_page, resource_page, run_pages
 from vorox.dashboard.pages.chart_marks import chart_marks
 from vorox.dashboard.pages.data_pages import DataPages, queue_names
 from vorox.dashboard.pages.rank_activity import RankActivity, stalls
+from vorox.dashboard.pages.re_execution_page import re_execution
 from vorox.dashboard.runs import prometheus
 from vorox.dashboard.runs.run_index import RunIndex, signature_of
 from vorox.experiments.artifacts import find_checkpoints, verify_checkpoint
@@ -80,6 +81,7 @@ class Answers:
             "data": self._data,
             "documents": lambda query: self.data.documents(self._directory(query), _number(query, "step", 1)),
             "steps": self._steps,
+            "re_execution": self._re_execution,
             "compare": self._compare,
         }
         if name not in questions:
@@ -106,7 +108,7 @@ class Answers:
         """Return all runs as one self-contained page."""
         answers: dict[str, Any] = {"runs": self.get("runs", {})}
         for run_id in self.index.directories():
-            for name in ("run", "curves", "events", "samples", "health", "plan", "checkpoints", "data"):
+            for name in ("run", "curves", "events", "samples", "health", "plan", "checkpoints", "data", "re_execution"):
                 query = {"id": run_id, "points": str(_EXPORT_POINTS)}
                 try:
                     answers[f"{name}?id={run_id}"] = self.get(name, query)
@@ -145,6 +147,10 @@ class Answers:
         directory = self._directory(query)
         found = run_pages.health(directory, self.index.series(query.get("id", "")))
         return {**found, "stalls": stalls(directory), "activity": self.activity.read(directory)}
+
+    def _re_execution(self, query: Query) -> Any:
+        directory = self._directory(query)
+        return re_execution(directory, run_pages.events(directory), self.index.directories())
 
     def _steps(self, query: Query) -> Any:
         ordinal = _number(query, "ordinal", 0) if query.get("ordinal") else None

@@ -168,12 +168,17 @@ def fork_lines(directory: Path) -> list[str]:
     origin = fork_origin(directory)
     if not origin:
         return []
-    change = mapping(origin.get("change"))
-    changes = [f"without {name}" for name in change.get("without_documents", [])]
-    changes += [f"without source {name}" for name in change.get("without_sources", [])]
-    changes += change.get("overrides", [])
+    changes = fork_changes(origin)
     where = f"{origin.get('run_id', '')} at step {origin.get('step', 0):,}"
     return [f"fork of {where}: {', '.join(changes) or 'nothing is changed'}"]
+
+
+def fork_changes(origin: Mapping[str, Any]) -> list[str]:
+    """Describe what a fork changed, by its ``fork_origin``."""
+    change = mapping(origin.get("change"))
+    words = {"without_documents": "without ", "without_sources": "without source ", "overrides": ""}
+    listed = {key: names if isinstance(names := change.get(key), list) else [] for key in words}
+    return [f"{before}{name}" for key, before in words.items() for name in listed[key]]
 
 
 def run_id_of(directory: Path) -> str:

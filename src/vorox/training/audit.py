@@ -33,7 +33,7 @@ from vorox.records.step_environments import StepEnvironments
 from vorox.training.audit_records import DAMAGED, AuditedRun, check_companions
 from vorox.training.audit_sample import Chance, Segment, chances, group_into_passes
 from vorox.training.checkpoints.re_execution_times import expected_times
-from vorox.training.checkpoints.signature import STATEMENT_TYPE
+from vorox.training.checkpoints.signature import AUDIT_TYPE, STATEMENT_TYPE
 from vorox.training.checkpoints.store import Checkpoint, UnreadableCheckpointError, verify
 from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
 from vorox.training.replay import ReplayDifference, first_difference, state_difference
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vorox.core.schema import RunConfig
     from vorox.training.steps.workload import Workload
 
-PREDICATE_TYPE = "urn:vorox:audit:1"
 Verdict = Literal["passed", "differs", "cannot decide"]
 Outcome = Literal["exact", "differs", "cannot decide", "not reached"]
 _NOTHING = "the run was not changed"
@@ -156,7 +155,7 @@ class AuditReport:
                 {"name": f"{run}/{name}@{heads.step}", "digest": {algorithm: digest}}
                 for name, (algorithm, digest) in subjects.items() if digest
             ],
-            "predicateType": PREDICATE_TYPE,
+            "predicateType": AUDIT_TYPE,
             "predicate": {**self.to_json(), "auditor": auditor, "time": time_stamp()},
         }  # fmt: skip
 

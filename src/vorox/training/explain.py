@@ -6,6 +6,9 @@ document added to each quantity, whether a single one explains what is unusual, 
 norm arises. Nothing is written into the run.
 
 A batch of many documents is halved: of two halves, the one that added more is searched on.
+
+A step whose loss or gradient is not finite has no amounts to add up. It is computed with some documents only: each half
+that is not finite by itself is searched on, down to the documents whose masking makes the step finite.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from vorox.core.batch import Batch
+from vorox.core.engine import NonfiniteOrigin
 from vorox.core.errors import ConfigError
+from vorox.core.files.json_reader import read_json
 from vorox.core.pluralize import pluralize
+from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.data.order.plan_events import MaskedDocument
 from vorox.data.provenance.queries import where
@@ -95,12 +101,27 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class NonfiniteCause:
+    """Why a step is not finite.
+
+    Attributes:
+        documents: Documents without which it is finite; empty if it is not finite with every document masked.
+        value: The quantity without them, or without any document; it is finite if documents are the cause.
+        origin: Where the run found the first value that is not finite; empty if that is not on record.
+    """
+
+    documents: Sequence[StepDocument]
+    value: float
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """What a step is explained by.
 
     Attributes:
         step: The step.
-        quantity: What was to be explained.
+        quantity: What was to be explained; of a step that is not finite, what is not.
         entry: The recorded step.
         usual: Median of the quantity in the steps before; 0 for the damage of the next steps.
         excess: What is to be explained: the quantity less the usual.
@@ -110,6 +131,7 @@ class Explanation:
             both masked alone and left alone with all others masked.
         layers: Layers by norm; empty if the engine does not tell.
         num_trials: Times that the step was computed with documents masked.
+        nonfinite: Of a step that is not finite, its cause; there is no usual value, excess or single effect then.
     """
 
     step: int
@@ -122,6 +144,7 @@ class Explanation:
     culprit: StepDocument | None
     layers: Sequence[LayerNorm]
     num_trials: int
+    nonfinite: NonfiniteCause | None = None
 
 
 def documents_of_step(run_data: RunDataIndex, step: int) -> list[StepDocument]:
@@ -145,11 +168,23 @@ def most_trials(num_documents: int) -> int:
     return 2 * halvings + num_documents + 3
 
 
-def last_step(run_data: RunDataIndex, step: int, quantity: Quantity, num_next_steps: int) -> int:
-    """Return the last step that an explanation computes.
+def trials_for_one(num_documents: int) -> int:
+    """Return how often a step that is not finite is computed again with documents masked if one is the cause."""
+    return 2 + 2 * math.ceil(math.log2(max(1, num_documents)))
+
+
+def nonfinite_quantity(entry: ChainEntry) -> Quantity | None:
+    """Return what is not finite in a recorded step, the loss first; ``None`` if all is."""
+    known: tuple[Quantity, ...] = ("loss", "grad_norm")
+    return next((name for name in known if not math.isfinite(number(getattr(entry, name)))), None)
+
+
+def last_step(run_data: RunDataIndex, step: int, quantity: Quantity | None, num_next_steps: int) -> int:
+    """Return the last step that an explanation computes; of a step that is not finite, this step.
 
     Raises:
-        ConfigError: The step is not recorded, none after it is and is needed, or documents cannot be masked.
+        ConfigError: The step is not recorded, none after it is and is needed, it made no update whose damage could be
+            explained, or documents cannot be masked.
     """
     entries = examine_chain(run_data.directory).entries
     if step not in entries:
@@ -158,6 +193,13 @@ def last_step(run_data: RunDataIndex, step: int, quantity: Quantity, num_next_st
             f"The run has no step {step:,}; it recorded {known}", where="--step", hint="name a recorded step"
         )
     last = max(at for at in range(step, step + num_next_steps + 1) if at in entries)
+    if nonfinite_quantity(entries[step]) is not None:
+        last = step
+        if quantity is not None:
+            raise ConfigError(
+                f"Step {step:,} is not finite, so it has no amount that could be explained", where="--by",
+                hint="leave it out: the documents without which the step is finite are named then",
+            )  # fmt: skip
     if quantity == "next_loss" and last == step:
         raise ConfigError(
             f"No step after {step:,} is recorded or compared, so there is no damage to explain", where="--by",
@@ -173,7 +215,7 @@ def explain(
     step: int,
     make_workload: MakeWorkload,
     *,
-    quantity: Quantity,
+    quantity: Quantity | None = None,
     num_next_steps: int,
     start: Checkpoint | None,
     on_trial: Callable[[int, int], None],
@@ -184,7 +226,7 @@ def explain(
         run_data: The run; its directory is not changed.
         step: The step, from 1.
         make_workload: As of ``ReExecution.steps``.
-        quantity: What is to be explained.
+        quantity: What is to be explained. Default: the gradient norm, or what is not finite.
         num_next_steps: Steps after it that are computed too, as far as they are recorded.
         start: The state before the step, kept or materialised; ``None`` for step 1, which the initial weights begin.
         on_trial: Called after every trial with the number of trials, and of all at most.
@@ -197,8 +239,12 @@ def explain(
         run_data.directory, step - 1, last_step(run_data, step, quantity, num_next_steps), start=start
     )
     documents = documents_of_step(run_data, step)
-    with _Trials(execution, make_workload, lambda done: on_trial(done, most_trials(len(documents)))) as trials:
-        return _explained(trials, documents, quantity)
+    nonfinite = nonfinite_quantity(execution.recorded.entries[step])
+    at_most = most_trials(len(documents)) if nonfinite is None else trials_for_one(len(documents))
+    with _Trials(execution, make_workload, lambda done: on_trial(done, max(done, at_most))) as trials:
+        if nonfinite is None:
+            return _explained(trials, documents, quantity or "grad_norm")
+        return _nonfinite(trials, documents, nonfinite)
 
 
 def _explained(trials: _Trials, documents: Sequence[StepDocument], quantity: Quantity) -> Explanation:
@@ -207,9 +253,8 @@ def _explained(trials: _Trials, documents: Sequence[StepDocument], quantity: Qua
     whole = trials.effect(everything)
     usual, deviation, excess = 0.0, 0.0, whole.of(quantity)
     if quantity != "next_loss":
-        before = [
-            number(getattr(entries[at], quantity)) for at in range(max(1, step - _STEPS_BEFORE), step) if at in entries
-        ]
+        known = (entries[at] for at in range(max(1, step - _STEPS_BEFORE), step) if at in entries)
+        before = [value for one in known if math.isfinite(value := number(getattr(one, quantity)))]
         usual = statistics.median(before) if before else 0.0
         deviation = math.inf
         if len(before) >= _LEAST_STEPS_BEFORE:
@@ -232,6 +277,57 @@ def _explained(trials: _Trials, documents: Sequence[StepDocument], quantity: Qua
         step, quantity, entries[step], usual, excess, is_unusual, [*ranked, *others], culprit,
         trials.layers(None if culprit is None else culprit.document), trials.num_trials,
     )  # fmt: skip
+
+
+def _nonfinite(trials: _Trials, documents: Sequence[StepDocument], quantity: Quantity) -> Explanation:
+    """Explain a step that is not finite."""
+    entry = trials.execution.recorded.entries[trials.step]
+
+    def without(masked: Sequence[StepDocument]) -> ChainEntry:
+        return trials.step_without([one.document for one in masked])
+
+    def is_finite_with(kept: Sequence[StepDocument]) -> bool:
+        return nonfinite_quantity(without([one for one in documents if one not in kept])) is None
+
+    causes: list[StepDocument] = []
+    found = without(documents)
+    if nonfinite_quantity(found) is None:
+        while not is_finite_with(rest := [one for one in documents if one not in causes]):
+            causes += _not_finite_by_themselves(rest, is_finite_with)
+        found = without(causes)
+    cause = NonfiniteCause(causes, number(getattr(found, quantity)), _recorded_origin(trials.execution, trials.step))
+    others = [one for one in documents if one not in causes]
+    return Explanation(
+        trials.step, quantity, entry, 0.0, math.inf, True, [*causes, *others], causes[0] if len(causes) == 1 else None,
+        [], trials.num_trials, cause,
+    )  # fmt: skip
+
+
+def _not_finite_by_themselves(
+    documents: Sequence[StepDocument], is_finite_with: Callable[[Sequence[StepDocument]], bool]
+) -> Sequence[StepDocument]:
+    """Return those of documents, with which a step is not finite, that cause it: each alone, or the fewest together."""
+    if len(documents) == 1:
+        return documents
+    middle = math.ceil(len(documents) / 2)
+    halves = [half for half in (documents[:middle], documents[middle:]) if not is_finite_with(half)]
+    if halves:
+        return [one for half in halves for one in _not_finite_by_themselves(half, is_finite_with)]
+    for one in documents:  # they act only together: what can be left out is no part of it
+        rest = [other for other in documents if other is not one]
+        documents = documents if is_finite_with(rest) else rest
+    return documents
+
+
+def _recorded_origin(execution: ReExecution, step: int) -> str:
+    """Return where the run found the first value of a step that is not finite; empty if that is not on record."""
+    try:
+        found = read_json(RunLayout(execution.run_directory).nonfinite_record(step), dict)["origin"]
+        return str(
+            NonfiniteOrigin(int(found["micro_batch"]), math.nan, str(found["activation"]), str(found["gradient"]))
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _of(effect: Effect | None, quantity: Quantity) -> float:
@@ -264,6 +360,7 @@ class _Trials:
         self._make_workload, self._on_trial = make_workload, on_trial
         self._open: list[tuple[RunConfig, _KeptWorkload]] = []
         self._norms: dict[str, float] = {}
+        self._trials: dict[frozenset[MaskedDocument], dict[int, ChainEntry]] = {}
 
     def __enter__(self) -> _Trials:
         try:
@@ -278,28 +375,42 @@ class _Trials:
             workload.corpus.close()
 
     def _compute_unchanged(self) -> None:
-        self._entries, self._norms = self._computed(self.execution, measures=True)
+        is_finite = nonfinite_quantity(self.execution.recorded.entries[self.step]) is None
+        self._entries, self._norms = self._computed(self.execution, measures=is_finite)
         for at, entry in self._entries.items():
-            difference = first_difference(self.execution.recorded.entries[at], entry)
-            if difference is not None:
+            recorded = self.execution.recorded.entries[at]
+            difference = first_difference(recorded, entry)
+            if difference is not None and not _is_equally_nonfinite(recorded, entry):
                 report = ReplayReport(
                     self.step - 1, self.execution.last_step, at - self.step, 0, difference,
                     tuple(self.execution.environment),
                 )  # fmt: skip
                 raise difference_error(report, self.execution.run_directory)
 
-    def effect(self, documents: Sequence[MaskedDocument]) -> Effect:
-        """Return what documents added."""
-        found = {}
-        if documents:
-            found, _ = self._computed(self.execution.without(documents))
+    def step_without(self, documents: Sequence[MaskedDocument]) -> ChainEntry:
+        """Return the step as it is without documents."""
+        return self._without(documents).get(self.step, self._entries[self.step])
+
+    def _without(self, documents: Sequence[MaskedDocument]) -> dict[int, ChainEntry]:
+        """Return the steps without documents; computed once for each choice, and empty without any."""
+        if not documents:
+            return {}
+        chosen = frozenset(documents)
+        if chosen not in self._trials:
+            self._trials[chosen], _ = self._computed(self.execution.without(documents))
             self.num_trials += 1
             self._on_trial(self.num_trials)
-        later = [
+        return self._trials[chosen]
+
+    def effect(self, documents: Sequence[MaskedDocument]) -> Effect:
+        """Return what documents added."""
+        found = self._without(documents)
+        changes = (
             number(before.loss) - number(found[at].loss)
             for at, before in self._entries.items()
             if at > self.step and at in found and found[at].batch == before.batch
-        ]
+        )
+        later = [change for change in changes if math.isfinite(change)]
         before, after = self._entries[self.step], found.get(self.step, self._entries[self.step])
         return Effect(
             number(before.loss) - number(after.loss),
@@ -344,6 +455,14 @@ class _Trials:
         made = self._make_workload(config)
         self._open.append((config, _KeptWorkload(*(getattr(made, one.name) for one in fields(made)))))
         return self._open[-1][1]
+
+
+def _is_equally_nonfinite(recorded: ChainEntry, found: ChainEntry) -> bool:
+    """Whether a step of the same rows is not finite in the same way; the bits of a NaN say nothing."""
+    if nonfinite_quantity(recorded) is None or recorded.batch != found.batch:
+        return False
+    pairs = ((recorded.loss, found.loss), (recorded.grad_norm, found.grad_norm))
+    return all(then == now or (math.isnan(number(then)) and math.isnan(number(now))) for then, now in pairs)
 
 
 class _KeptWorkload(Workload):

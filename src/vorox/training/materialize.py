@@ -14,7 +14,7 @@ import itertools
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,13 +44,22 @@ from vorox.training.checkpoints.materialized_cache import (
 from vorox.training.checkpoints.re_execution_times import ReExecutionTimes, record_times
 from vorox.training.checkpoints.store import STATE_NAME, Checkpoint, verify
 from vorox.training.export.derived import materialized
-from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution, cost_of, save_state
+from vorox.training.re_execution import (
+    TEMPORARY_SUFFIX,
+    MakeWorkload,
+    ReExecutedStep,
+    ReExecution,
+    cost_of,
+    save_state,
+)
 from vorox.training.replay import ReplayReport, difference_error, first_difference
 from vorox.training.resume import resume, resume_settings
 from vorox.training.steps.workload import Workload
 from vorox.training.weights.init_from import initialize_again
 
 Proof = Literal["fingerprint", "next step", "own step"]
+ComputeStates = Callable[[Sequence[int], Path], None]
+"""Writes the states after steps into a folder, in ranks of its own."""
 _NOTHING = "nothing was written"
 
 
@@ -129,10 +138,13 @@ def materialize(
     found: list[Materialized] = []
     unproven: tuple[Path, Path] | None = None
     began, ends = time.perf_counter(), list[float]()
+    scratch = (
+        directory if directory.absolute() == folder(execution.run_directory).absolute() else None
+    )  # where ``states_after`` removes it
     try:
         if (target := targets.get(0)) is not None:
             unproven = _write_initial(execution, make_workload, _unproven(target)), target
-        with contextlib.closing(execution.steps(make_workload)) as computed:
+        with contextlib.closing(execution.steps(make_workload, scratch=scratch)) as computed:
             for one in computed:
                 dist = one.workload.distributed
                 difference = first_difference(execution.recorded.entries[one.step], one.entry)
@@ -172,7 +184,7 @@ def _recorded_fingerprint(execution: ReExecution, one: ReExecutedStep) -> str | 
 
 
 def _unproven(target: Path) -> Path:
-    return target.with_name(f".{target.name}.unproven")
+    return target.with_name(f".{target.name}{TEMPORARY_SUFFIX}")
 
 
 def _write(execution: ReExecution, one: ReExecutedStep, path: Path) -> Path:
@@ -261,12 +273,23 @@ class StateNotices:
 
 
 def states_after(
-    run_directory: Path, steps: Collection[int], make_workload: MakeWorkload, notices: StateNotices
+    run_directory: Path,
+    steps: Collection[int],
+    make_workload: MakeWorkload,
+    notices: StateNotices,
+    ranks: ComputeStates | None = None,
 ) -> dict[int, Checkpoint]:
     """Return the states after steps, verified: kept checkpoints, those of the cache, and the rest computed into it.
 
     The cache keeps the states of a run that were used last, as many as the run keeps checkpoints
-    (``checkpoint.keep_last``).
+    (``checkpoint.keep_last``). What a killed computation left there is removed by the next one.
+
+    Args:
+        run_directory: The run.
+        steps: The steps.
+        make_workload: As of ``ReExecution.steps``.
+        notices: Receives what happens.
+        ranks: Computes states in several ranks. Default: this process computes them.
 
     Raises:
         StateNotOnDiskError: This process cannot compute one, because several ranks have to.
@@ -276,15 +299,21 @@ def states_after(
     missing = [step for step, state in found.items() if state is None]
     if missing:
         directory = folder(run_directory)
-        _check_ranks(run_directory, missing)
+        if ranks is None:
+            _check_ranks(run_directory, missing)
         execution = open_range(run_directory, missing)
         with _locked(directory, run_directory, missing[0]):
             if any(_cached(run_directory, step, notices) is None for step in missing):  # no other process was faster
                 for step in missing:
                     remove_state(directory / RunLayout(run_directory).checkpoint(step).name)
+                for left in directory.glob(f".*{TEMPORARY_SUFFIX}"):
+                    shutil.rmtree(left, ignore_errors=True)
                 notices.computes(execution, missing)
                 try:
-                    materialize(execution, make_workload, missing, directory, on_step=notices.progress)
+                    if ranks is None:
+                        materialize(execution, make_workload, missing, directory, on_step=notices.progress)
+                    else:
+                        ranks(missing, directory)
                 finally:
                     notices.ends()
             found |= {step: verified_state(run_directory, step) for step in missing}

@@ -60,6 +60,8 @@ from vorox.training.weights.init_from import initialize_again
 
 MakeWorkload = Callable[[RunConfig], Workload]
 """Opens corpus, model and engine of a configuration, without building caches."""
+TEMPORARY_SUFFIX = ".unproven"
+"""Of hidden folders that a killed computation may leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +140,24 @@ class ReExecution:
         return changed
 
     def steps(
-        self, make_workload: MakeWorkload, before_step: Callable[[Workload, Batch], None] | None = None
+        self,
+        make_workload: MakeWorkload,
+        before_step: Callable[[Workload, Batch], None] | None = None,
+        *,
+        scratch: Path | None = None,
     ) -> Generator[ReExecutedStep]:
         """Compute the steps; close the iterator to stop before the last one.
 
         Args:
             make_workload: Makes what computes them, once for each part of the range with its own settings.
             before_step: Called before each step, with its batch; the engine holds the state that it starts from.
+            scratch: Where the temporary folder is made. Default: where the system has them.
 
         Raises:
             CheckpointError: The checkpoint is not of this run's plan.
             DataError: A cache, the plan or the chain differs from the record.
         """
-        with tempfile.TemporaryDirectory(prefix="vorox-re-execution-") as scratch:
+        with tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, ".vorox-re-execution-", scratch) as temporary:
             checkpoint, state = self.checkpoint, None
             while state is None or state.progress.step < self.last_step:
                 start = self.start_step if state is None else state.progress.step
@@ -159,7 +166,7 @@ class ReExecution:
                 changed_at = resume_settings.next_change(self.run_directory, start)
                 end = self.last_step if changed_at is None else min(changed_at, self.last_step)
                 with contextlib.closing(make_workload(config)) as workload:
-                    plan = _copy_of_plan(self.run_directory, Path(scratch), workload)
+                    plan = _copy_of_plan(self.run_directory, Path(temporary), workload)
                     if self.masked:
                         plan.add([MaskEvent(plan.start.batch_sizes.position_of(self.first_step), self.masked)])
                     if state is None:
@@ -173,7 +180,7 @@ class ReExecution:
                         yield step
                     if end < self.last_step:
                         metadata = {**resume.manifest_metadata(workload), "step": end}
-                        checkpoint = save_state(workload, RunLayout(Path(scratch)).checkpoint(end), {}, metadata)
+                        checkpoint = save_state(workload, RunLayout(Path(temporary)).checkpoint(end), {}, metadata)
 
     def _adopt_environment(self, workload: Workload, start: int) -> None:
         """Let the engine compute as the run did in its next step, where it had a choice; note what differs."""

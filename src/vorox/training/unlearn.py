@@ -22,7 +22,13 @@ from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.records.replay_chain import examine_chain
 from vorox.records.run_context import recorded_config
 from vorox.records.run_lookup import fork_origin, run_argument, run_directories, run_id_of
-from vorox.training.checkpoints.signature import STATEMENT_TYPE, file_digests, recorded_state, write_statement
+from vorox.training.checkpoints.signature import (
+    STATEMENT_TYPE,
+    UNLEARNED_TYPE,
+    file_digests,
+    recorded_state,
+    write_statement,
+)
 from vorox.training.fork import ForkChange
 from vorox.training.reports.document_traces import Copy, Trace, caches_by_source
 from vorox.training.resume.resume_settings import changes_after, config_in_force
@@ -30,7 +36,6 @@ from vorox.training.resume.resume_settings import changes_after, config_in_force
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey
 
-PREDICATE_TYPE = "urn:vorox:unlearned:1"
 CLAIM = "no update of the run read the content of the documents"
 
 
@@ -204,7 +209,7 @@ def state_unlearned(
     }  # fmt: skip
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in file_digests(kept[step]).items()]
     statement = {
-        "_type": STATEMENT_TYPE, "subject": subjects, "predicateType": PREDICATE_TYPE, "predicate": predicate,
+        "_type": STATEMENT_TYPE, "subject": subjects, "predicateType": UNLEARNED_TYPE, "predicate": predicate,
     }  # fmt: skip
     path = RunLayout(run_directory).statement("unlearned", step)
     write_statement(path, statement, key)

@@ -19,9 +19,9 @@ def explain(
     run: RunName,
     step: Annotated[int | None, typer.Option("--step", min=1, help="The step, as in RUN@STEP.")] = None,
     by: Annotated[
-        Literal["grad_norm", "loss", "next_loss"],
-        typer.Option(help="What to explain: its gradient norm, its loss, or the loss of the steps after it."),
-    ] = "grad_norm",
+        Literal["grad_norm", "loss", "next_loss"] | None,
+        typer.Option(help="What to explain: its gradient norm (default), its loss, or the loss of the steps after it."),
+    ] = None,
     next_steps: Annotated[
         int, typer.Option("--next", min=0, metavar="K", help="Steps after it whose loss is compared.")
     ] = 3,
@@ -36,6 +36,7 @@ def explain(
     """Find the documents that caused a step's gradient norm, loss, or damage.
 
     The step is computed again without each document, from the same state; all
-    else stays, to the bit. "No single document" is an answer. The run is not
-    changed.
+    else stays, to the bit. "No single document" is an answer. Of a step that
+    is not finite, it names the documents without which the step is finite. The
+    run is not changed.
     """

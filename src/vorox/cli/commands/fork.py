@@ -46,7 +46,7 @@ def fork(
     plan: Annotated[bool, typer.Option("--plan", help="Print the cost and what would change, and do nothing.")] = False,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --no-train or --plan.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to standard error.")] = False,
 ) -> None:
     """Continue from any state of a run as a run of its own, with one thing changed.
 

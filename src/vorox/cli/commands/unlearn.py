@@ -44,7 +44,7 @@ def unlearn(
     yes: Yes = False,
     root: Root = DEFAULT_ROOT,
     _: TrustCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --plan.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to standard error.")] = False,
 ) -> None:
     """Compute a run again without what it learned from documents.
 

@@ -53,6 +53,8 @@ _ENDS_WELL = frozenset({0, Preempted.exit_code})
 """After either, other ranks may still be writing the checkpoint."""
 _HERE = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_STDERR = 2
+"""The descriptor of standard error."""
 _SHOWN_BYTES = 4000
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -71,14 +73,18 @@ def launch_ranks(
     restarts: Restarts | None = None,
     *,
     advice: str = "Run the same command again to resume.",
+    is_quiet: bool = False,
 ) -> int:
     """Run ``vorox ARGUMENTS`` with ``count`` ranks on this machine.
+
+    Rank 0 has this process's standard output, or its standard error within ``printing_to_stderr``.
 
     Args:
         count: Number of ranks on this machine.
         arguments: The command line, without the program's name.
         restarts: Restarts after a failure; default: none.
         advice: What to do after a rank was killed.
+        is_quiet: Discard the standard output of rank 0.
 
     Returns:
         The exit code of the first rank that failed in the last start, else 0.
@@ -89,7 +95,7 @@ def launch_ranks(
     """
     with _Signals() as signals:
         while True:
-            ending = _run_ranks(count, arguments, signals)
+            ending = _run_ranks(count, arguments, signals, subprocess.DEVNULL if is_quiet else None)
             ends_well = ending.exit_code in _ENDS_WELL or signals.received is not None
             is_final = ends_well or ending.exit_code in FINAL_EXIT_CODES
             following = None if restarts is None or is_final else restarts.after_failure(ending.text)
@@ -100,7 +106,9 @@ def launch_ranks(
             arguments = following
 
 
-def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Ending:
+def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals, output: int | None) -> _Ending:
+    if output is None and sys.stdout is sys.stderr:
+        output = _STDERR
     command = child_command("vorox", *given_flag(), *arguments)
     node = node_membership(os.environ) or Node(_HERE, _free_port(), 0, 1)
     environments = environments_of(count, node, os.environ)
@@ -109,7 +117,7 @@ def _run_ranks(count: int, arguments: Sequence[str], signals: _Signals) -> _Endi
         children = [
             subprocess.Popen(
                 command, env=environment, stdin=None if rank == 0 else subprocess.DEVNULL,
-                stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else outputs[rank - 1],
+                stdout=output if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else outputs[rank - 1],
                 preexec_fn=end_with_parent(),
             )
             for rank, environment in enumerate(environments)

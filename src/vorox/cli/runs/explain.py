@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,11 +16,20 @@ from vorox.cli.terminal.output import print_json, print_table, print_wrapped
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import step_directories
 from vorox.data.provenance.run_data_index import RunDataIndex
-from vorox.records.replay_chain import number
+from vorox.records.replay_chain import examine_chain, number
 from vorox.records.run_lookup import find_run
 from vorox.run import workload_of_run
 from vorox.training.checkpoints.store import verify
-from vorox.training.explain import Explanation, Quantity, documents_of_step, last_step, most_trials
+from vorox.training.explain import (
+    Explanation,
+    NonfiniteCause,
+    Quantity,
+    documents_of_step,
+    last_step,
+    most_trials,
+    nonfinite_quantity,
+    trials_for_one,
+)
 from vorox.training.explain import explain as explain_step
 from vorox.training.materialize import open_range
 from vorox.training.re_execution import ReExecution, cost_of
@@ -35,7 +43,7 @@ _MOST_LAYERS = 5
 def explain(
     run: str,
     step: int | None,
-    by: Quantity,
+    by: Quantity | None,
     next_steps: int,
     limit: int,
     nproc: int,
@@ -46,17 +54,19 @@ def explain(
 ) -> None:
     run, step = step_of(root, run, step)
     directory = find_run(root, run)
-    with RunDataIndex.open(directory) as run_data, tempfile.TemporaryDirectory(prefix="vorox-explain-") as scratch:
+    with RunDataIndex.open(directory) as run_data:
         last = last_step(run_data, step, by, next_steps)
         if plan:
+            is_finite = nonfinite_quantity(examine_chain(directory).entries[step]) is None
             num_documents = len(documents_of_step(run_data, step))
-            _print_plan(directory, step, last - step, num_documents, as_json=as_json)
+            _print_plan(directory, step, last - step, num_documents, is_finite=is_finite, as_json=as_json)
             return
         start = None if state is None else verify(state)
         if start is None and step > 1:
-            start = state_after(directory, step - 1, Path(scratch), root, nproc)
+            start = state_after(directory, step - 1, root, nproc)
         if nproc > 1:
-            words = ["explain", str(directory), "--step", str(step), "--by", by, "--next", str(next_steps)]
+            words = ["explain", str(directory), "--step", str(step), "--next", str(next_steps)]
+            words += [] if by is None else ["--by", by]
             words += ["--limit", str(limit), *(["--json"] if as_json else [])]
             words += [] if start is None else ["--state", str(start.path)]
             raise typer.Exit(launch_ranks(nproc, words, advice=""))
@@ -81,6 +91,9 @@ def _print(found: Explanation, limit: int) -> None:
     loss, norm = number(found.entry.loss), number(found.entry.grad_norm)
     what = _NAMES[found.quantity]
     typer.echo(f"Step {found.step:,}: loss {loss:.4f}, gradient norm {norm:.4g}")
+    if found.nonfinite is not None:
+        _print_nonfinite(found.nonfinite, what, len(found.documents))
+        return
     if found.quantity == "next_loss":
         usual = f"Its update changed the loss of the next steps by {found.excess:+.4f}"
     else:
@@ -118,8 +131,23 @@ def _print(found: Explanation, limit: int) -> None:
         print_table(["GNORM", "WITHOUT-IT", "LAYER"], layers, right="GNORM WITHOUT-IT")
 
 
-def _print_plan(directory: Path, step: int, next_steps: int, num_documents: int, *, as_json: bool) -> None:
-    trials = most_trials(num_documents) + 1
+def _print_nonfinite(cause: NonfiniteCause, what: str, num_documents: int) -> None:
+    if cause.origin:
+        print_wrapped([f"The first value that is not finite: {cause.origin}"])
+    named = cause.documents
+    if not named:
+        typer.echo(f"No document causes it: it is not finite with all {num_documents:,} documents masked")
+    elif len(named) == 1:
+        print_wrapped([f"Caused by {named[0].name}: without it the {what} is {cause.value:.4g}"])
+    else:
+        typer.echo(f"Caused by {len(named):,} documents: without them the {what} is {cause.value:.4g}")
+        print_wrapped(f"  {one.name}" for one in named)
+
+
+def _print_plan(
+    directory: Path, step: int, next_steps: int, num_documents: int, *, is_finite: bool, as_json: bool
+) -> None:
+    trials = 1 + (most_trials(num_documents) if is_finite else trials_for_one(num_documents))
     is_kept = step == 1 or step - 1 in step_directories(directory)
     cost = cost_of(ReExecution(directory, step - 1, step) if is_kept else open_range(directory, [step - 1]))
     before = 0 if is_kept else cost.num_steps
@@ -133,4 +161,6 @@ def _print_plan(directory: Path, step: int, next_steps: int, num_documents: int,
         print_json({"num_documents": num_documents, "num_steps": num_steps, "seconds": seconds})
         return
     took = "" if seconds is None else f", about {humanize.duration(seconds)}"
-    typer.echo(f"{pluralize(num_documents, 'document')}: at most {pluralize(num_steps, 'step')} to compute{took}")
+    steps = f"{pluralize(num_steps, 'step')} to compute{took}"
+    steps = f"at most {steps}" if is_finite else f"{steps} if one of them is the cause, more if several are"
+    typer.echo(f"{pluralize(num_documents, 'document')}: {steps}")

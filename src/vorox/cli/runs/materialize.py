@@ -18,10 +18,9 @@ from vorox.cli.terminal.state_notices import PrintedNotices
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.processes.process_start import process_started_at
-from vorox.core.run_layout import RunLayout, step_directories
 from vorox.records.run_lookup import find_run, split_step
 from vorox.run import states_of_run, with_states, workload_of_run
-from vorox.training.checkpoints.store import Checkpoint, verify
+from vorox.training.checkpoints.store import Checkpoint
 from vorox.training.materialize import Materialized, Proof, open_range, steps_every
 from vorox.training.materialize import materialize as write_checkpoints
 from vorox.training.re_execution import ReExecution, cost_of
@@ -84,13 +83,12 @@ def step_of(root: str, run: str, step: int | None) -> tuple[str, int]:
     return name, found
 
 
-def state_after(run_directory: Path, step: int, scratch: Path, root: str, nproc: int) -> Checkpoint:
-    """Return the state of a run after a step; if it is not kept, computed again by ``nproc`` ranks.
+def state_after(run_directory: Path, step: int, root: str, nproc: int) -> Checkpoint:
+    """Return the state of a run after a step; if it is not on disk, ``nproc`` ranks compute it into the cache.
 
     Args:
         run_directory: The run.
         step: Its finished steps.
-        scratch: Where ranks write it; one process uses the cache of states.
         root: Parent directory of runs.
         nproc: Number of ranks.
 
@@ -98,12 +96,15 @@ def state_after(run_directory: Path, step: int, scratch: Path, root: str, nproc:
         typer.Exit: The ranks have failed, and said why.
         VoroxError: As ``states_after``.
     """
-    if nproc == 1 or step in step_directories(run_directory):
-        return states_of_run(run_directory, [step], PrintedNotices())[step]
-    command = ["checkpoints", "materialize", str(run_directory), "--step", str(step), "--to", str(scratch), "--json"]
-    if code := launch_ranks(nproc, [*command, "--root", root], advice=""):
-        raise typer.Exit(code)
-    return verify(scratch / RunLayout(run_directory).checkpoint(step).name)
+
+    def compute(steps: Sequence[int], directory: Path) -> None:
+        words = [word for one in steps for word in ("--step", str(one))]
+        command = ["checkpoints", "materialize", str(run_directory), *words, "--to", str(directory), "--root", root]
+        if code := launch_ranks(nproc, command, advice="", is_quiet=True):
+            raise typer.Exit(code)
+
+    ranks = None if nproc == 1 else compute
+    return states_of_run(run_directory, [step], PrintedNotices(), ranks)[step]
 
 
 def _chosen(run_directory: Path, steps: Sequence[int], every: int | None) -> list[int]:

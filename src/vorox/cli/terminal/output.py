@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, TextIO
 
 import typer
@@ -21,6 +22,13 @@ _MIN_COLUMNS = 3
 def echo(text: str, level: Level = "info") -> None:
     """Print a message: ``info`` to standard output, warnings and errors to standard error."""
     typer.echo(text, err=level != "info")
+
+
+@contextlib.contextmanager
+def printing_to_stderr(*, is_active: bool) -> Generator[None]:
+    """Print to standard error what commands and ranks print to standard output, so that it has JSON alone."""
+    with contextlib.redirect_stdout(sys.stderr) if is_active else contextlib.nullcontext():
+        yield
 
 
 def print_json(value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import typer
 
 from vorox.cli.runs.materialize import state_after, step_of
 from vorox.cli.terminal import humanize
-from vorox.cli.terminal.output import print_json, print_wrapped
+from vorox.cli.terminal.output import print_json, print_wrapped, printing_to_stderr
 from vorox.cli.training.train import train as train_run
-from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import step_directories
 from vorox.data.provenance.named_documents import named_documents
@@ -38,10 +36,6 @@ def fork(
     root: str,
     as_json: bool,
 ) -> None:
-    if as_json and train and not plan:
-        raise ConfigError(
-            "A training prints no JSON", where="--json", hint="add --no-train, and train the fork with vorox train"
-        )
     run, step = step_of(root, run, step)
     parent = find_run(root, run)
     with RunDataIndex.open(parent) as run_data:
@@ -53,21 +47,38 @@ def fork(
     if plan:
         _print_plan(parent, step, lines, as_json=as_json)
         return
-    with tempfile.TemporaryDirectory(prefix="vorox-fork-") as scratch:
-        checkpoint = None if step == 0 else state_after(parent, step, Path(scratch), root, nproc)
-        directory = create_fork(parent, step, checkpoint, change, name)
+    checkpoint = None if step == 0 else state_after(parent, step, root, nproc)
+    directory = create_fork(parent, step, checkpoint, change, name)
     command = f"vorox train --resume {run_argument(directory)}{f' --nproc {nproc}' if nproc > 1 else ''}"
+    with printing_to_stderr(is_active=as_json):
+        typer.echo(f"Forked {parent.name} at step {step:,}: {directory}")
+        print_wrapped(f"  {line}" for line in lines or ["nothing is changed"])
+        if train:
+            train_to_end(directory, nproc)
     if as_json:
-        found = {"run": directory.name, "directory": str(directory), "step": step, "change": change.to_json()}
-        print_json({**found, "train": command})
-        return
-    typer.echo(f"Forked {parent.name} at step {step:,}: {directory}")
-    print_wrapped(f"  {line}" for line in lines or ["nothing is changed"])
-    if not train:
+        print_json(
+            {
+                "run": directory.name, "directory": str(directory), "parent": parent.name, "step": step,
+                "change": change.to_json(), "is_trained": train, "train": command,
+            }
+        )  # fmt: skip
+    elif train:
+        typer.echo(f"Compare: vorox runs compare --paired {run_argument(parent)} {run_argument(directory)}")
+    else:
         typer.echo(f"Train it: {command}")
-        return
-    train_run(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
-    typer.echo(f"Compare: vorox runs compare --paired {run_argument(parent)} {run_argument(directory)}")
+
+
+def train_to_end(directory: Path, nproc: int) -> None:
+    """Train a fork with ``nproc`` ranks.
+
+    Raises:
+        typer.Exit: The ranks have failed, and said why.
+    """
+    try:
+        train_run(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
+    except typer.Exit as ended:  # of several ranks
+        if ended.exit_code:
+            raise
 
 
 def _reading(run_data: RunDataIndex, document: str, step: int) -> str:

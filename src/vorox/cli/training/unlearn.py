@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vorox.cli.runs.materialize import state_after
 from vorox.cli.terminal import humanize
 from vorox.cli.terminal.build_display import BuildDisplay
-from vorox.cli.terminal.output import confirm, print_json, print_table, print_wrapped
-from vorox.cli.training.train import train
+from vorox.cli.terminal.output import confirm, print_json, print_table, print_wrapped, printing_to_stderr
+from vorox.cli.training.fork import train_to_end
 from vorox.core.errors import ConfigError
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
@@ -34,7 +33,7 @@ from vorox.records.run_lookup import (
     run_directories,
 )
 from vorox.training.checkpoints.materialized_cache import folder
-from vorox.training.checkpoints.signature import load_private_key
+from vorox.training.checkpoints.signature import load_private_key, read_statement
 from vorox.training.fork import ForkChange, check_change, fork
 from vorox.training.materialize import open_range
 from vorox.training.re_execution import cost_of
@@ -97,12 +96,6 @@ def unlearn(
     root: str,
     as_json: bool,
 ) -> None:
-    if as_json and not plan:
-        raise ConfigError(
-            "A training prints no JSON",
-            where="--json",
-            hint="leave it out; the statement is a JSON file of the new run",
-        )
     private_key = None if key is None else load_private_key(key)
     names = _names(document or [], listed)
     case = _examine(find_run(root, run), names, Path(root), search or [])
@@ -111,38 +104,39 @@ def unlearn(
     if plan:
         _print_plan(case, as_json=as_json)
         return
-    if erase:
-        _confirm_erasure(case, yes=yes)
+    with printing_to_stderr(is_active=as_json):
+        if erase:
+            _confirm_erasure(case, yes=yes)
+        directory = _unlearned(case, name, root, nproc, private_key)
+        erased = _erase(case) if erase else []
+    if as_json:
+        print_json({**_case_json(case), **_unlearned_json(directory), "erased": erased})
+
+
+def _unlearned(case: _Case, name: str | None, root: str, nproc: int, key: PrivateKey | None) -> Path | None:
+    """Return the trained fork without the documents, with its statement; ``None`` if nothing is to be unlearned."""
     if case.step is None:
         _print_case(case)
         typer.echo("Nothing is to be unlearned, and no run was written")
-        if erase:
-            _erase(case)
-        return
+        return None
     config = recorded_config(case.run)
     directory, own = case.run, name or f"{config.run.name or case.run.name}-unlearned"
     for number, (at, change) in enumerate(case.stages, 1):
         called = own if number == len(case.stages) else f"{own}-{number}"
         directory = _forked(directory, at, change, called, root, nproc)
-    _state(directory, case, private_key)
-    if erase:
-        _erase(case)
+    _state(directory, case, key)
+    return directory
 
 
 def _forked(parent: Path, step: int, change: ForkChange, name: str, root: str, nproc: int) -> Path:
     """Return the trained fork of a run at a step: a new one, or the one that an earlier command began."""
     directory = unlearned_fork(parent, step, change)
     if directory is None:
-        with tempfile.TemporaryDirectory(prefix="vorox-unlearn-") as scratch:
-            state = None if step == 0 else state_after(parent, step, Path(scratch), root, nproc)
-            directory = fork(parent, step, state, change, name)
+        state = None if step == 0 else state_after(parent, step, root, nproc)
+        directory = fork(parent, step, state, change, name)
         typer.echo(f"Forked {parent.name} at step {step:,}: {directory}")
     if not _is_finished(directory):
-        try:
-            train(None, str(directory), None, None, None, nproc, 0, dry_run=False, menu=False)
-        except typer.Exit as ended:  # of several ranks
-            if ended.exit_code:
-                raise
+        train_to_end(directory, nproc)
     return directory
 
 
@@ -257,15 +251,39 @@ def _confirm_erasure(case: _Case, *, yes: bool) -> None:
     )  # fmt: skip
 
 
-def _erase(case: _Case) -> None:
-    """Erase the documents from the caches that the run reads."""
+def _erase(case: _Case) -> list[dict[str, Any]]:
+    """Erase the documents from the caches that the run reads; return what that did, as JSON."""
+    done: list[dict[str, Any]] = []
     for directory, records in case.caches.items():
-        replaced = pluralize(len(erase_documents(directory, records).chunks), "chunk")
+        erased = erase_documents(directory, records)
+        replaced = pluralize(len(erased.chunks), "chunk")
         typer.echo(f"Erased {pluralize(len(records), 'document')} from {directory}: {replaced} replaced")
-    remaining = {
-        path for directory, records in case.caches.items() for path in erase_documents(directory, records).remaining
-    }
-    print_wrapped(f"  still there, in {path}" for path in sorted(remaining))
+        done.append({"cache": str(directory), "num_documents": len(records), "num_chunks": len(erased.chunks)})
+    for directory, found in zip(case.caches, done, strict=True):  # one cache may have erased what another one shares
+        remaining = sorted(erase_documents(directory, case.caches[directory]).remaining)
+        found["remaining"] = [str(path) for path in remaining]
+    shown = sorted({path for found in done for path in found["remaining"]})
+    print_wrapped(f"  still there, in {path}" for path in shown)
+    return done
+
+
+def _case_json(case: _Case) -> dict[str, Any]:
+    return {
+        "run": case.run.name, "documents": list(case.documents), "steps": list(case.reads.steps),
+        "clean_step": case.step, "acts": [asdict(trace) for trace in case.traces],
+        "copies": [asdict(copy) for copy in case.copies], "checkpoints": list(case.own.checkpoints),
+        "runs": {one.directory.name: one.first_step for one in _others(case)},
+        "directories": [str(path) for path in case.directories],
+    }  # fmt: skip
+
+
+def _unlearned_json(directory: Path | None) -> dict[str, Any]:
+    """Return the new run and its statement as JSON; ``None`` for both if nothing is to be unlearned."""
+    if directory is None:
+        return {"unlearned": None, "directory": None, "statement": None}
+    written = read_statement(RunLayout(directory).statement("unlearned", max(step_directories(directory))))
+    statement = {"path": str(written.path), "key_ids": list(written.key_ids), "content": dict(written.content)}
+    return {"unlearned": directory.name, "directory": str(directory), "statement": statement}
 
 
 def _print_plan(case: _Case, *, as_json: bool) -> None:
@@ -273,16 +291,7 @@ def _print_plan(case: _Case, *, as_json: bool) -> None:
     step = case.step
     num_steps, seconds, size_bytes = (0, 0.0, 0) if step is None else _cost(case, step)
     if as_json:
-        others = {one.directory.name: one.first_step for one in _others(case)}
-        print_json(
-            {
-                "run": case.run.name, "documents": list(case.documents), "steps": list(case.reads.steps),
-                "clean_step": step, "num_steps": num_steps, "seconds": seconds, "size_bytes": size_bytes,
-                "acts": [asdict(trace) for trace in case.traces], "copies": [asdict(copy) for copy in case.copies],
-                "checkpoints": list(case.own.checkpoints), "runs": others,
-                "directories": [str(path) for path in case.directories],
-            }
-        )  # fmt: skip
+        print_json({**_case_json(case), "num_steps": num_steps, "seconds": seconds, "size_bytes": size_bytes})
         return
     _print_case(case)
     if step is not None:

@@ -10,6 +10,7 @@ import { curvesPage } from "./pages/curves.js";
 import { dataPage } from "./pages/data.js";
 import { healthPage } from "./pages/health.js";
 import { planPage } from "./pages/plan.js";
+import { reExecutionPage } from "./pages/re_execution.js";
 import { runsPage } from "./pages/runs.js";
 import { samplesPage } from "./pages/samples.js";
 import { settingsPage } from "./pages/settings.js";
@@ -17,7 +18,7 @@ import { settingsPage } from "./pages/settings.js";
 const PAGES = {
   curves: ["Curves", curvesPage], samples: ["Samples", samplesPage], data: ["Data", dataPage],
   health: ["Health", healthPage], plan: ["Plan", planPage], checkpoints: ["Checkpoints", checkpointsPage],
-  settings: ["Settings", settingsPage],
+  re_execution: ["Re-execution", reExecutionPage], settings: ["Settings", settingsPage],
 };
 const main = document.getElementById("main");
 let openPage = null, openRun = null, navigation = 0;

@@ -3,14 +3,14 @@
 A token of a record is *contaminated* if it is part of ``ngram_tokens`` consecutive tokens that also occur, within one
 document, in a row of a step whose update the weights hold (Llama 2, arXiv:2307.09288, appendix A.6, without skipped
 tokens). Records are encoded with the run's tokenizer, so a match does not depend on how text is normalised. N-grams
-across the border of two rows are not found.
+across the border of two rows are not found. A document counts in the steps in which the plan does not mask it.
 
 Shape legend: N rows, T tokens of a row, G n-grams of the evaluation set, L tokens of an n-gram, M matches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vorox.core.errors import ConfigError
+from vorox.data.documents import DocumentSpan
 from vorox.data.order.difficulty_buckets import SourceReader
+from vorox.data.order.document_masks import DocumentMasks
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.data.rows import real_tokens
 
@@ -144,6 +146,86 @@ def _filter_index(hashes: UInt64Array) -> npt.NDArray[np.intp]:
     return (mixed >> np.uint64(64 - _FILTER_BITS)).astype(np.intp)
 
 
+class DocumentMatches(NamedTuple):
+    """Occurrences of n-grams in the part of a document that a row has.
+
+    Attributes:
+        source_index: Index of the source.
+        row: The row.
+        span: The document in it.
+        token_M: First token of each occurrence in the row.
+        number_M: Number of its n-gram.
+        positions: Positions at which steps read the row, and the document is not masked.
+    """
+
+    source_index: int
+    row: int
+    span: DocumentSpan
+    token_M: Int64Array
+    number_M: Int64Array
+    positions: Int64Array
+
+
+class Readings:
+    """What some steps of a run read: rows, and the documents in them that were not masked then.
+
+    Args:
+        run_data: The run.
+        steps: The steps, from 1.
+
+    Attributes:
+        has_masks: Whether the plan masks documents.
+    """
+
+    def __init__(self, run_data: RunDataIndex, steps: Int64Array) -> None:
+        self._run_data, self._steps = run_data, frozenset(steps.tolist())
+        self._masks = DocumentMasks(run_data.plan.state)
+        self.has_masks = bool(self._masks.events)
+        self._positions: dict[tuple[int, int], Int64Array] = {}
+
+    def positions(self, source_index: int, row: int, file_index: int, ordinal: int) -> Int64Array:
+        """Return the positions of a row in the steps at which a document is not masked."""
+        reader = self._run_data.readers[source_index]
+        if (source_index, row) not in self._positions:
+            found = self._run_data.plan.positions_of(source_index, row, reader).tolist()
+            kept = [one for one in found if self.step(one) in self._steps]
+            self._positions[source_index, row] = np.array(kept, np.int64)
+        positions = self._positions[source_index, row]
+        if not self.has_masks:
+            return positions
+        version = reader.files[file_index].version
+        kept = [
+            one for one in positions.tolist() if not self._masks.is_masked(source_index, version, ordinal, one)
+        ]  # fmt: skip
+        return np.array(kept, np.int64)
+
+    def step(self, position: int) -> int:
+        """Return the step, from 1, that reads a position."""
+        return self._run_data.step_and_slot(position)[0]
+
+    def matches(self, trained: Sequence[BoolArray], ngrams: Ngrams) -> Iterator[DocumentMatches]:
+        """Yield the occurrences of n-grams by document, without documents that were masked whenever they were read.
+
+        Raises:
+            DataError: A chunk is missing or damaged.
+        """
+        for index, row_M, token_M, number_M in matches_in_rows(self._run_data, trained, ngrams):
+            borders = [0, *(np.flatnonzero(np.diff(row_M)) + 1).tolist(), len(row_M)]  # rows ascend
+            for first, end in pairwise(borders if len(row_M) else ()):
+                row = int(row_M[first])
+                for span, is_here in self._segments(index, row, token_M[first:end]):
+                    positions = self.positions(index, row, span.file_index, span.ordinal)
+                    if len(positions):
+                        tokens, numbers = token_M[first:end][is_here], number_M[first:end][is_here]
+                        yield DocumentMatches(index, row, span, tokens, numbers, positions)
+
+    def _segments(self, index: int, row: int, token_M: Int64Array) -> Iterable[tuple[DocumentSpan, BoolArray]]:
+        spans: Sequence[DocumentSpan] = self._run_data.readers[index].documents_of(row)
+        segment_M = np.searchsorted(np.cumsum([span.length for span in spans]), token_M, side="right")
+        segments: list[int] = np.unique(segment_M).tolist()
+        return [(spans[segment], segment_M == segment) for segment in segments]
+
+
 class _Places(NamedTuple):
     """Where n-grams occur in the training data: up to some places for each, in the order of the search."""
 
@@ -178,8 +260,9 @@ def find_contamination(
     check_search(run_data, steps, ngram_tokens)
     ngrams = Ngrams([record for record in records if len(record.ids) >= ngram_tokens], ngram_tokens)
     trained = [uses > 0 for uses in run_data.row_uses(steps)]
-    places = _search(run_data, trained, ngrams)
-    found = _Report(run_data, set(steps.tolist()), ngrams, places, num_documents).contaminated(
+    readings = Readings(run_data, steps)
+    places = _search(run_data, readings, trained, ngrams)
+    found = _Report(run_data, readings, ngrams, places, num_documents).contaminated(
         [record for record in records if len(record.ids) >= ngram_tokens]
     )
     return Contamination(
@@ -228,10 +311,16 @@ def matches_in_rows(
             yield index, rows[row[is_text]], token[is_text], number[is_text]
 
 
-def _search(run_data: RunDataIndex, trained: Sequence[BoolArray], ngrams: Ngrams) -> _Places:
+def _search(run_data: RunDataIndex, readings: Readings, trained: Sequence[BoolArray], ngrams: Ngrams) -> _Places:
     parts: list[_Places] = []
     num_places = np.zeros(len(ngrams), np.int64)
-    for index, row, token, number in matches_in_rows(run_data, trained, ngrams):
+    found = matches_in_rows(run_data, trained, ngrams)
+    if readings.has_masks:
+        found = (
+            (one.source_index, np.full(len(one.token_M), one.row), one.token_M, one.number_M)
+            for one in readings.matches(trained, ngrams)
+        )
+    for index, row, token, number in found:
         kept = _below_limit(number, num_places)
         parts.append(_Places(number[kept], np.full(len(kept), index), row[kept], token[kept]))
     return _Places(*(np.concatenate(column) if parts else np.zeros(0, np.int64) for column in zip(*parts, strict=True)))
@@ -256,9 +345,9 @@ class _Report:
     """Describes the places of n-grams as documents and steps."""
 
     def __init__(
-        self, run_data: RunDataIndex, steps: set[int], ngrams: Ngrams, places: _Places, num_documents: int
+        self, run_data: RunDataIndex, readings: Readings, ngrams: Ngrams, places: _Places, num_documents: int
     ) -> None:
-        self._run_data, self._steps, self._ngrams, self._num_documents = run_data, steps, ngrams, num_documents
+        self._run_data, self._readings, self._ngrams, self._num_documents = run_data, readings, ngrams, num_documents
         order = np.argsort(places.number, kind="stable")
         self._places = _Places(*(column[order] for column in places))
         self._starts = np.searchsorted(self._places.number, np.arange(len(ngrams) + 1))
@@ -278,31 +367,33 @@ class _Report:
 
     def _documents(self, numbers: Int64Array) -> tuple[SharedDocument, ...]:
         ngrams_of: dict[tuple[str, int], set[int]] = {}
-        rows_of: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        rows_of: dict[tuple[str, int], set[tuple[int, int, int]]] = {}
         for number in set(numbers.tolist()):
             for place in range(self._starts[number], self._starts[number + 1]):
                 index, row = int(self._places.source_index[place]), int(self._places.row[place])
-                document = _document_at(self._run_data.readers[index], row, int(self._places.token[place]))
+                span = _document_at(self._run_data.readers[index], row, int(self._places.token[place]))
+                document = span.uri, span.ordinal
                 ngrams_of.setdefault(document, set()).add(number)
-                rows_of.setdefault(document, set()).add((index, row))
+                rows_of.setdefault(document, set()).add((index, row, span.file_index))
         most = sorted(ngrams_of, key=lambda document: (-len(ngrams_of[document]), document))[: self._num_documents]
         return tuple(
-            SharedDocument(*document, len(ngrams_of[document]), self._steps_of(rows_of[document])) for document in most
+            SharedDocument(*document, len(ngrams_of[document]), self._steps_of(document[1], rows_of[document]))
+            for document in most
         )
 
-    def _steps_of(self, rows: set[tuple[int, int]]) -> tuple[int, ...]:
+    def _steps_of(self, ordinal: int, rows: set[tuple[int, int, int]]) -> tuple[int, ...]:
         steps: set[int] = set()
-        for index, row in rows:
-            positions = self._run_data.plan.positions_of(index, row, self._run_data.readers[index])
-            steps.update(self._run_data.step_and_slot(position)[0] for position in positions.tolist())
-        return tuple(sorted(steps & self._steps))
+        for index, row, file_index in rows:
+            positions = self._readings.positions(index, row, file_index, ordinal)
+            steps.update(map(self._readings.step, positions.tolist()))
+        return tuple(sorted(steps))
 
 
-def _document_at(reader: SourceReader, row: int, token: int) -> tuple[str, int]:
-    """Return file and index of the document with a token of a row."""
+def _document_at(reader: SourceReader, row: int, token: int) -> DocumentSpan:
+    """Return the document with a token of a row."""
     end = 0
     for span in reader.documents_of(row):
         end += span.length
         if token < end:
-            return span.uri, span.ordinal
+            return span
     raise AssertionError("a match is never in the padding of a row")

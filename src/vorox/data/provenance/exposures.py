@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vorox.data.documents import DocumentSpan
-from vorox.data.order.document_masks import DocumentMasks
 from vorox.data.provenance.contamination import (
     MOSTLY_FRACTION,
     NGRAM_TOKENS,
@@ -26,8 +24,8 @@ from vorox.data.provenance.contamination import (
     EvaluationRecord,
     Int64Array,
     Ngrams,
+    Readings,
     check_search,
-    matches_in_rows,
 )
 from vorox.data.provenance.run_data_index import RunDataIndex
 
@@ -124,7 +122,7 @@ def find_exposures(
     compared = [record for record in records if len(record.ids) >= ngram_tokens]
     ngrams = Ngrams(compared, ngram_tokens)
     trained = [uses > 0 for uses in run_data.row_uses(steps)]
-    documents = _Documents(run_data, steps).read(trained, ngrams)
+    documents = _documents(Readings(run_data, steps), trained, ngrams)
     covers = _Coverage(ngrams, compared)
     exposures: dict[int, list[Exposure]] = defaultdict(list)
     is_found = np.zeros(len(ngrams), np.bool_)
@@ -186,51 +184,15 @@ class _Coverage:
         return bool(np.isin(self._numbers_G[record], numbers).any())
 
 
-class _Documents:
-    """The documents of the training rows that have n-grams of an evaluation set."""
-
-    def __init__(self, run_data: RunDataIndex, steps: Int64Array) -> None:
-        self._run_data, self._steps = run_data, frozenset(steps.tolist())
-        self._masks = DocumentMasks(run_data.plan.state)
-        self._positions: dict[tuple[int, int], Int64Array] = {}
-
-    def read(self, trained: Sequence[BoolArray], ngrams: Ngrams) -> Mapping[_Document, list[_Piece]]:
-        """Return the pieces of each document, without those that were masked whenever they were read."""
-        found: dict[_Document, list[_Piece]] = defaultdict(list)
-        for index, row_M, token_M, number_M in matches_in_rows(self._run_data, trained, ngrams):
-            borders = [0, *(np.flatnonzero(np.diff(row_M)) + 1).tolist(), len(row_M)]  # rows ascend
-            for first, end in itertools.pairwise(borders if len(row_M) else ()):
-                row = int(row_M[first])
-                for document, numbers in self._segments(index, row, token_M[first:end], number_M[first:end]):
-                    positions = self._read_at(document, row)
-                    if len(positions):
-                        found[document].append(_Piece(numbers, positions))
-        return found
-
-    def _segments(
-        self, index: int, row: int, token_M: Int64Array, number_M: Int64Array
-    ) -> Iterable[tuple[_Document, Int64Array]]:
-        spans: Sequence[DocumentSpan] = self._run_data.readers[index].documents_of(row)
-        segment_M = np.searchsorted(np.cumsum([span.length for span in spans]), token_M, side="right")
-        segments: list[int] = np.unique(segment_M).tolist()
-        for segment in segments:
-            span = spans[segment]
-            yield (index, span.file_index, span.ordinal, span.copy), np.unique(number_M[segment_M == segment])
-
-    def _read_at(self, document: _Document, row: int) -> Int64Array:
-        """Return the positions of a row in the searched steps at which a document is not masked."""
-        index, file_index, ordinal, _ = document
-        reader = self._run_data.readers[index]
-        if (index, row) not in self._positions:
-            positions = self._run_data.plan.positions_of(index, row, reader).tolist()
-            kept = [one for one in positions if self._run_data.step_and_slot(one)[0] in self._steps]
-            self._positions[index, row] = np.array(kept, np.int64)
-        positions = self._positions[index, row]
-        if not self._masks.events:
-            return positions
-        version = reader.files[file_index].version
-        kept = [one for one in positions.tolist() if not self._masks.is_masked(index, version, ordinal, one)]
-        return np.array(kept, np.int64)
+def _documents(
+    readings: Readings, trained: Sequence[BoolArray], ngrams: Ngrams
+) -> Mapping[_Document, list[_Piece]]:  # fmt: skip
+    """Return the pieces of each document of the training rows that has n-grams of an evaluation set."""
+    found: dict[_Document, list[_Piece]] = defaultdict(list)
+    for one in readings.matches(trained, ngrams):
+        document = one.source_index, one.span.file_index, one.span.ordinal, one.span.copy
+        found[document].append(_Piece(np.unique(one.number_M), one.positions))
+    return found
 
 
 def _exposures(

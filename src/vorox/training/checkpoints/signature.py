@@ -13,7 +13,7 @@ import binascii
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:vorox:checkpoint:2"
+UNLEARNED_TYPE = "urn:vorox:unlearned:1"
+AUDIT_TYPE = "urn:vorox:audit:1"
 _KINDS = "an Ed25519 or ECDSA P-256 key in PEM, as of `openssl genpkey -algorithm ed25519`"
 
 
@@ -53,6 +55,25 @@ class Signature:
     step: int
     path: Path
     key_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenStatement:
+    """An in-toto statement in a file.
+
+    Attributes:
+        path: The file.
+        content: The statement, without its envelope.
+        subjects: Digests of what it is about, hex, by name.
+        predicate_type: What it states.
+        key_ids: SHA-256 of the public keys that are said to have signed it, hex; not verified.
+    """
+
+    path: Path
+    content: Mapping[str, Any]
+    subjects: Mapping[str, Collection[str]]
+    predicate_type: str
+    key_ids: tuple[str, ...]
 
 
 def sign_checkpoint(run_directory: Path, step: int, key: PrivateKey) -> Signature:
@@ -101,6 +122,25 @@ def write_statement(path: Path, statement: Mapping[str, Any], key: PrivateKey | 
         content = {"payload": _encode(payload), "payloadType": PAYLOAD_TYPE, "signatures": signatures}
     atomic.make_directory(path.parent)
     atomic.write_file(path, atomic.pretty_json(content))
+
+
+def read_statement(path: Path) -> WrittenStatement:
+    """Read a file of ``write_statement``; no signature is verified, which takes the public key of the signer.
+
+    Raises:
+        CheckpointError: The file is damaged or cannot be read.
+    """
+    try:
+        content, key_ids = read_json(path, dict), tuple[str, ...]()
+        if "payload" in content:
+            key_ids = tuple(str(entry["keyid"]) for entry in content["signatures"])
+            content = parse_json(base64.b64decode(content["payload"], validate=True), path, dict)
+        subjects = {str(one["name"]): {*map(str, one["digest"].values())} for one in content["subject"]}
+        return WrittenStatement(path, content, subjects, str(content["predicateType"]), key_ids)
+    except OSError as error:
+        raise unreadable_error(error, path) from error
+    except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+        raise CheckpointError("The statement is damaged", where=str(path), hint="restore it from a copy") from error
 
 
 def verify_signature(run_directory: Path, step: int, key: PublicKey) -> Signature:
