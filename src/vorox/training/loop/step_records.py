@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from vorox.core.batch import Progress
@@ -52,6 +53,8 @@ class StepRecords:
             self._plan_skip(settled)
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
         if settled.ends_run:
+            with contextlib.suppress(OSError):  # the error of the run counts
+                self.pending.chain.flush()  # no save follows, and these steps are the evidence of the error
             raise settled.numerical_error(path)
         if settled.rolls_back:
             assert settled.step.max_loss is not None
