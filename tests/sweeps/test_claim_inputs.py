@@ -20,9 +20,10 @@ import vorox
 from tiny_claims import CLAIM, a_run_of, claim, refused, rewrite, verified, write_configurations
 from vorox.core.config import load_config
 from vorox.core.errors import NumericalError
+from vorox.core.files.json_lines import StepHistory
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
-from vorox.records.replay_chain import ChainEntry, bits, examine_chain, read_chain
+from vorox.records.replay_chain import ChainEntry, bits, examine_chain, link, read_chain
 from vorox.records.run_context import recorded_config
 from vorox.sweeps.claim_inputs import arm_inputs, input_difference
 from vorox.training.weights.init_from import files_digest
@@ -95,8 +96,8 @@ def test_a_divergence_is_computed_again(
         }  # fmt: skip
         assert examine_chain(loser).last_step == first + 3, "four steps in a row end the run, and are on record"
         assert verified(capsys) == verified(capsys, "--replay") == []
-    (honest,) = verified(capsys)  # where the engine computes finite numbers, nothing proves the divergence
-    assert f"{loser.name}: its divergence at step {first + 3} is not proven: computed again, step {first}" in honest
+    (finding,) = verified(capsys)  # where the engine computes finite numbers, nothing proves the divergence
+    assert f"{loser.name}: its divergence at step {first + 3} is not proven: computed again, step {first}" in finding
 
 
 @pytest.mark.parametrize("has_forged_steps", [False, True])
@@ -113,14 +114,10 @@ def test_a_forged_divergence(place: Path, capsys: pytest.CaptureFixture[str], ha
         honest, nan = entries[step], bits(float("nan"))
         entry = honest
         if step >= first_forged:
-            from vorox.records.replay_chain import link
-
             entry = ChainEntry(step, honest.batch, nan, nan, link(head, step, honest.batch, nan, nan))
         head = entry.chain
         kept.append(entry)
     layout.chain.unlink()
-    from vorox.core.files.json_lines import StepHistory
-
     history = StepHistory(layout.chain, 0)
     for entry in kept:
         history.append({name: getattr(entry, name) for name in ChainEntry.__slots__})
@@ -182,7 +179,8 @@ def test_other_initial_weights(place: Path, capsys: pytest.CaptureFixture[str]) 
     shutil.rmtree(start)
     kept.rename(start)
     put_in_place(run, forged)
-    assert any(f"{run.name}: Initial weights have changed" in one for one in verified(capsys))
+    found = verified(capsys)
+    assert any(f"{run.name}: Initial weights have changed" in one for one in found), found
     record = json.loads(RunLayout(run).record.read_text())
     good = json.loads(RunLayout(a_run_of(found, side=1)).record.read_text())
     record["attempts"][0]["notes"]["fingerprint"] = good["attempts"][0]["notes"]["fingerprint"]
@@ -194,12 +192,15 @@ def test_other_initial_weights(place: Path, capsys: pytest.CaptureFixture[str]) 
 # -- Other inputs ------------------------------------------------------------------------------------------------------
 
 
-def test_code_of_a_user_function(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_a_user_function(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a module that its file imports, too, and under a version that stays the same."""
+    monkeypatch.syspath_prepend(place)
     (place / "halved.py").write_text("def factor():\n    return 0.5\n", encoding="utf-8")
     (place / "rates.py").write_text(
         "from halved import factor\nfrom vorox.core.user_code.extensions import version\n\n\n"
-        "@version(1)\ndef rate(step, horizon):\n    return factor()\n",
+        "@version(1)\ndef rate(*arguments):\n    return factor()\n",
         encoding="utf-8",
     )
     words = [CLAIM, "fast.yaml", "slow.yaml", "schedule.name=rates.py:rate"]
@@ -266,7 +267,7 @@ def test_every_byte_of_weights_and_stored_logits(tmp_path: Path) -> None:
     before = files_digest(tmp_path, patterns)
     (tmp_path / "README.md").write_text("text")
     assert files_digest(tmp_path, patterns) == before
-    for path in sorted(tmp_path.glob("*[0-9].safetensors")) + [tmp_path / "teacher.json"]:
+    for path in [*sorted(tmp_path.glob("*[0-9].safetensors")), tmp_path / "teacher.json"]:
         kept, place = path.read_bytes(), int(generator.integers(50))
         path.write_bytes(kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :])
         assert files_digest(tmp_path, patterns) != before

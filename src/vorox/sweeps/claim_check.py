@@ -25,7 +25,6 @@ from vorox.core.errors import CheckpointError, ConfigError, VoroxError
 from vorox.core.files.atomic import canonical_json
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
-from vorox.core.schema import RunConfig
 from vorox.data.order.plan import DataPlan
 from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import examine_chain, read_states
@@ -34,7 +33,7 @@ from vorox.records.run_lookup import is_run, run_directories
 from vorox.records.step_environments import StepEnvironments
 from vorox.run import workload_of_run
 from vorox.sweeps.claim import Budget, in_common, recorded_value, settings_of, verdict_of
-from vorox.sweeps.claim_divergence import divergence_findings
+from vorox.sweeps.claim_divergence import divergence_findings, is_bitwise
 from vorox.sweeps.claim_inputs import environment_difference, environments_of_run, input_difference, inputs_of_run
 from vorox.sweeps.claim_register import (
     CLAIM_FORMAT,
@@ -239,7 +238,7 @@ def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path, replays:
         yield from divergence_findings(directory, make_workload, from_start=replays)
         return
     if not replays:
-        yield from _start_findings(claim.content["data"][side], config, directory, make_workload)
+        yield from _start_findings(claim.content["data"][side], directory, make_workload)
     state = read_states(directory).get(run.step)
     if state is None or state.states != run.states:
         yield "the chain of states does not end in the registered head"
@@ -302,14 +301,15 @@ def _environment_findings(claim: Claim, side: int, directory: Path) -> Iterator[
             return
 
 
-def _start_findings(
-    inputs: Mapping[str, Any], config: RunConfig, directory: Path, make_workload: MakeWorkload
-) -> Iterator[str]:
-    """Yield why step 1 is not that of the registered weights; nothing if the seed gives all weights."""
-    is_given = inputs.get("weights") is not None or inputs.get("teacher") is not None
-    if is_given and config.runtime.determinism.startswith("bitwise"):
+def _start_findings(inputs: Mapping[str, Any], directory: Path, make_workload: MakeWorkload) -> Iterator[str]:
+    """Yield why step 1 is not that of the registered weights; nothing if the seed gives all weights.
+
+    Raises:
+        OtherWeightsError: The run has recorded that it started from others.
+    """
+    if inputs.get("weights") is not None or inputs.get("teacher") is not None:
         report = replay(directory, make_workload, last_step=1)
-        if not report.is_exact:
+        if not report.is_exact and is_bitwise(directory, 1):
             yield f"it did not start from the registered weights: computed again, the run {report}"
 
 

@@ -17,6 +17,7 @@ from vorox.core.errors import VoroxError
 from vorox.core.files.json_reader import MalformedJson, read_json
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.records.replay_chain import ChainEntry, bits, examine_chain, number
+from vorox.records.step_environments import StepEnvironments
 from vorox.training.re_execution import MakeWorkload, ReExecution
 from vorox.training.replay import first_difference
 
@@ -57,6 +58,11 @@ def _bits(value: float | str | None) -> str:
     return ""
 
 
+def is_bitwise(directory: Path, step: int) -> bool:
+    """Whether a step of a run has the same bits when it is computed again, as its engine recorded."""
+    return str(StepEnvironments.of_run(directory).at(step).get("determinism")).startswith("bitwise")
+
+
 def divergence_findings(directory: Path, make_workload: MakeWorkload, *, from_start: bool) -> Iterator[str]:
     """Yield why the divergence of a run is not proven.
 
@@ -80,7 +86,8 @@ def _computed_again(execution: ReExecution, make_workload: MakeWorkload) -> Iter
     count, limit, last = 0, 0, execution.last_step
     with contextlib.closing(execution.steps(make_workload)) as steps:
         for step in steps:
-            if difference := first_difference(execution.recorded.entries[step.step], step.entry):
+            difference = first_difference(execution.recorded.entries[step.step], step.entry)
+            if difference and (difference.quantity == "batch" or is_bitwise(execution.run_directory, step.step)):
                 yield f"its divergence at step {last:,} is not proven: computed again, {difference}"
                 return
             count, limit = step.state.nonfinite_in_a_row, step.workload.config.train.max_nonfinite_steps
