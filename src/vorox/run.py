@@ -42,7 +42,7 @@ from vorox.planning.time_limit import check_minutes
 from vorox.records.log import DATA_READY, RunLog
 from vorox.records.run_context import RunContext
 from vorox.records.run_lookup import find_run, split_step
-from vorox.records.run_record import LAUNCH_NOTE
+from vorox.records.run_record import ENTERED_NOTE, LAUNCH_NOTE
 from vorox.runtime.throughput import Reading
 from vorox.training import time_budget
 from vorox.training.checkpoints.materialized_cache import StateNotOnDiskError
@@ -125,7 +125,8 @@ def train(
     Raises:
         VoroxError: The run stopped before its end; ``exit_code`` gives the kind of error.
     """
-    launched_at = time.time() if launched_at is None else launched_at
+    entered_at = time.time()
+    launched_at = entered_at if launched_at is None else launched_at
     disable_telemetry()
     resume_from = resume_from.absolute() if isinstance(resume_from, Path) else resume_from
     trusted_code.state(config_values(config), but_recorded=True)
@@ -158,6 +159,7 @@ def train(
             named_keys,
             taps,
             tasks,
+            entered_at,
         )
         notices = _LoggedNotices(display.message)
         ended = with_states(functools.partial(process.run_attempt, resume_from, launched_at), notices)
@@ -204,6 +206,7 @@ class _TrainingProcess:
     named_keys: Collection[str]
     taps: Sequence[Tap]
     tasks: Mapping[str, Any]
+    entered_at: float
 
     def run_attempt(
         self, resume_from: ResumeFrom, launched_at: float, rollback: Rollback | None = None
@@ -233,7 +236,7 @@ class _TrainingProcess:
                 self.argv,
                 dist,
                 creates=not isinstance(resume_from, Path),
-                launched_at=launched_at,
+                notes={LAUNCH_NOTE: launched_at, ENTERED_NOTE: self.entered_at},
             ) as run,  # fmt: skip
             run.removing_if_refused(),
             open_log(run, display, dist) as log,
@@ -375,14 +378,14 @@ def _check_groups(config: RunConfig) -> None:
 
 def _open_run(
     config: RunConfig, resume_from: str | Path, argv: Sequence[str] | None, dist: DistributedContext, *, creates: bool,
-    launched_at: float,
+    notes: Mapping[str, float],
 ) -> RunContext:  # fmt: skip
     """Open the run on the main rank; join it on the others."""
     if not dist.is_main:
         opened = dist.broadcast("run")
         return RunContext.join(Path(opened["directory"]), config, opened["attempt"], dist)
     run = _open_as_main(config, resume_from, argv, dist, creates=creates)
-    run.note(**{LAUNCH_NOTE: launched_at})
+    run.note(**notes)
     directory = str(run.directory.absolute())
     dist.broadcast("run", {"directory": directory, "attempt": run.attempt})
     return run

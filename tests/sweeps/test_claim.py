@@ -9,7 +9,6 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,17 @@ import tiny_runs
 import vorox
 import vorox.run
 from numpy_engine import NumpyEngine
+from tiny_claims import (
+    CLAIM,
+    REGISTER,
+    a_run_of,
+    claim,
+    fast_beats_slow,
+    refused,
+    rewrite,
+    verified,
+    write_configurations,
+)
 from vorox.cli import main
 from vorox.core.errors import NumericalError
 from vorox.core.files.chained_log import HashChainedLog
@@ -35,9 +45,6 @@ from vorox.sweeps.claim_check import _entry_findings, _pair_findings
 from vorox.sweeps.claim_register import Register
 
 pytestmark = pytest.mark.slow
-
-CLAIM = "A beats B on eval loss"
-REGISTER = Path("runs/claims/register.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -71,56 +78,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_configurations(tmp_path)
     return tmp_path
-
-
-def write_configurations(folder: Path, **data: Any) -> None:
-    tiny_runs.configuration(folder)
-    settings = json.loads((folder / "tiny.yaml").read_text(encoding="utf-8"))
-    settings["data"] |= data
-    settings["run"].pop("directory")
-    for name, rate in (("fast", 0.03), ("slow", 0.01)):
-        settings["optimizer"]["lr"] = rate
-        (folder / f"{name}.yaml").write_text(json.dumps(settings), encoding="utf-8")
-
-
-def claim(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["claim", *words, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
-
-
-def fast_beats_slow(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    return claim(capsys, CLAIM, "fast.yaml", "slow.yaml", "--pairs", "9", *words)
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
-    capsys.readouterr()
-    assert main([*words]) == code
-    return " ".join(capsys.readouterr().err.split())
-
-
-def verified(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What is wrong with the newest claim."""
-    capsys.readouterr()
-    code = main(["claims", "verify", *words, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["is_valid"] is (not found["findings"]) is (code == 0)
-    assert code in (0, 5)
-    return [f"{one['where']}: {one['what']}" for one in found["findings"]]
-
-
-def rewrite(change: Callable[[dict[str, Any]], Any], *, kind: str = "pair") -> None:
-    """Change entries of the register as somebody would who writes a new one, with a chain that is intact."""
-    bodies, _ = HashChainedLog(REGISTER).read()
-    REGISTER.unlink()
-    for body in bodies:
-        if body["kind"] == kind:
-            change(body)
-    HashChainedLog(REGISTER).append(bodies)
-
-
-def a_run_of(found: dict[str, Any], pair: int = 1, side: int = 0) -> Path:
-    return Path("runs") / found["pairs"][pair - 1]["runs"][side]["run"]
 
 
 def test_a_claim_that_holds(verdict_place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,12 @@ from vorox.cli import main
 from vorox.core.errors import CheckpointError, ConfigError, DataError, NumericalError
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.records.run_lookup import find_run, split_step
+from vorox.records.step_times import PHASES, read_step_times
 from vorox.run import states_of_run
 from vorox.training import materialize
 from vorox.training.checkpoints import re_execution_times
 from vorox.training.checkpoints.materialized_cache import StateNotOnDiskError, folder
+from vorox.training.checkpoints.re_execution_times import expected_times
 from vorox.training.checkpoints.store import verify
 from vorox.training.materialize import StateNotices, open_range
 from vorox.training.re_execution import ReExecution, cost_of
@@ -281,25 +283,62 @@ def test_the_cost_has_the_start_of_the_last_time(tmp_path: Path, monkeypatch: py
 
 
 def test_the_start_is_that_of_the_shortest_attempt(tmp_path: Path) -> None:
+    """Without the time for the data, with the imports of the engine; a rollback starts in a process that has them."""
     run = trained(tmp_path)
     layout = RunLayout(run)
     record = json.loads(layout.record.read_text())
     (attempt,) = record["attempts"]
-    starts = ["2026-01-01T00:00:00.000Z", "2026-01-01T01:00:00.000Z"]
-    resumed = {**attempt, "attempt": 2, "started_at": starts[1]}
-    resumed["notes"] = {**attempt["notes"], "steps": {**attempt["notes"]["steps"], "start_step": 8}}
-    record["attempts"] = [{**attempt, "started_at": starts[0]}, resumed]
+    began = [datetime.fromisoformat(f"2026-01-01T0{hour}:00:00+00:00").timestamp() for hour in range(3)]
+    record["attempts"] = [
+        {
+            **attempt, "attempt": number, "pid": pid, "started_at": "2026-01-02T00:00:00.000Z",
+            "notes": {
+                **attempt["notes"], "entered_at": entered, "launched_at": entered - 4,
+                "steps": {**attempt["notes"]["steps"], "start_step": start},
+            },
+        }
+        for number, pid, entered, start in ((1, 10, began[0], 0), (2, 11, began[1], 8), (3, 11, began[2], 8))
+    ]  # fmt: skip
     layout.record.write_text(json.dumps(record))
-    began = [datetime.fromisoformat(text).timestamp() for text in starts]
-    rows = [(1, 1, began[0] + 30), (1, 2, began[0] + 31), (2, 10, began[1] + 9), (2, 12, began[1] + 11)]
+    rows = [(1, 1, began[0] + 30), (1, 2, began[0] + 31), (2, 10, began[1] + 12), (2, 12, began[1] + 14),
+            (3, 9, began[2] + 1.5)]  # fmt: skip
     lines = [
         json.dumps({"attempt": number, "step": step, "time": at, "values": {"step_seconds": 1.0}})
         for number, step, at in rows
     ]
     layout.metrics.write_text("\n".join(lines) + "\n")
+    events = [
+        ("data_ready", 1, 5.0),
+        ("data_ready", 2, 3.0),
+        ("checkpoint_saved", 1, 0.5),
+        ("checkpoint_saved", 2, 0.5),
+    ]
+    layout.events.write_text("".join(
+        json.dumps({"kind": kind, "attempt": number, "fields": {"seconds": seconds}}) + "\n"
+        for kind, number, seconds in events
+    ))  # fmt: skip
+    layout.times.unlink()
     cost = cost_of(open_range(run, [7]))
-    assert cost.start_seconds == pytest.approx(7), "9 seconds to step 10, two of which are steps 9 and 10"
-    assert cost.seconds == pytest.approx(7 + 8), "eight steps from the initial weights, the last of them the proof"
+    assert cost.start_seconds == pytest.approx(7.5), "12 to step 10, of which 2 are steps and 3 the data; and a save"
+    assert cost.seconds == pytest.approx(7.5 + 8), "eight steps from the initial weights, the last of them the proof"
+    for one in record["attempts"]:
+        one["notes"]["environment"] = {**one["notes"]["environment"], "num_processes": 2}
+    layout.record.write_text(json.dumps(record))
+    assert expected_times(run).start_seconds == pytest.approx(11.5), "a rank imports the whole program, too"
+
+
+def test_the_steps_are_those_of_the_range(tmp_path: Path) -> None:
+    """Without saves and validations; a step in which the machine was suspended counts three times the others."""
+    run = trained(tmp_path)
+    rows = read_step_times(run).copy()
+    for row in rows:
+        row["seconds"] = 0
+        row["seconds"][[PHASES.index("step"), PHASES.index("save")]] = (1.0 if row["step"] < 6 else 2.0), 50.0
+    rows["seconds"][rows["step"] == 12, PHASES.index("data")] = 1000
+    RunLayout(run).times.write_bytes(rows.tobytes())
+    assert expected_times(run, 5, 11).step_seconds == pytest.approx(2.0)
+    assert expected_times(run, 5, 12).step_seconds == pytest.approx((6 * 2 + 6) / 7)
+    assert expected_times(run, 0, 5).step_seconds == pytest.approx((4 + 6 * 2 + 6) / 11), "too few; all steps but 1"
 
 
 def test_commands_end_with_the_code_of_the_mistake(

@@ -22,6 +22,10 @@ from vorox.records.run_lookup import RUN_FORMAT, refuse_other_format, saved_stat
 LAUNCH_NOTE = "launched_at"
 """Note of when the work for an attempt began: its process, before the imports. In seconds since the epoch."""
 
+ENTERED_NOTE = "entered_at"
+"""Note of when training was called, after the imports of the program; those of the engine follow. In seconds since the
+epoch."""
+
 
 class RunRecord:
     """The record of a run with this attempt at its end, in memory until ``write``.

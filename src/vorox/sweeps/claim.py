@@ -8,7 +8,6 @@ weights as far as the configurations agree, so that the noise of both is in both
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vorox.core.batch import IGNORED_LABEL
 from vorox.core.config import Difference
 from vorox.core.config.yaml.reader import Json
 from vorox.core.errors import ConfigError, DataError, NumericalError
@@ -27,13 +25,20 @@ from vorox.core.run_layout import RunLayout
 from vorox.core.schema import RunConfig
 from vorox.core.version import __version__
 from vorox.data.cache.building.report import PrepareProgress
-from vorox.data.corpus.corpus import Corpus, plan_start, prepare, prepare_recorded
-from vorox.data.order.plan_events import encode_event
+from vorox.data.corpus.corpus import prepare
 from vorox.experiments.paired_test import PairedTest, paired_test, smallest_effect
 from vorox.records.log import time_stamp
 from vorox.records.replay_chain import examine_chain, read_chain, read_states
 from vorox.records.run_context import expected_directory
-from vorox.run import train
+from vorox.run import train, with_states
+from vorox.sweeps.claim_divergence import divergence_gap
+from vorox.sweeps.claim_inputs import (
+    arm_inputs,
+    environment_difference,
+    environment_facts,
+    input_difference,
+    inputs_of_run,
+)
 from vorox.sweeps.claim_register import (
     CLAIM_FORMAT,
     METRICS,
@@ -47,7 +52,7 @@ from vorox.sweeps.claim_register import (
     question_of,
 )
 from vorox.sweeps.sweep import compared_settings
-from vorox.training.steps.dataloading import validation_set
+from vorox.training.materialize import StateNotices
 
 ConfigLoader = Callable[[Sequence[str]], RunConfig]
 """Loads the configuration of an arm with further overrides."""
@@ -158,22 +163,35 @@ class ClaimedPair:
         claim = self.known(register)
         if claim is not None and claim.is_decided and not again:
             return claim
-        if claim is not None and not claim.is_decided:
+        if claim is not None and not claim.is_decided and not again:
             for name, now, then in zip("AB", data, claim.content["data"], strict=True):
-                if difference := data_difference(then, now):
+                if difference := input_difference(then, now):
                     raise DataError(
                         f"{difference} of {name} has changed since the claim was registered", where=claim.id[:12],
-                        hint="restore the text from a copy, and run the same command again",
+                        hint="restore it from a copy, and run the same command again",
                         saved=f"the claim, with {pluralize(len(claim.pairs), 'pair')}",
                     )  # fmt: skip
+            self._check_environment(claim)
             return claim
         number = len(register.on_question(self.question)) + 1
         return register.add_claim(
             {
-                **self.stated(), "data": data, "number": number, "level": level_of(number, self.level),
-                "version": __version__, "registered_at": time_stamp(),
+                **self.stated(), "data": data, "environment": environment_facts(), "number": number,
+                "level": level_of(number, self.level), "version": __version__, "registered_at": time_stamp(),
             }
         )  # fmt: skip
+
+    def environment_change(self, claim: Claim) -> str:
+        """Return what has changed of the environment since a claim was registered; empty if nothing has."""
+        return environment_difference(claim.content["environment"], environment_facts())
+
+    def _check_environment(self, claim: Claim) -> None:
+        if change := self.environment_change(claim):
+            raise ConfigError(
+                f"The environment has changed since the claim was registered: {change}", where=claim.id[:12],
+                hint="continue it where it was registered; or add --again, which registers it anew",
+                saved=f"the claim, with {pluralize(len(claim.pairs), 'pair')}",
+            )  # fmt: skip
 
     def run_pair(self, claim: Claim, argv: Sequence[str]) -> Pair:
         """Train the next pair of a claim: A first in odd pairs, B first in even ones.
@@ -196,12 +214,12 @@ class ClaimedPair:
             directory, has_diverged = train(config, argv=argv).run_directory, False
         except NumericalError:
             directory, has_diverged = expected_directory(config, "auto")[0], True
-            if not RunLayout(directory).nonfinite.is_dir():
-                raise  # a device computed wrongly
-        if difference := data_difference(claim.content["data"][side], run_data(directory, config)):
+            if divergence_gap(directory):
+                raise  # a device computed wrongly, or the loss is finite
+        if difference := input_difference(claim.content["data"][side], inputs_of_run(directory, config)):
             raise DataError(
                 f"{difference} has changed since the claim was registered", where=str(directory),
-                hint="restore the text, and run the same command again", saved=f"pair {number} is not registered",
+                hint="restore it from a copy, and run the same command again", saved=f"pair {number} is not registered",
             )  # fmt: skip
         return arm_run(directory, claim.text.metric, has_diverged=has_diverged)
 
@@ -221,9 +239,8 @@ def arm_run(directory: Path, metric: str, *, has_diverged: bool) -> ArmRun:
         DataError: They are damaged, or there is no validation after the last step.
     """
     if has_diverged:
-        entries = examine_chain(directory).entries  # none if step 1 was not finite
-        step = max(entries, default=0)
-        return ArmRun(directory.name, step, entries[step].chain if step else "", "", None)
+        found = examine_chain(directory)
+        return ArmRun(directory.name, found.last_step, found.entries[found.last_step].chain, "", None)
     chain = read_chain(directory)
     step = max(chain)
     state, value = read_states(directory).get(step), recorded_value(directory, step, metric)
@@ -274,46 +291,16 @@ def smallest_visible(claim: Claim, num_pairs: int) -> float | None:
     return None if deviations is None or deviation is None else deviations * deviation
 
 
-def data_facts(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
-    """Return what identifies the data of a run: its tokenizer, rows and order, and its validation rows."""
-    order = {key: value for key, value in encode_event(plan_start(config, corpus)).items() if key != "seed"}
-    training = {source.name: source.train.content_digest(0, len(source.train.units)) for source in corpus.sources}
-    batches = validation_set(config, corpus)
-    found = hashlib.sha256()
-    for batch in () if batches is None else batches():
-        is_row_AB = (batch.labels_ABT != IGNORED_LABEL).any(axis=2)  # rows pad the last batch, by micro-batch
-        for array in (batch.tokens_ABT, batch.labels_ABT):
-            found.update(array[is_row_AB].tobytes())
-    return {
-        "tokenizer": corpus.tokenizer.fingerprint, "vocab_size": corpus.tokenizer.vocab_size, "training": training,
-        "evaluation": found.hexdigest(), "order": hashlib.sha256(canonical_json(order)).hexdigest(),
-    }  # fmt: skip
-
-
-def run_data(directory: Path, config: RunConfig) -> dict[str, Any]:
-    """Return ``data_facts`` of what a run with this configuration read."""
-    corpus = prepare_recorded(directory, config)
-    try:
-        return data_facts(config, corpus)
-    finally:
-        corpus.close()
-
-
-def data_difference(registered: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return which part of the data is not the registered one; empty if none."""
-    names = {
-        "tokenizer": "The tokenizer", "vocab_size": "The vocabulary", "evaluation": "The evaluation text",
-        "training": "The training text", "order": "The data order",
-    }  # fmt: skip
-    return next((text for name, text in names.items() if registered[name] != found[name]), "")
-
-
 def settings_of(config: RunConfig) -> dict[str, Json]:
     """Return the settings that a claim fixes: all that decide results, without the seed, which follows from it."""
     return {key: value for key, value in compared_settings(config).items() if key != "run.seed"}
 
 
 def _prepared(config: RunConfig, on_progress: PrepareProgress | None) -> dict[str, Any]:
+    return with_states(lambda: _prepare(config, on_progress), StateNotices())
+
+
+def _prepare(config: RunConfig, on_progress: PrepareProgress | None) -> dict[str, Any]:
     corpus = prepare(config, on_progress=on_progress)
     try:
         if not any(reader.num_rows for reader in corpus.validation):
@@ -321,7 +308,7 @@ def _prepared(config: RunConfig, on_progress: PrepareProgress | None) -> dict[st
                 "No text is held out, so runs have no validation loss", where="data.validation.held_out_fraction",
                 hint="hold out more text, or set data.validation.sources", saved=_NOTHING,
             )  # fmt: skip
-        return data_facts(config, corpus)
+        return arm_inputs(config, corpus)
     finally:
         corpus.close()
 
@@ -335,6 +322,11 @@ def _check_arm(name: str, config: RunConfig) -> None:
         problem = (
             "may read text that is not there yet, so no claim can name its data", "data.mode, data.growth.mode",
             "build the caches first: data.mode=cached data.growth.mode=complete",
+        )  # fmt: skip
+    elif config.train.micro_batch_sequences == "auto":
+        problem = (
+            "chooses its micro-batch by the memory of the machine", "train.micro_batch_sequences",
+            "set train.micro_batch_sequences to a number",
         )  # fmt: skip
     elif config.loss.name == "dpo":
         problem = "has a loss of pairs, not of tokens", "loss.name", "compare its runs with `vorox runs compare`"

@@ -1,8 +1,9 @@
 """Verification of a claim: its entries in the register, the records of its runs, and their values computed again.
 
 A claim and the runs go in; what does not agree comes out. Of every run: the seed is the one that the claim gives, the
-settings and the data are the registered ones, both chains are intact and end in the registered heads, the state of the
-last step has every byte of its manifest, and its validation, computed again, has the registered value. A run of the
+settings of all steps, the inputs and the environment are the registered ones, both chains are intact and end in the
+registered heads, the state of the last step has every byte of its manifest, and its validation, computed again, has the
+registered value. Weights that it started from give its first step again, and a divergence its last ones. A run of the
 claim that the register does not have is named, unless it has the same bits.
 """
 
@@ -22,20 +23,36 @@ from vorox.api.model import find_model
 from vorox.api.runs import open_run
 from vorox.core.errors import CheckpointError, ConfigError, VoroxError
 from vorox.core.files.atomic import canonical_json
-from vorox.core.files.json_reader import MalformedJson, read_json
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout, step_directories
+from vorox.data.order.plan import DataPlan
 from vorox.experiments.tracking import read_metrics
 from vorox.records.replay_chain import examine_chain, read_states
 from vorox.records.run_context import recorded_config
 from vorox.records.run_lookup import is_run, run_directories
+from vorox.records.step_environments import StepEnvironments
 from vorox.run import workload_of_run
-from vorox.sweeps.claim import Budget, data_difference, in_common, recorded_value, run_data, settings_of, verdict_of
-from vorox.sweeps.claim_register import METRICS, SIDES, ArmRun, Claim, Pair, Register, level_of, question_of
+from vorox.sweeps.claim import Budget, in_common, recorded_value, settings_of, verdict_of
+from vorox.sweeps.claim_divergence import divergence_findings, is_bitwise
+from vorox.sweeps.claim_inputs import environment_difference, environments_of_run, input_difference, inputs_of_run
+from vorox.sweeps.claim_register import (
+    CLAIM_FORMAT,
+    METRICS,
+    SIDES,
+    ArmRun,
+    Claim,
+    Pair,
+    Register,
+    level_of,
+    question_of,
+)
 from vorox.training.checkpoints.signature import read_envelope, write_statement
-from vorox.training.checkpoints.store import verify
+from vorox.training.checkpoints.store import Checkpoint, verify
 from vorox.training.materialize import StateNotices
+from vorox.training.re_execution import MakeWorkload
 from vorox.training.replay import replay
+from vorox.training.resume.resume_settings import config_in_force
+from vorox.training.user_functions import changed_functions, recorded_taps
 
 if TYPE_CHECKING:
     from vorox.training.checkpoints.signature import PrivateKey, PublicKey
@@ -71,6 +88,9 @@ def check_claim(
         on_run: Called before each run.
     """
     root = register.directory.parent
+    if claim.content["format"] != CLAIM_FORMAT:
+        what = "its form fixes no weights, code and environment; repeat its command, which registers it anew"
+        return [Finding(claim.id[:12], what)]
     found = [*_entry_findings(register, claim)]
     for pair in claim.pairs:
         found += _pair_findings(claim, pair, root)
@@ -81,7 +101,7 @@ def check_claim(
                 found.append(Finding(run.run, "the run is gone, so it cannot be checked"))
                 continue
             try:
-                found += [Finding(run.run, what) for what in _run_findings(claim, pair, side, directory)]
+                found += [Finding(run.run, what) for what in _run_findings(claim, pair, side, directory, replays)]
                 if (
                     replays
                     and not (report := replay(directory, functools.partial(workload_of_run, directory))).is_exact
@@ -197,26 +217,28 @@ def _pair_findings(claim: Claim, pair: Pair, root: Path) -> Iterator[Finding]:
             )
 
 
-def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path) -> Iterator[str]:
+def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path, replays: bool) -> Iterator[str]:
     """Yield what is wrong with a run of a claim."""
     run, config, seed = pair.runs[side], recorded_config(directory), claim.seed(pair.number)
     if config.run.seed != seed:
         yield f"the seed {config.run.seed} was chosen: the claim gives {seed}"
-    wanted, settings = claim.content["settings"][side], settings_of(config)
-    changed = [key for key in dict.fromkeys([*wanted, *settings]) if wanted.get(key) != settings.get(key)]
-    if changed:
-        yield f"{changed[0]} is {settings.get(changed[0])}, the claim has {wanted.get(changed[0])}"
-    if difference := data_difference(claim.content["data"][side], run_data(directory, config)):
+    yield from _settings_findings(claim.content["settings"][side], directory)
+    if difference := input_difference(claim.content["data"][side], inputs_of_run(directory, config)):
         yield f"{difference[0].lower()}{difference[1:]} is not the registered one"
+    yield from _environment_findings(claim, side, directory)
     chain = examine_chain(directory, run.step)
     if damage := chain.damage(run.step):
         yield f"the replay chain is not intact: {damage}"
     elif chain.last_step != run.step or (run.step and chain.entries[run.step].chain != run.chain):
         yield "the replay chain does not end in the registered head: the run was trained again or changed"
+    make_workload = functools.partial(workload_of_run, directory)
     if not run.states:
-        if run.value is not None or not _has_diverged(directory):
-            yield "the run is registered as diverged, and did not fail by a loss that is not finite"
+        if run.value is not None:
+            yield "the run is registered as diverged, and with a value"
+        yield from divergence_findings(directory, make_workload, from_start=replays)
         return
+    if not replays:
+        yield from _start_findings(claim.content["data"][side], directory, make_workload)
     state = read_states(directory).get(run.step)
     if state is None or state.states != run.states:
         yield "the chain of states does not end in the registered head"
@@ -248,12 +270,47 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _has_diverged(directory: Path) -> bool:
-    try:
-        error = read_json(RunLayout(directory).failure, {"error": str})["error"]
-        return error == "NumericalError" and RunLayout(directory).nonfinite.is_dir()
-    except (OSError, MalformedJson):
-        return False
+def _settings_findings(wanted: Mapping[str, Any], directory: Path) -> Iterator[str]:
+    """Yield settings and events of the plan that any step of a run had, and the claim does not."""
+    for step in (0, *sorted(RunLayout(directory).configs_by_step())):
+        settings = settings_of(config_in_force(directory, step)[0])
+        changed = [key for key in dict.fromkeys([*wanted, *settings]) if wanted.get(key) != settings.get(key)]
+        if changed:
+            when = f" after step {step:,}" if step else ""
+            yield f"{changed[0]} is {settings.get(changed[0])}{when}, the claim has {wanted.get(changed[0])}"
+            return
+    if DataPlan.open(RunLayout(directory).plan).state.masks:
+        yield "documents are masked in its data, which the claim does not say"
+    if any(recorded_taps(directory)):
+        yield "a tap was attached to it, which the claim does not say"
+
+
+def _environment_findings(claim: Claim, side: int, directory: Path) -> Iterator[str]:
+    """Yield what differs of the environment of a run from the registered one, and of its engine from the first pair."""
+    for found in environments_of_run(directory):
+        if difference := environment_difference(claim.content["environment"], found):
+            yield f"it ran in another environment than the claim was registered in: {difference}"
+            return
+    first = directory.parent / claim.pairs[0].runs[side].run
+    engines = [[*StepEnvironments.of_run(path).by_start.values()] for path in (first, directory)]
+    if len(engines[1]) > 1 or engines[0] != engines[1]:
+        yield "its engine computed in another environment than that of the first pair"
+    for step, path in step_directories(directory).items():
+        if changed := changed_functions(Checkpoint.read(path).metadata, recorded_config(directory)):
+            yield f"the code of its checkpoint of step {step:,} is not the registered one: {changed[0]}"
+            return
+
+
+def _start_findings(inputs: Mapping[str, Any], directory: Path, make_workload: MakeWorkload) -> Iterator[str]:
+    """Yield why step 1 is not that of the registered weights; nothing if the seed gives all weights.
+
+    Raises:
+        OtherWeightsError: The run has recorded that it started from others.
+    """
+    if inputs.get("weights") is not None or inputs.get("teacher") is not None:
+        report = replay(directory, make_workload, last_step=1)
+        if not report.is_exact and is_bitwise(directory, 1):
+            yield f"it did not start from the registered weights: computed again, the run {report}"
 
 
 def _unlisted_runs(register: Register, claim: Claim) -> Iterator[Finding]:

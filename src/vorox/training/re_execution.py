@@ -285,7 +285,8 @@ class ReExecutionCost:
 
 def cost_of(execution: ReExecution) -> ReExecutionCost:
     """Return what a re-execution takes."""
-    num_steps, times = execution.last_step - execution.start_step, expected_times(execution.run_directory)
+    num_steps = execution.last_step - execution.start_step
+    times = expected_times(execution.run_directory, execution.start_step, execution.last_step)
     kept = step_directories(execution.run_directory)
     newest = kept.get(max(kept, default=0))
     return ReExecutionCost(

@@ -113,10 +113,10 @@ def _known(arms: ClaimedPair, register: Register, *, again: bool) -> Claim | Non
     """Return the claim if it is in the register.
 
     Raises:
-        ConfigError: It is to be registered anew, and is not decided.
+        ConfigError: It is to be registered anew, and can be continued.
     """
     known = arms.known(register)
-    if again and (known is None or not known.is_decided):
+    if again and (known is None or not (known.is_decided or arms.environment_change(known))):
         raise ConfigError(
             "There is no decided claim to register again" if known is None else "The claim is not decided yet",
             where="--again", hint="leave it out", saved="nothing was registered",

@@ -54,7 +54,7 @@ class StepRecords:
         path = self.nonfinite.record(settled) if settled.is_nonfinite else ""
         if settled.ends_run:
             with contextlib.suppress(OSError):  # how the run ended matters more
-                self.pending.chain.flush()  # no checkpoint will: the step stays on record, to be explained
+                self.pending.chain.flush()  # no save will: these steps are the evidence, and can be explained
             raise settled.numerical_error(path)
         if settled.rolls_back:
             assert settled.step.max_loss is not None

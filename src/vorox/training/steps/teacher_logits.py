@@ -33,6 +33,8 @@ from vorox.core.pluralize import pluralize
 from vorox.models.arrays.weights_file import Array, WeightsFile, entry_of, write_weights
 
 HEADER_NAME = "teacher.json"
+LOGITS_FILES = (HEADER_NAME, "rows-*.safetensors")
+"""The files of a directory of stored logits."""
 FORMAT = "vorox-teacher-logits/1"
 FILE_BYTES = 1 << 26
 """Size of a file; a row that is larger has one of its own."""
@@ -107,7 +109,7 @@ class LogitsReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.header = directory, read_header(directory)
-        self._files = [WeightsFile(path) for path in sorted(directory.glob("rows-*.safetensors"))]
+        self._files = [WeightsFile(path) for path in sorted(directory.glob(LOGITS_FILES[1]))]
         digests = [file.read("digests") for file in self._files]
         all_digests = np.concatenate([np.zeros(0, np.uint64), *digests])
         self._order = np.argsort(all_digests, kind="stable")
@@ -205,7 +207,7 @@ class LogitsWriter:
         except BaseException:
             self._lock.release()
             raise
-        names = [path.stem.partition("-")[2] for path in directory.glob("rows-*.safetensors")]
+        names = [path.stem.partition("-")[2] for path in directory.glob(LOGITS_FILES[1])]
         self._next_file = max((int(name) + 1 for name in names if name.isdigit()), default=0)
         row_bytes = header.row_tokens * header.top_k * (4 + (2 if header.precision == "fp16" else 4))
         self._file_rows = max(1, FILE_BYTES // row_bytes)

@@ -8,6 +8,7 @@ with the differences before anything is replaced.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shlex
 import shutil
 from collections.abc import Generator, Iterable, Iterator
@@ -33,7 +34,7 @@ from vorox.models.huggingface.spec import KIND
 from vorox.models.huggingface.weights import from_huggingface
 from vorox.models.pruning import zero_fraction
 from vorox.models.spec import ModelSpec
-from vorox.models.stored.engine_state import read_weights
+from vorox.models.stored.engine_state import ENGINE_FILE, read_weights
 from vorox.records.run_lookup import attempt_notes, split_step
 from vorox.training.checkpoints.materialized_cache import named_state
 from vorox.training.checkpoints.origins import WEIGHTS_NOTE, origins
@@ -46,10 +47,14 @@ from vorox.training.origin.model_origin import (
     download_weights,
     explaining_moved_model,
     find_directory,
+    find_origin,
     weights_directory,
 )
 from vorox.training.origin.origin_checks import check_ids, require_equal_models
 from vorox.training.weights.dpo_reference import freeze_reference
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", CONFIG_NAME, ENGINE_FILE)
+"""What an engine reads of a directory of weights; its manifest and ``state.json`` also name places and the plan."""
 
 
 def init_from_weights(
@@ -103,6 +108,37 @@ def with_recorded_weights(config: RunConfig, run_directory: Path | None) -> RunC
     if named is None or base is None or not checkpoint.is_dir() or Path(named).absolute() != base:
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"from_weights": str(checkpoint)})})
+
+
+def weights_digest(config: RunConfig) -> str | None:
+    """Return the SHA-256 of the files that initial weights are read from; ``None`` for weights drawn from the seed.
+
+    Raises:
+        ConfigError: There are no weights at that location.
+        StateNotOnDiskError: They are the state after a step that has to be computed first.
+        CheckpointError: A checkpoint is damaged.
+    """
+    if config.model.kind == KIND and config.model.pretrained:
+        return files_digest(weights_directory(config), _WEIGHT_FILES)
+    if config.model.kind == KIND:
+        origin = find_origin(config)
+        place = None if origin is None else origin.directory
+        return None if place is None else files_digest(place, (CONFIG_NAME,))
+    if config.train.from_weights is None:
+        return None
+    with _local_directory(config) as place:
+        found = _checkpoint(place)
+        return files_digest(place if found is None else found.path, _WEIGHT_FILES)
+
+
+def files_digest(directory: Path, patterns: Iterable[str]) -> str:
+    """Return the SHA-256 over the names and contents of files of a directory, without what depends on its place."""
+    paths = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+    found: dict[str, str] = {}
+    for path in paths:
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(atomic.canonical_json(found)).hexdigest()
 
 
 def initialize_again(config: RunConfig, spec: ModelSpec, engine: Engine, run_directory: Path) -> None:
