@@ -36,7 +36,6 @@ from vorox.sweeps.claim import Budget, in_common, recorded_value, settings_of, v
 from vorox.sweeps.claim_divergence import divergence_findings, is_bitwise
 from vorox.sweeps.claim_inputs import environment_difference, environments_of_run, input_difference, inputs_of_run
 from vorox.sweeps.claim_register import (
-    CLAIM_FORMAT,
     METRICS,
     SIDES,
     ArmRun,
@@ -88,9 +87,6 @@ def check_claim(
         on_run: Called before each run.
     """
     root = register.directory.parent
-    if claim.content["format"] != CLAIM_FORMAT:
-        what = "its form fixes no weights, code and environment; repeat its command, which registers it anew"
-        return [Finding(claim.id[:12], what)]
     found = [*_entry_findings(register, claim)]
     for pair in claim.pairs:
         found += _pair_findings(claim, pair, root)
@@ -291,10 +287,11 @@ def _environment_findings(claim: Claim, side: int, directory: Path) -> Iterator[
         if difference := environment_difference(claim.content["environment"], found):
             yield f"it ran in another environment than the claim was registered in: {difference}"
             return
-    first = directory.parent / claim.pairs[0].runs[side].run
+    others = (directory.parent / Path(pair.runs[side].run).name for pair in claim.pairs)
+    first = next(path for path in others if is_run(path))  # at least its own
     engines = [[*StepEnvironments.of_run(path).by_start.values()] for path in (first, directory)]
     if len(engines[1]) > 1 or engines[0] != engines[1]:
-        yield "its engine computed in another environment than that of the first pair"
+        yield f"its engine computed in another environment than that of {first.name}"
     for step, path in step_directories(directory).items():
         if changed := changed_functions(Checkpoint.read(path).metadata, recorded_config(directory)):
             yield f"the code of its checkpoint of step {step:,} is not the registered one: {changed[0]}"

@@ -24,7 +24,7 @@ from vorox.core.files.disk_errors import disk_error
 from vorox.core.files.file_holder import FileLock
 from vorox.experiments.paired_test import PairedTest, paired_test
 
-CLAIM_FORMAT = "vorox-claim/2"
+CLAIM_FORMAT = "vorox-claim/1"
 GRAMMAR = "X beats Y on METRIC [by P%]"
 METRICS = {"eval loss": "loss", "eval accuracy": "accuracy"}
 """What can be claimed, and its name in ``evaluations.jsonl``."""

@@ -200,7 +200,7 @@ def _checked_states(
                 where=str(path), hint="restore the checkpoint from a copy; do not use it", saved=_NOTHING,
             )  # fmt: skip
         events = metadata.get("plan_events")
-        if plan.digest_at(events if type(events) is int else 0) != metadata.get("plan_digest"):
+        if type(events) is not int or not events or plan.digest_at(events) != metadata.get("plan_digest"):
             raise _other_plan(plan, f"the checkpoint of step {step:,} has {_short(metadata.get('plan_digest'))}")
         found.add(step)
     return found
@@ -215,10 +215,10 @@ def check_companions(run_directory: Path, checkpoint: Checkpoint) -> None:
     path, metadata, progress = checkpoint.path, checkpoint.metadata, read_state(checkpoint.path).progress
     start = DataPlan.open(RunLayout(run_directory).plan).start
     cursor = DataCursor(
-        metadata["plan_digest"], metadata["plan_events"], checkpoint.step,
+        str(metadata.get("plan_digest")), metadata.get("plan_events", 0), checkpoint.step,
         start.batch_sizes.position_of(checkpoint.step), start.seed,
     )  # fmt: skip
-    if (progress.cursor, progress.step, progress.chain) != (cursor, checkpoint.step, metadata["chain"]):
+    if (progress.cursor, progress.step, progress.chain) != (cursor, checkpoint.step, metadata.get("chain")):
         found, expected = progress.cursor.to_json(), cursor.to_json()
         names = [name for name in expected if found[name] != expected[name]] or ["step or chain"]
         raise CheckpointError(
@@ -227,10 +227,10 @@ def check_companions(run_directory: Path, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
     config, _ = config_in_force(run_directory, checkpoint.step)
     tokenizer = load_tokenizer(path, end_of_text=config.tokenizer.end_of_text).fingerprint
-    if tokenizer != metadata["tokenizer"]:
+    if tokenizer != metadata.get("tokenizer"):
         raise CheckpointError(
             f"The kept state after step {checkpoint.step:,} has another tokenizer: {_short(tokenizer)}, on record "
-            f"{_short(metadata['tokenizer'])}",
+            f"{_short(metadata.get('tokenizer'))}",
             where=str(path), hint="restore the checkpoint from a copy; do not use it", saved=_NOTHING,
         )  # fmt: skip
 

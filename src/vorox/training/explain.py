@@ -287,26 +287,30 @@ def _nonfinite(trials: _Trials, documents: Sequence[StepDocument], quantity: Qua
         return trials.step_without([one.document for one in masked])
 
     def is_finite_with(kept: Sequence[StepDocument]) -> bool:
-        return nonfinite_quantity(without([one for one in documents if one not in kept])) is None
+        return nonfinite_quantity(without(_others(documents, kept))) is None
 
     causes: list[StepDocument] = []
     found = without(documents)
     if nonfinite_quantity(found) is None:
-        while not is_finite_with(rest := [one for one in documents if one not in causes]):
+        while not is_finite_with(rest := _others(documents, causes)):
             causes += _not_finite_by_themselves(rest, is_finite_with)
         found = without(causes)
     cause = NonfiniteCause(causes, number(getattr(found, quantity)), _recorded_origin(trials.execution, trials.step))
-    others = [one for one in documents if one not in causes]
     return Explanation(
-        trials.step, quantity, entry, 0.0, math.inf, True, [*causes, *others], causes[0] if len(causes) == 1 else None,
-        [], trials.num_trials, cause,
+        trials.step, quantity, entry, 0.0, math.inf, True, [*causes, *_others(documents, causes)],
+        causes[0] if len(causes) == 1 else None, [], trials.num_trials, cause,
     )  # fmt: skip
+
+
+def _others(documents: Sequence[StepDocument], chosen: Sequence[StepDocument]) -> list[StepDocument]:
+    names = {one.document for one in chosen}
+    return [one for one in documents if one.document not in names]
 
 
 def _not_finite_by_themselves(
     documents: Sequence[StepDocument], is_finite_with: Callable[[Sequence[StepDocument]], bool]
 ) -> Sequence[StepDocument]:
-    """Return those of documents, with which a step is not finite, that cause it: each alone, or the fewest together."""
+    """Return those of documents, with which a step is not finite, that cause it, each alone or all together."""
     if len(documents) == 1:
         return documents
     middle = math.ceil(len(documents) / 2)

@@ -139,9 +139,8 @@ def materialize(
     found: list[Materialized] = []
     unproven: tuple[Path, Path] | None = None
     began, ends = time.perf_counter(), list[float]()
-    scratch = (
-        directory if directory.absolute() == folder(execution.run_directory).absolute() else None
-    )  # where ``states_after`` removes it
+    is_cached = directory.absolute() == folder(execution.run_directory).absolute()
+    scratch = directory if is_cached else None  # where ``states_after`` removes what a kill leaves
     if membership() is not None:  # a rank: its imports are part of what a command with several processes takes
         began -= time.time() - process_started_at()
     try:

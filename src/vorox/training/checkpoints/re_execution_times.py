@@ -118,7 +118,7 @@ def _shortest_start(run_directory: Path, step_seconds: float) -> float | None:
     """
     first_rows = dict[int, dict[str, Any]]()
     for row in read_lines(RunLayout(run_directory).metrics):
-        if type(row.get("attempt")) is int and isinstance(row.get("time"), int | float):
+        if type(row.get("attempt")) is type(row.get("step")) is int and isinstance(row.get("time"), int | float):
             first_rows.setdefault(row["attempt"], row)
     data = dict(_event_seconds(run_directory, DATA_READY))
     starts, processes = list[float](), set[object]()

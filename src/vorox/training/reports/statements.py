@@ -17,7 +17,9 @@ from vorox.core.files.atomic import MANIFEST_NAME
 from vorox.core.files.json_reader import mapping
 from vorox.core.pluralize import pluralize
 from vorox.core.run_layout import RunLayout
-from vorox.records.replay_chain import examine_chain
+from vorox.data.order.plan import DataPlan
+from vorox.records.replay_chain import examine_chain, read_states
+from vorox.records.run_lookup import run_id_of
 from vorox.training.checkpoints.signature import AUDIT_TYPE, UNLEARNED_TYPE, WrittenStatement, read_statement
 
 
@@ -82,11 +84,18 @@ def _audited(run_directory: Path, statement: WrittenStatement, predicate: Mappin
     step = int(heads["step"])
     computed = f"{int(predicate['num_sampled']):,} of {segments} up to step {step:,} computed again"
     text = f"Audit: {predicate['verdict']}; {computed}"
-    entry = examine_chain(run_directory).entries.get(step)
-    stated = {
-        digest for name, found in statement.subjects.items() if name.endswith(f"/chain@{step}") for digest in found
+    run, chain = run_id_of(run_directory), examine_chain(run_directory)
+    states = [
+        state.states for at, state in read_states(run_directory, step).items()
+        if at in chain.entries and state.chain == chain.entries[at].chain
+    ]  # fmt: skip
+    here = {
+        f"{run}/chain@{step}": chain.entries[step].chain if step in chain.entries and not chain.damage(step) else None,
+        f"{run}/states@{step}": states[-1] if states else "",
+        f"{run}/plan@{step}": DataPlan.open(RunLayout(run_directory).plan).digest_at(int(heads["plan_events"])),
     }
-    return text, entry is not None and entry.chain in stated
+    stated = {name: set(found) for name, found in statement.subjects.items()}
+    return text, stated == {name: {digest} for name, digest in here.items() if digest != ""}
 
 
 _KINDS: Mapping[str, Callable[[Path, WrittenStatement, Mapping[str, Any]], tuple[str, bool]]] = {

@@ -97,15 +97,20 @@ class SettledStep:
                 f"Loss spike: {self.values.loss:.4g} is above {self.step.max_loss:.4g}, the limit of the last losses",
                 where=f"step {self.number:,}",
                 hint="lower optimizer.lr, or let train.spike_policy skip such steps (train.max_spike_steps) or roll "
-                "back (train.max_spike_rollbacks); "
-                f"`vorox explain RUN --step {self.number}` finds its cause",
+                f"back (train.max_spike_rollbacks); {self._causes()}",
             )
         return NumericalError(
             f"Loss or gradient was not finite {pluralize(self.nonfinite_in_a_row, 'time')} in a row "
             f"(loss {self.values.loss}, gradient norm {self.values.grad_norm})",
             where=f"step {self.number:,}" + (f", recorded in {record}" if record else ""),
             hint="lower optimizer.lr or lengthen the warm-up; train.max_nonfinite_steps sets how many are skipped; "
-            f"`vorox explain RUN --step {self.number}` names the documents that cause it",
+            f"{self._causes()}",
+        )
+
+    def _causes(self) -> str:
+        return (
+            f"`vorox data where RUN --step {self.number}` shows its documents, and, with data.document_mask, "
+            f"`vorox explain RUN --step {self.number}` which of them cause it"
         )
 
 
