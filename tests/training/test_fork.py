@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import tiny_runs
 import vorox.run
 from vorox.cli import main
 from vorox.core.config import load_config
+from vorox.core.errors import NumericalError
 from vorox.core.ranks.distributed_context import DistributedContext
 from vorox.core.run_layout import RunLayout, step_directories
 from vorox.core.schema import RunConfig
@@ -22,7 +24,7 @@ from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
 from vorox.experiments.tracking import read_metrics
 from vorox.records.log import RunLog
-from vorox.records.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain, read_states
 from vorox.training.audit import audit
 from vorox.training.audit_records import open_run
 from vorox.training.checkpoints.store import Checkpoint, verify
@@ -174,6 +176,29 @@ def test_later_decisions_of_the_parent_are_not_those_of_the_fork(tmp_path: Path)
     assert chain(forked)[12] == chain(plain)[12], "the settings in force after step 8 are the later ones"
     earlier = train_on(fork(plain, 7, state(plain, 7, tmp_path / "made"), ForkChange()))
     assert chain(earlier) == expected
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_states_that_the_parent_left_behind_are_not_those_of_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The parent went back to step 4 under another rate and never saved again, so its states 8 and 12 are void."""
+    settings = ["data.document_mask=true", "checkpoint.keep_last=9", "eval.every_steps=null"]
+    parent = tiny_runs.run(tiny_runs.configuration(tmp_path, settings)).run_directory
+    for later in (8, 12):
+        shutil.rmtree(RunLayout(parent).checkpoint(later))
+    changed = tiny_runs.configuration(
+        tmp_path, [*settings, "optimizer.lr=0.003", "checkpoint.every_steps=100", "train.max_nonfinite_steps=0"]
+    )
+    with monkeypatch.context() as patch:
+        tiny_runs.scale_steps(patch, {11: float("nan")})
+        with pytest.raises(NumericalError):
+            tiny_runs.run(changed, resume_from=parent)
+    assert {8, 12} <= set(read_states(parent))
+    forked = fork(parent, step, state(parent, step, tmp_path / "made"), ForkChange())
+    assert max(read_states(forked)) == step
+    train_on(forked)
+    assert audit(open_run(forked), "7", 99, make_workload).verdict == "passed"
 
 
 def test_a_fork_without_a_source_reads_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

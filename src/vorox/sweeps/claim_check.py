@@ -33,7 +33,7 @@ from vorox.records.run_lookup import is_run, run_directories
 from vorox.records.step_environments import StepEnvironments
 from vorox.run import workload_of_run
 from vorox.sweeps.claim import Budget, in_common, recorded_value, settings_of, verdict_of
-from vorox.sweeps.claim_divergence import divergence_findings, is_bitwise
+from vorox.sweeps.claim_divergence import compared_steps, divergence_findings
 from vorox.sweeps.claim_inputs import environment_difference, environments_of_run, input_difference, inputs_of_run
 from vorox.sweeps.claim_register import (
     METRICS,
@@ -48,7 +48,7 @@ from vorox.sweeps.claim_register import (
 from vorox.training.checkpoints.signature import read_envelope, write_statement
 from vorox.training.checkpoints.store import Checkpoint, verify
 from vorox.training.materialize import StateNotices
-from vorox.training.re_execution import MakeWorkload
+from vorox.training.re_execution import MakeWorkload, ReExecution
 from vorox.training.replay import replay
 from vorox.training.resume.resume_settings import config_in_force
 from vorox.training.user_functions import changed_functions, recorded_taps
@@ -100,6 +100,7 @@ def check_claim(
                 found += [Finding(run.run, what) for what in _run_findings(claim, pair, side, directory, replays)]
                 if (
                     replays
+                    and run.states  # all steps of one that diverged are computed again as it is
                     and not (report := replay(directory, functools.partial(workload_of_run, directory))).is_exact
                 ):
                     found.append(Finding(run.run, f"computed again, the run {report}"))
@@ -231,7 +232,7 @@ def _run_findings(claim: Claim, pair: Pair, side: int, directory: Path, replays:
     if not run.states:
         if run.value is not None:
             yield "the run is registered as diverged, and with a value"
-        yield from divergence_findings(directory, make_workload, from_start=replays)
+        yield from divergence_findings(directory, make_workload)
         return
     if not replays:
         yield from _start_findings(claim.content["data"][side], directory, make_workload)
@@ -305,9 +306,9 @@ def _start_findings(inputs: Mapping[str, Any], directory: Path, make_workload: M
         OtherWeightsError: The run has recorded that it started from others.
     """
     if inputs.get("weights") is not None or inputs.get("teacher") is not None:
-        report = replay(directory, make_workload, last_step=1)
-        if not report.is_exact and is_bitwise(directory, 1):
-            yield f"it did not start from the registered weights: computed again, the run {report}"
+        for _, difference in compared_steps(ReExecution(directory, 0, 1), make_workload):
+            if difference is not None:
+                yield f"it did not start from the registered weights: computed again, {difference}"
 
 
 def _unlisted_runs(register: Register, claim: Claim) -> Iterator[Finding]:

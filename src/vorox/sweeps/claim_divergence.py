@@ -2,8 +2,8 @@
 
 The arm that diverged loses the pair, so the record of a divergence is worth forging. A run goes in; what does not
 agree comes out. The failure, the record of the step and the end of the replay chain must name one step and its bits.
-Then the steps from the last kept state on are computed again: they must have the recorded bits, and the last ones must
-not be finite, more of them in a row than ``train.max_nonfinite_steps`` allows.
+Then all steps are computed again: they must have the recorded bits, and the last ones must not be finite, more of them
+in a row than ``train.max_nonfinite_steps`` allows. No kept state is trusted: the claim names none of this run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from vorox.core.errors import VoroxError
 from vorox.core.files.json_reader import MalformedJson, read_json
-from vorox.core.run_layout import RunLayout, step_directories
+from vorox.core.run_layout import RunLayout
 from vorox.records.replay_chain import ChainEntry, bits, examine_chain, number
 from vorox.records.step_environments import StepEnvironments
-from vorox.training.re_execution import MakeWorkload, ReExecution
-from vorox.training.replay import first_difference
+from vorox.training.re_execution import MakeWorkload, ReExecutedStep, ReExecution
+from vorox.training.replay import ReplayDifference, first_difference
 
 
 def divergence_gap(directory: Path) -> str:
@@ -58,38 +58,47 @@ def _bits(value: float | str | None) -> str:
     return ""
 
 
-def is_bitwise(directory: Path, step: int) -> bool:
-    """Whether a step of a run has the same bits when it is computed again, as its engine recorded."""
-    return str(StepEnvironments.of_run(directory).at(step).get("determinism")).startswith("bitwise")
+def compared_steps(
+    execution: ReExecution, make_workload: MakeWorkload
+) -> Iterator[tuple[ReExecutedStep, ReplayDifference | None]]:
+    """Compute steps again; yield each with its first difference from the record.
+
+    Where bits need not repeat, only other rows are a difference. That is decided by the engine that computes here, and
+    not by what the run says of itself: its word counts for everything but ``determinism``.
+    """
+    environments = StepEnvironments.of_run(execution.run_directory)
+    with contextlib.closing(execution.steps(make_workload)) as steps:
+        for step in steps:
+            difference = first_difference(execution.recorded.entries[step.step], step.entry)
+            recorded, here = environments.at(step.step), step.workload.engine.environment()
+            repeats = str(here.get("determinism")).startswith("bitwise")
+            repeats &= all(recorded.get(key) == value for key, value in here.items() if key != "determinism")
+            yield step, difference if difference and (repeats or difference.quantity == "batch") else None
 
 
-def divergence_findings(directory: Path, make_workload: MakeWorkload, *, from_start: bool) -> Iterator[str]:
+def divergence_findings(directory: Path, make_workload: MakeWorkload) -> Iterator[str]:
     """Yield why the divergence of a run is not proven.
 
     Args:
         directory: The run.
         make_workload: Opens corpus, model and engine of a configuration, without building caches.
-        from_start: Compute all steps again, instead of those from the last kept state on.
     """
     if gap := divergence_gap(directory):
         yield f"its divergence is not proven: {gap}"
         return
     last = examine_chain(directory).last_step
-    kept = max((step for step in step_directories(directory) if step < last), default=0)
     try:
-        yield from _computed_again(ReExecution(directory, 0 if from_start else kept, last), make_workload)
+        yield from _computed_again(ReExecution(directory, 0, last), make_workload)
     except VoroxError as error:
         yield f"its divergence at step {last:,} is not proven, for the step cannot be computed again: {error.what}"
 
 
 def _computed_again(execution: ReExecution, make_workload: MakeWorkload) -> Iterator[str]:
     count, limit, last = 0, 0, execution.last_step
-    with contextlib.closing(execution.steps(make_workload)) as steps:
-        for step in steps:
-            difference = first_difference(execution.recorded.entries[step.step], step.entry)
-            if difference and (difference.quantity == "batch" or is_bitwise(execution.run_directory, step.step)):
-                yield f"its divergence at step {last:,} is not proven: computed again, {difference}"
-                return
-            count, limit = step.state.nonfinite_in_a_row, step.workload.config.train.max_nonfinite_steps
+    for step, difference in compared_steps(execution, make_workload):
+        if difference is not None:
+            yield f"its divergence at step {last:,} is not proven: computed again, {difference}"
+            return
+        count, limit = step.state.nonfinite_in_a_row, step.workload.config.train.max_nonfinite_steps
     if count <= limit:
         yield f"it did not diverge: {count} steps up to {last:,} are not finite, and {limit} are skipped"

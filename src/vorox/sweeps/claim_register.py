@@ -324,6 +324,8 @@ class Register:
             claim = Claim(hashlib.sha256(canonical_json(content)).hexdigest(), content)
             if not (0 < claim.level < 1 and claim.text.metric in METRICS and isinstance(content["question"], str)):
                 raise ValueError(claim.id)
+            if content["format"] != CLAIM_FORMAT or not isinstance(content["environment"], dict):
+                raise ValueError(claim.id)
             self.claims.append(claim)
             return
         (claim,) = (one for one in self.claims if one.id == body["claim"])

@@ -223,14 +223,14 @@ def _in(config: RunConfig, directory: Path) -> RunConfig:
 def _write(state: _State, layout: RunLayout, run_id: str, config: RunConfig, change: ForkChange) -> None:
     """Write all records of a fork, the configuration last."""
     parent = state.parent
-    plan = _write_plan(state, layout.plan, change.masked)
-    for source, target in (
-        (parent.chain, layout.chain),
-        (parent.states, layout.states),
-        (parent.metrics, layout.metrics),
+    plan, last_state = _write_plan(state, layout.plan, change.masked), _last_state(state)
+    for source, target, last in (
+        (parent.chain, layout.chain, state.step),
+        (parent.states, layout.states, last_state),
+        (parent.metrics, layout.metrics, state.step),
     ):
         if source.exists():
-            atomic.write_file(target, lines_up_to(source, state.step))
+            atomic.write_file(target, lines_up_to(source, last))
     for folder in (RunLayout.tokenizer, RunLayout.views):
         for path in sorted(parent.directory.glob(folder.mirrored)):
             atomic.make_directory(layout.directory / folder.name)
@@ -245,7 +245,7 @@ def _write(state: _State, layout: RunLayout, run_id: str, config: RunConfig, cha
             record.record_started(attempt.last_step)
             record.record_saved(attempt.saved_step)
     if state.checkpoint is not None:
-        if state.step not in read_states(layout.directory):  # the parent did not save it
+        if last_state != state.step:  # the parent did not save it
             progress = read_state(state.checkpoint.path).progress
             StateChain(layout.directory, state.step).record(progress, str(state.checkpoint.metadata["fingerprint"]))
         _copy_checkpoint(state.checkpoint, layout.checkpoint(state.step))
@@ -256,6 +256,19 @@ def _write(state: _State, layout: RunLayout, run_id: str, config: RunConfig, cha
     atomic.make_directory(layout.control)
     atomic.write_file(layout.record, atomic.pretty_json(record))
     atomic.write_file(layout.config, content)
+
+
+def _last_state(state: _State) -> int:
+    """Return the last recorded state that the fork has; after a run goes back, later ones stand until it saves again.
+
+    Raises:
+        DataError: The record of the parent is damaged.
+    """
+    entries = examine_chain(state.parent.directory).entries
+    recorded = read_states(state.parent.directory, state.step)
+    return max(
+        (step for step, one in recorded.items() if step in entries and one.chain == entries[step].chain), default=0
+    )
 
 
 def _write_plan(state: _State, path: Path, documents: Sequence[MaskedDocument]) -> DataPlan:

@@ -43,7 +43,11 @@ def claim(
         typer.Option(help="Probability at most that claims on this question are decided though the arms are equal."),
     ] = 0.05,
     again: Annotated[
-        bool, typer.Option("--again", help="Register a decided claim anew, with other seeds and a stricter level.")
+        bool,
+        typer.Option(
+            "--again",
+            help="Register a claim that is decided, or of another environment, anew, at a stricter level.",
+        ),
     ] = False,
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Sign the verdict: private key (PEM), Ed25519 or ECDSA P-256.")

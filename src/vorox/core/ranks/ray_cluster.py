@@ -57,19 +57,21 @@ def start_ray(ray: Any, **options: Any) -> None:
     Raises:
         StalledError: It did not start.
     """
+    cause: Exception | None = None
     for _ in range(_NUM_STARTS):
         try:
             ray.init(**options)
         except Exception as error:  # Ray has no class for this
             if "timed out during startup" not in str(error):
                 raise
+            cause = error
         else:
             return
     raise StalledError(
         f"Ray did not start in {_NUM_STARTS} tries",
         hint="Its logs are in /tmp/ray/session_latest/logs. Run the command again when the machine is less busy, or "
         "start a cluster with `ray start --head` and set RAY_ADDRESS=auto.",
-    )
+    ) from cause
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vorox.core.errors import VoroxError
-from vorox.records.replay_chain import examine_chain
+from vorox.core.files.json_lines import last_record
+from vorox.core.run_layout import RunLayout
 from vorox.records.run_lookup import fork_changes, fork_origin, run_argument, run_id_of
 from vorox.training.reports.run_time import account
 from vorox.training.reports.statements import statements_of
@@ -43,11 +44,11 @@ def _steps(directory: Path, events: Sequence[Mapping[str, Any]]) -> list[dict[st
         for event in events
         if event["kind"] in _EXPLAINED_EVENTS and event["step"] is not None
     }
-    recorded = examine_chain(directory).entries if found else {}
-    run = run_argument(directory)
+    newest = last_record(RunLayout(directory).chain) if found else None
+    last, run = 0 if newest is None else newest["step"], run_argument(directory)
     return [
         {"step": step, "what": found[step], "command": f"vorox explain {run} --step {step}"}
-        for step in sorted(found.keys() & recorded.keys(), reverse=True)[:_MOST_STEPS]
+        for step in sorted((step for step in found if step <= last), reverse=True)[:_MOST_STEPS]
     ]
 
 

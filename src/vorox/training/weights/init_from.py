@@ -105,9 +105,17 @@ def with_recorded_weights(config: RunConfig, run_directory: Path | None) -> RunC
     recorded = [] if run_directory is None else attempt_notes(run_directory, "from_weights")
     checkpoint, named = Path(str(recorded[0] if recorded else "")), config.train.from_weights
     base = run_of_checkpoint(checkpoint)
-    if named is None or base is None or not checkpoint.is_dir() or Path(named).absolute() != base:
+    if named is None or base is None or not checkpoint.is_dir() or not _is_at(named, config, base):
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"from_weights": str(checkpoint)})})
+
+
+def _is_at(named: str, config: RunConfig, run_directory: Path) -> bool:
+    """Whether a setting names a run, by its path or its name."""
+    try:
+        return find_directory(named, config.run.directory, key=FROM_WEIGHTS) == run_directory.absolute()
+    except ConfigError:
+        return False
 
 
 def weights_digest(config: RunConfig) -> str | None:
