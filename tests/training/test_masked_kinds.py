@@ -31,7 +31,7 @@ from vorox.data.cache.units import packing
 from vorox.data.provenance.named_documents import named_documents
 from vorox.data.provenance.queries import when, where
 from vorox.data.provenance.run_data_index import RunDataIndex
-from vorox.records.replay_chain import read_chain
+from vorox.records.replay_chain import read_chain, read_states
 from vorox.training.fork import ForkChange, fork
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -225,10 +225,8 @@ CASES: dict[str, tuple[Callable[[Path], Corpora], Callable[[Corpora], list[RunCo
 
 def outcome(run_directory: Path) -> tuple[list[str], str]:
     """The chain of a run, and the fingerprint of its last state."""
-    return (
-        [entry.chain for entry in read_chain(run_directory).values()],
-        (run_directory / "states.jsonl").read_text().splitlines()[-1],
-    )
+    states = read_states(run_directory)
+    return [entry.chain for entry in read_chain(run_directory).values()], states[max(states)].fingerprint
 
 
 def masked(parent: Path, ordinal: int) -> Path:
