@@ -2,7 +2,7 @@
 
 Ten runs are trained: with the numpy engine of the tests, PyTorch and JAX; tiny ones and one of 5 million parameters;
 kept checkpoints and none, so that steps are computed from step 0; a run in two attempts; two processes. Right after
-each run, ``vorox checkpoints materialize --plan`` is asked for a state, and the command without ``--plan`` is timed
+each run, ``vorox checkpoints materialize --plan`` estimates one state, and the command without ``--plan`` is timed
 from its start to its end, Python and imports included. So every estimate is the first one, from the run's own record.
 Further rounds ask for other states; their estimates are those of the last re-execution.
 
@@ -39,7 +39,7 @@ _KEPT, _NONE = "checkpoint.every_steps=20", "checkpoint.every_steps=null"
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the state that is asked for.
+    """A run, and the state to materialise.
 
     Attributes:
         name: Its name.

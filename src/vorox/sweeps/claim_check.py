@@ -3,8 +3,8 @@
 A claim and the runs go in; what does not agree comes out. Of every run: the seed is the one that the claim gives, the
 settings of all steps, the inputs and the environment are the registered ones, both chains are intact and end in the
 registered heads, the state of the last step has every byte of its manifest, and its validation, computed again, has the
-registered value. Weights that it started from give its first step again, and a divergence its last ones. A run of the
-claim that the register does not have is named, unless it has the same bits.
+registered value. Step 1 of a run that started from weights, and all steps of one that diverged, are computed again too.
+A run of the claim that the register does not have is named, unless it has the same bits.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class WrittenStatement:
         content: The statement, without its envelope.
         subjects: Digests of what it is about, hex, by name.
         predicate_type: What it states.
-        key_ids: SHA-256 of the public keys that are said to have signed it, hex; not verified.
+        key_ids: SHA-256 of the public keys that the envelope names as signers, hex; not verified.
     """
 
     path: Path

@@ -32,7 +32,7 @@ class StatementReport:
         text: What it states, in a sentence; empty if it cannot be read.
         is_current: Whether it is about the checkpoint, or the head of the replay chain, that the run has now; ``None``
             if that is not known.
-        key_ids: SHA-256 of the keys that are said to have signed it, hex; not verified.
+        key_ids: SHA-256 of the public keys that the envelope names as signers, hex; not verified.
         problem: Why it cannot be read.
     """
 
